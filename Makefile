@@ -1,0 +1,43 @@
+# Every target does its own set-up: on a fresh machine `make quickstart` or `make test` is the only command needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help quickstart test check test-gpu format clean
+
+help:
+	@echo "make quickstart  install into .venv, then fine-tune a small model on real text (offline, CPU)"
+	@echo "make test        install into .venv, then run the tests"
+	@echo "make check       lint, format and type check"
+	@echo "make test-gpu    the tests marked 'cuda', with the current python3, nothing installed"
+
+# The stamp is newer than everything that decides what is installed; a second call re-uses the environment.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
+	# torch by its exact version first: left to the resolver, a newer build with the CUDA packages could be taken.
+	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plots,qlora]'
+	@touch $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/fastpack-trl quickstart $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not cuda" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu:
+	python3 -m pytest -m cuda $(ARGS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

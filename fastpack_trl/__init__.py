@@ -1,0 +1,52 @@
+"""Faster packed supervised fine-tuning for Hugging Face TRL, without changing what is computed.
+
+Importing this package patches and registers nothing and touches no network and no device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastpack_trl._version import __version__
+
+if TYPE_CHECKING:
+    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.config import FastSFTConfig
+    from fastpack_trl.packing.collator import PackingCollator
+    from fastpack_trl.packing.packed_batch import PackedBatch
+    from fastpack_trl.trainer import FastSFTTrainer
+    from fastpack_trl.verify import verify_packing
+
+_HOME = {
+    "FastSFTConfig": "config",
+    "FastSFTTrainer": "trainer",
+    "PackedBatch": "packing.packed_batch",
+    "PackingCollator": "packing.collator",
+    "packed_attention": "attention.seam",
+    "verify_packing": "verify",
+}
+
+__all__ = [
+    "FastSFTConfig",
+    "FastSFTTrainer",
+    "PackedBatch",
+    "PackingCollator",
+    "__version__",
+    "packed_attention",
+    "verify_packing",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Loaded on first use: `fastpack-trl --help` and `import fastpack_trl` need neither torch nor trl.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,83 @@
+"""`FastSFTConfig`: TRL's `SFTConfig` and a few flat fields, each ``"auto"`` by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from trl import SFTConfig
+
+PACKED_ATTENTION_CHOICES = ("auto", "per_document", "padded_rows", "sdpa", "off")
+VERIFY_CHOICES = ("auto", "on", "off")
+DEFAULT_PADDED_ROWS_LIMIT = 4.0
+
+
+def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """``true``/``false`` (what YAML makes of an unquoted ``on``/``off``) become ``on``/``off``; the rest is checked.
+
+    A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us.
+
+    Raises:
+        ValueError: not one of `choices`; names the nearest.
+    """
+    if isinstance(value, str):
+        value = {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value.lower())
+    if isinstance(value, bool):
+        value = ("on" if "on" in choices else "auto") if value else "off"
+    elif value == "on" and "on" not in choices:
+        value = "auto"
+    if isinstance(value, str) and value in choices:
+        return value
+    near = get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}={value!r} is not available: use one of {', '.join(choices)}{hint}")
+
+
+@dataclass
+class FastSFTConfig(SFTConfig):
+    r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
+
+    Args:
+        packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
+            ``per_document`` (one attention call per document, any device), ``padded_rows`` (documents unpacked into
+            padded rows under stock attention), ``sdpa`` (stock attention, its dense mask built once per batch) or
+            ``off`` (stock).
+        verify_packing: when training starts, prove on a few dozen tokens that no document sees another: ``auto`` (where
+            documents are packed), ``on``, ``off``.
+        padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
+
+    Raises:
+        ValueError: a value outside its choices, or a limit below 1.
+    """
+
+    packed_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "How packed documents are kept apart: auto, per_document, padded_rows, sdpa or off. No extra "
+            "memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see "
+            "padded_rows_limit)."
+        },
+    )
+    verify_packing: str = field(
+        default="auto",
+        metadata={
+            "help": "Prove when training starts that no packed document sees another: auto (when documents are "
+            "packed), on or off. Costs a few forward and backward passes over a few dozen tokens, once."
+        },
+    )
+    padded_rows_limit: float = field(
+        default=DEFAULT_PADDED_ROWS_LIMIT,
+        metadata={
+            "help": "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into "
+            "padded rows; above it training stops with the remedy."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.packed_attention = normalise_choice("packed_attention", self.packed_attention, PACKED_ATTENTION_CHOICES)
+        self.verify_packing = normalise_choice("verify_packing", self.verify_packing, VERIFY_CHOICES)
+        if not self.padded_rows_limit >= 1:
+            raise ValueError(
+                f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
+            )
+        super().__post_init__()

@@ -1,0 +1,1 @@
+"""Packed batches: the data, the collator, the masks made from them."""

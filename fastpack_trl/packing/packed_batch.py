@@ -1,0 +1,160 @@
+"""What is known about a packed row before the step starts: built once per batch, on the host, then only read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """The documents of one packed row.
+
+    ``seq_lengths=(3, 2)`` -> ``cu_seqlens=[0, 3, 5]``, ``position_ids=[[0, 1, 2, 0, 1]]``, ``max_seqlen=3``.
+    With ``num_padding=2`` the tail is one further segment and never a document: ``cu_seqlens=[0, 3, 5, 7]``,
+    ``position_ids=[[0, 1, 2, 0, 1, 0, 1]]``.
+
+    The object travels as the keyword ``packed_batch`` of ``model.forward``. It has ``.to`` and ``.pin_memory``, so that
+    data loaders, accelerate and checkpointing carry it like a tensor.
+
+    Attributes:
+        seq_lengths: tokens of each document, on the host. Stays with the batch; never a layer argument.
+        num_padding: tokens of the tail, the last segment of `cu_seqlens`. No loss counts them.
+        cu_seqlens: (num_segments + 1,) int32, in tokens; ends at the length of the row.
+        position_ids: (1, total_tokens) int64, starting at 0 in each segment.
+        seq_idx: (1, total_tokens) int32, the segment of each token.
+        max_seqlen: tokens of the longest segment, a host int.
+        loss_positions: (num_loss_tokens,) int64, the flat positions whose *next* token is counted by the loss.
+        loss_labels: (num_loss_tokens,) int64, those next tokens.
+    """
+
+    seq_lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    position_ids: Tensor
+    seq_idx: Tensor
+    max_seqlen: int
+    num_padding: int = 0
+    loss_positions: Tensor | None = None
+    loss_labels: Tensor | None = None
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _build_counts: Counter[Hashable] = field(default_factory=Counter, repr=False)
+
+    @classmethod
+    def from_lengths(
+        cls, seq_lengths: Sequence[int], *, num_padding: int = 0, labels: Tensor | None = None
+    ) -> PackedBatch:
+        """Build the metadata from host lengths, in plain torch: the reference for the collator's own construction.
+
+        Args:
+            seq_lengths: tokens of each document; each at least 1.
+            num_padding: tokens appended after the last document.
+            labels: (total_tokens,) or (1, total_tokens) int64 on the host, `IGNORE_INDEX` where no loss is counted.
+                First tokens of a document are never counted: nothing precedes them.
+
+        Raises:
+            ValueError: no document, a length below 1, or labels of another length than the row.
+        """
+        lengths = tuple(int(length) for length in seq_lengths)
+        if not lengths:
+            raise ValueError("seq_lengths is empty: a packed batch needs at least one document")
+        if min(lengths) < 1:
+            raise ValueError(f"seq_lengths has a document of length {min(lengths)}: drop empty documents before packing")
+        if num_padding < 0:
+            raise ValueError(f"num_padding={num_padding} is negative: it is the number of tokens after the last document")
+        segments = torch.tensor([*lengths, num_padding] if num_padding else lengths)
+        cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32)
+        torch.cumsum(segments, 0, out=cu_seqlens[1:])
+        total = int(segments.sum())
+        position_ids = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), segments)
+        positions = loss_labels = None
+        if labels is not None:
+            labels = labels.reshape(-1)
+            if labels.numel() != total:
+                raise ValueError(f"labels has {labels.numel()} tokens, the row has {total}: one label per token")
+            counted = labels[1:].ne(IGNORE_INDEX) & position_ids[1:].ne(0)
+            counted[total - num_padding - 1 :] = False
+            positions = counted.nonzero().squeeze(1)
+            loss_labels = labels[1:][counted]
+        return cls(
+            seq_lengths=lengths,
+            num_padding=num_padding,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids[None],
+            seq_idx=torch.repeat_interleave(torch.arange(len(segments), dtype=torch.int32), segments)[None],
+            max_seqlen=int(segments.max()),
+            loss_positions=positions,
+            loss_labels=loss_labels,
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the row, the padded tail included."""
+        return sum(self.seq_lengths) + self.num_padding
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment of `cu_seqlens`: the documents, then the tail if there is one."""
+        return (*self.seq_lengths, self.num_padding) if self.num_padding else self.seq_lengths
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    @property
+    def build_counts(self) -> Counter[Hashable]:
+        """How often each derived object was built; survives `clear_derived`, so that a test can read it after a step."""
+        return self._build_counts
+
+    def derive(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return what `build` makes, made at most once per batch and key.
+
+        Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
+        """
+        if key not in self._derived:
+            self._derived[key] = build()
+            self._build_counts[key] += 1
+        value: T = self._derived[key]
+        return value
+
+    def clear_derived(self) -> None:
+        """Drop everything derived. The trainer does so after each step: it keeps all micro-batches of an accumulation
+        alive, and masks hung on them would add up."""
+        self._derived.clear()
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
+        """Copy to `device`; what was derived stays behind. The copy is asynchronous where the tensors are pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking or tensor.is_pinned()))
+
+    def pin_memory(self) -> PackedBatch:
+        """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
+        tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels")
+        converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
+        return replace(self, **converted, _derived={}, _build_counts=Counter())
+
+
+def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:
+    """The keywords under which transformers' models read packed metadata; the only place with their spelling.
+
+    `cu_seq_lens_*` and `max_length_*` are read by its flash attention, `seq_idx` by its short convolutions.
+    """
+    return {
+        "position_ids": batch.position_ids,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "seq_idx": batch.seq_idx,
+    }
