@@ -31,8 +31,8 @@ def shared_band_mask(batch: PackedBatch, window: int, device: torch.device) -> T
 def dense_mask(batch: PackedBatch, window: int | None, device: torch.device, dtype: torch.dtype = torch.bool) -> Tensor:
     """(1, 1, total_tokens, total_tokens): block-diagonal over segments, causal, windowed if `window` is given.
 
-    Bool (True: attend) for SDPA; a float dtype gives the additive form (0 or the dtype's minimum) that transformers'
-    eager functions add to the scores.
+    Bool (True: attend) for SDPA; a float dtype gives the additive form (0 or -inf) for the scores of transformers'
+    eager functions. Every token sees itself, so no row is all -inf.
     """
 
     def boolean() -> Tensor:
@@ -47,6 +47,6 @@ def dense_mask(batch: PackedBatch, window: int | None, device: torch.device, dty
 
     def additive() -> Tensor:
         allowed = dense_mask(batch, window, device)
-        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, torch.finfo(dtype).min)
+        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
 
     return batch.derive(("dense", window, device, dtype), additive)

@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class PackedBatch:
     """The documents of one packed row.
 
@@ -24,8 +24,8 @@ class PackedBatch:
     With ``num_padding=2`` the tail is one further segment and never a document: ``cu_seqlens=[0, 3, 5, 7]``,
     ``position_ids=[[0, 1, 2, 0, 1, 0, 1]]``.
 
-    The object travels as the keyword ``packed_batch`` of ``model.forward``. It has ``.to`` and ``.pin_memory``, so that
-    data loaders, accelerate and checkpointing carry it like a tensor.
+    The object travels as the keyword ``packed_batch`` of ``model.forward``. It has ``.to`` and ``.pin_memory``, so
+    that data loaders, accelerate and checkpointing carry it like a tensor.
 
     Attributes:
         seq_lengths: tokens of each document, on the host. Stays with the batch; never a layer argument.
@@ -68,9 +68,9 @@ class PackedBatch:
         if not lengths:
             raise ValueError("seq_lengths is empty: a packed batch needs at least one document")
         if min(lengths) < 1:
-            raise ValueError(f"seq_lengths has a document of length {min(lengths)}: drop empty documents before packing")
+            raise ValueError(f"seq_lengths has a document of length {min(lengths)}: drop empty documents first")
         if num_padding < 0:
-            raise ValueError(f"num_padding={num_padding} is negative: it is the number of tokens after the last document")
+            raise ValueError(f"num_padding={num_padding} is negative: it counts the tokens after the last document")
         segments = torch.tensor([*lengths, num_padding] if num_padding else lengths)
         cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32)
         torch.cumsum(segments, 0, out=cu_seqlens[1:])
@@ -112,7 +112,7 @@ class PackedBatch:
 
     @property
     def build_counts(self) -> Counter[Hashable]:
-        """How often each derived object was built; survives `clear_derived`, so that a test can read it after a step."""
+        """How often each derived object was built; survives `clear_derived`, to be read after a step."""
         return self._build_counts
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:

@@ -1,0 +1,1 @@
+"""Packed attention: what a model needs, the backends, the choice between them, and the seam into transformers."""

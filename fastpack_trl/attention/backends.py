@@ -1,0 +1,142 @@
+"""The backends and the one chooser. A further backend is one file, one entry in `BACKENDS` and one test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastpack_trl.attention import dense, per_document
+from fastpack_trl.attention.model_features import ModelFeatures
+from fastpack_trl.packing.packed_batch import PackedBatch
+
+RIGHT_PADDED = "padded_rows"
+"""Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""
+
+
+class PackedLayer(Protocol):
+    """What `prepare` returns: tensors and ints that cross a layer boundary, and the attention that reads them."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+        dropout: float,
+        module: Any,
+    ) -> Tensor: ...
+
+
+class Backend(Protocol):
+    """A way to compute packed attention through transformers' interface."""
+
+    name: str
+
+    def refuses(self, features: ModelFeatures) -> str:
+        """Why this backend would be wrong for the model; empty where it is right."""
+        ...
+
+    def reason(self, features: ModelFeatures) -> str:
+        """What the report says when it is chosen."""
+        ...
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        """Build what the layers read; once per batch and device, hung on the batch."""
+        ...
+
+
+class PerDocument:
+    """`per_document.py` behind the `Backend` protocol."""
+
+    name = "per_document"
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.gap:
+            return features.gap
+        if features.dropout:
+            return f"attention dropout is {features.dropout}: per_document has none"
+        return ""
+
+    def reason(self, features: ModelFeatures) -> str:
+        needs = [f"window {window}" for window in sorted(features.windows)]
+        needs += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+        return f"{features.device_type}; {', '.join(needs) or 'plain causal'}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        return per_document.prepare(batch, features.windows, device)
+
+
+class Dense:
+    """`dense.py`: stock's attention with its mask built once per batch."""
+
+    name = "sdpa"
+
+    def refuses(self, features: ModelFeatures) -> str:
+        return features.gap
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"stock {features.implementation} with a dense mask built once per batch"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        return dense.prepare(batch, features.windows, device, features.implementation)
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PerDocument(), Dense())}
+"""In the order of `auto`: the first that is right is the fastest that is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs and why; `backend` is None for `padded_rows` and for stock (``path == "off"``)."""
+
+    path: str
+    reason: str
+    backend: Backend | None = None
+
+
+def choose(requested: str, features: ModelFeatures, *, stock_requested: str | None = None) -> Choice:
+    """Pick the path for a model.
+
+    Args:
+        requested: ``auto``, ``off``, ``padded_rows`` or the name of a backend.
+        features: what the model's attention needs.
+        stock_requested: an `attn_implementation` that the user asked for by name; ``auto`` respects it.
+
+    Raises:
+        ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
+    """
+    if requested == "off":
+        return Choice("off", "switched off")
+    if requested == RIGHT_PADDED:
+        return Choice(RIGHT_PADDED, "asked for")
+    if requested != "auto":
+        if requested not in BACKENDS:
+            raise ValueError(
+                f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, "
+                f"{RIGHT_PADDED}, off"
+            )
+        refusal = BACKENDS[requested].refuses(features)
+        if refusal:
+            raise ValueError(
+                f"packed_attention={requested!r} would be wrong here: {refusal}; use packed_attention='auto'"
+            )
+        return Choice(requested, f"asked for; {BACKENDS[requested].reason(features)}", BACKENDS[requested])
+    if stock_requested == "sdpa" and not BACKENDS["sdpa"].refuses(features):
+        return Choice("sdpa", "attn_implementation='sdpa' was asked for; its mask is built once", BACKENDS["sdpa"])
+    if stock_requested is not None:
+        return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
+    refusals: list[str] = []
+    for backend in BACKENDS.values():
+        refusal = backend.refuses(features)
+        if not refusal:
+            reason = "; ".join([backend.reason(features), *refusals])
+            return Choice(backend.name, reason, backend)
+        refusals.append(f"not {backend.name}: {refusal}")
+    return Choice(RIGHT_PADDED, refusals[-1].partition(": ")[2])

@@ -1,0 +1,221 @@
+"""What a model's attention needs, and whether transformers' attention interface reaches all of its token mixing.
+
+Read from the config, the modules and the source of their forwards; transformers finds out in the same way whether a
+model can switch its implementation. A guard at run time and the packing proof stand behind this reading.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+# Keywords of an attention call that do not change which key a query sees, or that the backends implement.
+_UNDERSTOOD_KEYWORDS = frozenset(
+    {
+        "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "is_causal", "key",
+        "max_length_k", "max_length_q", "module", "output_attentions", "position_ids", "query", "s_aux", "scaling",
+        "sliding_window", "softcap", "value",
+    }
+)  # fmt: skip
+# Full causal attention under the names that configs use; "attention" is granitemoehybrid's.
+_FULL_LAYERS = frozenset({"full_attention", "attention"})
+_UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
+# Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
+_STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFeatures:
+    """The attention of one model, as a chooser needs it."""
+
+    model_type: str
+    implementation: str
+    """Stock's implementation of the text config, e.g. ``sdpa``."""
+    device_type: str
+    windows: frozenset[int]
+    """Sizes of the sliding windows, in tokens, the token itself included."""
+    sinks: bool
+    softcap: bool
+    dropout: float
+    gap: str
+    """Why documents cannot be kept apart through the attention interface; empty where they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionCall:
+    keywords: frozenset[str]
+    passes_kwargs: bool
+
+
+def text_model(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT, DDP or compiled wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbones(model: nn.Module) -> list[Any]:
+    """The modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
+
+    Usually one. Composite models make their masks above the decoder; opt's head calls the decoder past the backbone.
+    """
+    base = text_model(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
+    return [base.base_model] if decoder is base.base_model else [base.base_model, decoder]
+
+
+def is_prompt_learning(model: nn.Module) -> bool:
+    """Prompt, prefix or p-tuning: PEFT drops `position_ids` and prepends virtual tokens to each *row*."""
+    config = getattr(model, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of the text decoder that call transformers' attention interface."""
+    config = text_model(model).config.get_text_config()
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "config", None) is config and _attention_call(type(module)) is not None
+    ]
+
+
+def read_features(model: nn.Module) -> ModelFeatures:
+    """Read what `model` (PEFT or plain) needs of a packed attention."""
+    base = text_model(model)
+    config = base.config.get_text_config()
+    attentions = attention_modules(base)
+    calls = [call for module in attentions if (call := _attention_call(type(module))) is not None]
+    return ModelFeatures(
+        model_type=str(config.model_type),
+        implementation=str(config._attn_implementation),
+        device_type=next(iter(base.parameters())).device.type,
+        windows=frozenset(filter(None, (window_of(module) for module in attentions))),
+        sinks=any("s_aux" in call.keywords for call in calls),
+        softcap=any("softcap" in call.keywords for call in calls)
+        and getattr(config, "attn_logit_softcapping", None) is not None,
+        dropout=max((float(getattr(config, name, None) or 0.0) for name in _DROPOUT_NAMES), default=0.0),
+        gap=next(_gaps(model, base, config, attentions), ""),
+    )
+
+
+def window_of(module: nn.Module) -> int | None:
+    """The window that stock's *mask* gives this layer, in tokens; None where it sees the whole document.
+
+    Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
+    """
+    config: Any = module.config
+    size = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if size is None:
+        return None
+    if layer_types is not None and layer is not None:
+        return int(size) if layer_types[layer] == "sliding_attention" else None
+    return int(size) if _masks_with_window(inspect.getmodule(type(module))) else None
+
+
+def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
+    """Reasons, first one first, why the interface cannot keep documents of this model apart."""
+    family = config.model_type
+    if is_prompt_learning(model):
+        yield "prompt learning prepends virtual tokens to each row, not to each document"
+    if not attentions or not base._can_set_attn_implementation():
+        yield f"{family} does not call transformers' attention interface"
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _UNDERSTOOD_LAYERS)
+    if other:
+        yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
+    for module in base.modules():
+        if isinstance(module, nn.Conv1d) or _STATE_MODULE.search(type(module).__name__):
+            yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
+            break
+    if _layers_without(attentions, base):
+        yield f"{family} has layers that mix tokens without the attention interface"
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        yield f"{family} attends in both directions (is_causal=False)"
+    parents = {id(child): (parent, name) for parent in base.modules() for name, child in parent.named_children()}
+    for module in attentions:
+        yield from _call_gaps(family, module, *parents[id(module)])
+
+
+def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
+    call = _attention_call(type(module))
+    if call is None or not call.passes_kwargs or not _hands_on_kwargs(type(parent), name):
+        yield f"{family} drops keywords on the way to attention"
+        return
+    unknown = sorted(call.keywords - _UNDERSTOOD_KEYWORDS)
+    if unknown:
+        yield f"{family} calls attention with {', '.join(unknown)}"
+    if window_of(module) is not None and "sliding_window" not in call.keywords:
+        yield f"{family} has a sliding window only in its mask"
+    if not getattr(module, "is_causal", True):
+        yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
+
+
+def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
+    """Whether a list of decoder layers has one without an interface attention (convolution, state space, ...)."""
+    known = {id(module) for module in attentions}
+    for stack in base.modules():
+        if not isinstance(stack, nn.ModuleList):
+            continue
+        has = [any(id(inner) in known for inner in layer.modules()) for layer in stack]
+        if any(has) and not all(has):
+            return True
+    return False
+
+
+def _source_tree(function: Any) -> ast.Module | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None  # built without source (a frozen application, an interactive class): read as "does not call"
+
+
+@lru_cache(maxsize=256)
+def _attention_call(cls: Any) -> _AttentionCall | None:
+    """How the forward of `cls` calls the function it got from the attention interface; None if it does not."""
+    tree = _source_tree(cls.forward) if hasattr(cls, "forward") and issubclass(cls, nn.Module) else None
+    if tree is None:
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "ALL_ATTENTION_FUNCTIONS":
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found: set[str] = set()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    for node in calls:
+        found |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+    passes = all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
+    return _AttentionCall(frozenset(found), passes) if calls else None
+
+
+@lru_cache(maxsize=256)
+def _hands_on_kwargs(parent: Any, child: str) -> bool:
+    """Whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt in another way."""
+    tree = _source_tree(parent.forward)
+    calls = [
+        node
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
+    ]
+    return all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
+
+
+@lru_cache(maxsize=256)
+def _masks_with_window(module: Any) -> bool:
+    try:
+        return "create_sliding_window_causal_mask" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return True

@@ -1,0 +1,196 @@
+"""A packed row as right-padded rows under stock's attention: right in every family, at the price of the padding.
+
+For models whose documents the attention interface cannot keep apart: state-space and linear-attention layers, chunked
+attention that exists only in a mask, families that drop keywords, prompt and prefix tuning. Every document becomes a
+row with a two-dimensional mask, which is what such models were written for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from fastpack_trl.attention.model_features import backbones, is_prompt_learning, text_model
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+
+DEFAULT_LIMIT = 4.0
+
+
+@dataclass(slots=True)
+class PaddedRows:
+    """Tokens seen so far: what the padding costs."""
+
+    real_tokens: int = 0
+    padded_tokens: int = 0
+
+    @property
+    def cost(self) -> float:
+        """Tokens computed per real token; 1.0 before the first batch."""
+        return self.padded_tokens / self.real_tokens if self.real_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where each token goes: token t of the row is token ``flat_index[t]`` of the flattened (rows, width) batch."""
+
+    rows: int
+    width: int
+    flat_index: Tensor
+    """(documents' tokens,) int64, on the batch's device."""
+    attention_mask: Tensor
+    """(rows, width) int64."""
+
+    def unpack(self, row: Tensor, fill: float) -> Tensor:
+        """(1, total_tokens, ...) -> (rows, width, ...)."""
+        out = row.new_full((self.rows * self.width, *row.shape[2:]), fill)
+        return out.index_copy(0, self.flat_index, row[0, : self.flat_index.numel()]).unflatten(
+            0, (self.rows, self.width)
+        )
+
+    def pack(self, rows: Tensor, total_tokens: int) -> Tensor:
+        """(rows, width, ...) -> (1, total_tokens, ...), zeros in the tail."""
+        flat = rows.flatten(0, 1).index_select(0, self.flat_index)
+        tail = total_tokens - flat.shape[0]
+        return torch.cat([flat, flat.new_zeros(tail, *flat.shape[1:])])[None] if tail else flat[None]
+
+
+def padding_cost(seq_lengths: tuple[int, ...]) -> float:
+    """Padded tokens per real token when these documents become rows: (4, 2) -> (4 + 4) / 6."""
+    return max(seq_lengths) * len(seq_lengths) / sum(seq_lengths)
+
+
+@contextlib.contextmanager
+def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[PaddedRows]:
+    """Hooks that unpack a batch with the keyword `packed_batch` before the model and pack its output after it.
+
+    The backbone is wrapped, so that everything above it (head, loss) sees the packed row. Prompt learning is unpacked
+    before PEFT, which prepends its virtual tokens to every row; its outputs stay in rows.
+
+    Raises:
+        ValueError: in a forward, when a batch would cost more than `limit` padded tokens per real token.
+    """
+    counts = PaddedRows()
+    hooks = _PromptHooks(counts, limit) if is_prompt_learning(model) else _BackboneHooks(counts, limit)
+    handles = hooks.register(model)
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _BackboneHooks:
+    def __init__(self, counts: PaddedRows, limit: float) -> None:
+        self.counts = counts
+        self.limit = limit
+        self.batch: PackedBatch | None = None
+        self.inside: nn.Module | None = None
+        """The backbone that runs on rows at the moment."""
+
+    def register(self, model: nn.Module) -> list[Any]:
+        base = text_model(model)
+        # Taken off at the outside: not every family hands unknown keywords to its backbone.
+        handles = [
+            base.register_forward_pre_hook(self.take, with_kwargs=True),
+            base.register_forward_hook(self.forget, always_call=True),
+        ]
+        for backbone in backbones(model):
+            handles.append(backbone.register_forward_pre_hook(self.unpack, with_kwargs=True))
+            handles.append(backbone.register_forward_hook(self.pack))
+        return handles
+
+    def take(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.batch = kwargs.pop("packed_batch", None)
+        if self.batch is not None:
+            kwargs = _without_packed_keywords(kwargs, self.batch)
+        return args, kwargs
+
+    def forget(self, *_args: Any) -> None:
+        self.batch = self.inside = None
+
+    def unpack(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = kwargs.pop("packed_batch", None) or self.batch
+        if batch is None or self.inside is not None:
+            return args, kwargs
+        self.batch, self.inside = batch, module
+        rows = _rows(batch, self.counts, self.limit)
+        if args:
+            args = (rows.unpack(args[0], 0), *args[1:])
+        kwargs = _without_packed_keywords(kwargs, batch)
+        for name in ("input_ids", "inputs_embeds", "token_type_ids"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = rows.unpack(kwargs[name], 0)
+        kwargs["attention_mask"] = rows.attention_mask
+        return args, kwargs
+
+    def pack(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if self.batch is None or module is not self.inside:
+            return output
+        self.inside = None
+        rows, total = _rows(self.batch), self.batch.total_tokens
+        return _map_tensors(output, lambda tensor: _pack_output(tensor, rows, total))
+
+
+class _PromptHooks(_BackboneHooks):
+    def register(self, model: nn.Module) -> list[Any]:
+        return [model.register_forward_pre_hook(self.unpack, with_kwargs=True)]
+
+    def unpack(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = kwargs.get("packed_batch")
+        self.forget()
+        args, kwargs = super().unpack(module, args, kwargs)
+        self.forget()
+        if batch is not None and kwargs.get("labels") is not None:
+            kwargs["labels"] = _rows(batch).unpack(kwargs["labels"], IGNORE_INDEX)
+        return args, kwargs
+
+
+def _rows(batch: PackedBatch, counts: PaddedRows | None = None, limit: float = float("inf")) -> _Rows:
+    def build() -> _Rows:
+        count, width = len(batch.seq_lengths), max(batch.seq_lengths)
+        lengths = torch.tensor(batch.seq_lengths)
+        flat_index = torch.cat([row * width + torch.arange(length) for row, length in enumerate(batch.seq_lengths)])
+        mask = torch.arange(width)[None] < lengths[:, None]
+        return _Rows(count, width, flat_index.to(batch.device), mask.long().to(batch.device))
+
+    if counts is not None:
+        cost = padding_cost(batch.seq_lengths)
+        if cost > limit:
+            raise ValueError(
+                f"padded_rows would compute {cost:.1f} padded tokens per real token, over padded_rows_limit={limit:g}:"
+                f" train with packing=False, pack documents of similar length, or raise padded_rows_limit"
+            )
+        counts.real_tokens += sum(batch.seq_lengths)
+        counts.padded_tokens += len(batch.seq_lengths) * max(batch.seq_lengths)
+    return batch.derive(("padded_rows", batch.device), build)
+
+
+def _without_packed_keywords(kwargs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+    # Rows start at position 0: the model's own positions are right, those of the packed row are not.
+    return {name: value for name, value in kwargs.items() if name not in to_transformers_kwargs(batch)}
+
+
+def _pack_output(tensor: Tensor, rows: _Rows, total_tokens: int) -> Tensor:
+    if tensor.shape[:2] == (rows.rows, rows.width):
+        return rows.pack(tensor, total_tokens)
+    if tensor.shape[:1] == (rows.rows * rows.width,):  # router logits: one row per token
+        return rows.pack(tensor.unflatten(0, (rows.rows, rows.width)), total_tokens)[0]
+    return tensor
+
+
+def _map_tensors(value: Any, convert: Any) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, ModelOutput):
+        for name, item in list(value.items()):
+            value[name] = _map_tensors(item, convert)
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(item, convert) for item in value)
+    return value

@@ -1,0 +1,388 @@
+"""One attention call per document over host lengths: any device, any dtype, no total_tokens^2 anywhere.
+
+On the CPU, torch's flash kernel runs per segment; its log-sum-exp makes attention sinks exact (`_flash_forward`). The
+same operator in plain torch (`reference_forward`, `reference_backward`) is the oracle and serves softcapping, which no
+kernel of torch knows, and sinks on other devices.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fastpack_trl.packing.masks import shared_band_mask
+from fastpack_trl.packing.packed_batch import PackedBatch
+
+# A custom operator takes plain numbers; these mean "none".
+NO_SOFTCAP = 0.0
+NO_WINDOW = 0
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class PerDocumentLayer(NamedTuple):
+    """What crosses a layer boundary: tensors and one int, built once per batch by `prepare`."""
+
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 **on the host**, so that no layer asks the device for lengths."""
+    max_seqlen: int
+    bands: dict[int, Tensor]
+    """Per window: (max_seqlen, max_seqlen) additive float mask of the band; absent where no segment exceeds it."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        module: Any = None,
+    ) -> Tensor:
+        """Causal attention inside each segment.
+
+        Args:
+            query: (1, num_heads, total_tokens, head_dim).
+            key, value: (1, num_kv_heads, total_tokens, head_dim); the value's head dim may differ (MLA).
+            scale: factor of the scores.
+            window: tokens each query sees, itself included; None for all before it.
+            sinks: (num_heads,) one logit per head that takes part in the softmax and has no value.
+            softcap: scores become ``softcap * tanh(scores / softcap)``.
+            dropout: must be 0.
+            module: the attention module; not needed here.
+
+        Returns:
+            (1, total_tokens, num_heads, value head_dim), contiguous.
+
+        Raises:
+            ValueError: dropout is asked for.
+        """
+        if dropout:
+            raise ValueError(f"attention dropout is {dropout}: per_document has none; use packed_attention='sdpa'")
+        window = window or NO_WINDOW
+        band = self.bands.get(window)
+        if query.device.type != "cpu" and sinks is None and softcap is None:
+            return _native_sdpa(query, key, value, self.cu_seqlens, band, window, scale)
+        out, _ = per_document_attention(
+            query, key, value, self.cu_seqlens, sinks, band, window, scale, softcap or NO_SOFTCAP, self.max_seqlen
+        )
+        return out
+
+
+def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> PerDocumentLayer:
+    """Build the layers' view of `batch`; at most one band per window."""
+
+    def build() -> PerDocumentLayer:
+        bands = {}
+        for window in windows:
+            band = shared_band_mask(batch, window, device)
+            if band is not None:
+                # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype.
+                bands[window] = torch.zeros(band.shape, device=device).masked_fill_(~band, -torch.inf)
+        lengths = torch.tensor((0, *batch.segment_lengths), dtype=torch.int32)
+        return PerDocumentLayer(lengths.cumsum(0, dtype=torch.int32), batch.max_seqlen, bands)
+
+    return batch.derive(("per_document", device), build)
+
+
+def _native_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, band: Tensor | None, window: int, scale: float
+) -> Tensor:
+    """`scaled_dot_product_attention` per segment with torch's own autograd, for devices with a fused kernel."""
+    outs = []
+    for start, end in _segments(cu_seqlens):
+        corner = _corner(band, end - start, window)
+        mask = None if corner is None else corner.to(query.dtype)
+        out = F.scaled_dot_product_attention(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end],
+            attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        outs.append(out)
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous()
+
+
+def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    bounds = cu_seqlens.tolist()  # a host tensor: no device is asked
+    return list(pairwise(bounds))
+
+
+@torch.library.custom_op("fastpack::per_document_attention", mutates_args=())
+def per_document_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    max_seqlen: int,
+) -> tuple[Tensor, Tensor]:
+    """Shapes as in `PerDocumentLayer.attend`; also returns the log-sum-exp, (1, num_heads, total_tokens), fp32/fp64."""
+    if query.device.type == "cpu" and softcap == NO_SOFTCAP:
+        return _flash_forward(query, key, value, cu_seqlens, sinks, band, window, scale)
+    with torch.autocast(query.device.type, enabled=False):  # the reference chooses its own dtype: fp32
+        return reference_forward(query, key, value, cu_seqlens, sinks, band, window, scale, softcap)
+
+
+@torch.library.custom_op("fastpack::per_document_attention_backward", mutates_args=())
+def per_document_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    max_seqlen: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks (an empty tensor where there are none)."""
+    if query.device.type == "cpu" and softcap == NO_SOFTCAP:
+        grads = _flash_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale)
+    else:
+        grads = reference_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale, softcap)
+    return (*grads, _sink_gradient(grad_out, out, lse, sinks))
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _empty_output(query, value)
+    band = _in_kernel_dtype(band, query)
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    query, key, value = (_pad_head(tensor, max(head_dim, value_dim)) for tensor in (query, key, value))
+    for start, end in _segments(cu_seqlens):
+        corner = _corner(band, end - start, window)
+        segment, segment_lse = _flash_cpu(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end],
+            0.0, corner is None, attn_mask=corner, scale=scale,
+        )  # fmt: skip
+        out[:, start:end] = segment[..., :value_dim].transpose(1, 2)
+        lse[:, :, start:end] = segment_lse
+    if sinks is not None:
+        # The sink adds exp(sink) to the denominator and nothing to the sum: one factor per row, and the same
+        # log-sum-exp makes the unchanged backward kernel exact.
+        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        out *= torch.exp(lse - with_sink).transpose(1, 2)[..., None].to(out.dtype)
+        lse = with_sink
+    return out, lse
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    width = max(head_dim, value_dim)
+    band = _in_kernel_dtype(band, query)
+    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    query, key, value = (_pad_head(tensor, width) for tensor in (query, key, value))
+    grad_out, out = (_pad_head(tensor.transpose(1, 2), width) for tensor in (grad_out, out))
+    for start, end in _segments(cu_seqlens):
+        part = slice(start, end)
+        corner = _corner(band, end - start, window)
+        segment = _flash_cpu_backward(
+            grad_out[:, :, part], query[:, :, part], key[:, :, part], value[:, :, part], out[:, :, part],
+            # The kernel reads its log-sum-exp as (1, tokens, heads) in memory.
+            lse[:, :, part].transpose(1, 2).contiguous().transpose(1, 2),
+            0.0, corner is None, attn_mask=corner, scale=scale,
+        )  # fmt: skip
+        for grad, value_of_segment in zip(grads, segment, strict=True):
+            grad[:, :, part] = value_of_segment[..., : grad.shape[-1]]
+    return grads
+
+
+def reference_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """`per_document_attention` in plain torch; scores of one segment at a time, in fp32 or fp64."""
+    out, lse = _empty_output(query, value)
+    for start, end in _segments(cu_seqlens):
+        scores, _ = _scores(query[:, :, start:end], key[:, :, start:end], band, window, scale, softcap)
+        total = scores.logsumexp(-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.to(total.dtype)[None, :, None])
+        probabilities = torch.exp(scores - total[..., None])
+        values = _repeat(value[:, :, start:end], query.shape[1]).to(scores.dtype)
+        out[:, start:end] = (probabilities @ values).transpose(1, 2).to(out.dtype)
+        lse[:, :, start:end] = total
+    return out, lse
+
+
+def reference_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    band: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `reference_forward` from its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2)."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    for start, end in _segments(cu_seqlens):
+        part = slice(start, end)
+        scores, slope = _scores(query[:, :, part], key[:, :, part], band, window, scale, softcap)
+        probabilities = torch.exp(scores - lse[:, :, part, None])
+        upstream = grad_out[:, part].transpose(1, 2).to(scores.dtype)
+        values = _repeat(value[:, :, part], heads).to(scores.dtype)
+        delta = (upstream * out[:, part].transpose(1, 2)).sum(-1, keepdim=True)
+        d_scores = probabilities * (upstream @ values.transpose(-1, -2) - delta)
+        d_scores = d_scores * slope * scale if slope is not None else d_scores * scale
+        keys = _repeat(key[:, :, part], heads).to(scores.dtype)
+        grads[0][:, :, part] = (d_scores @ keys).to(query.dtype)
+        for grad, per_head in (
+            (grads[1], d_scores.transpose(-1, -2) @ query[:, :, part].to(scores.dtype)),
+            (grads[2], probabilities.transpose(-1, -2) @ upstream),
+        ):
+            grad[:, :, part] = per_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).to(grad.dtype)
+    return grads
+
+
+def _scores(
+    query: Tensor, key: Tensor, band: Tensor | None, window: int, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Masked scores of one segment, (1, num_heads, length, length), and the slope of the cap where there is one."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(dtype) @ _repeat(key, query.shape[1]).to(dtype).transpose(-1, -2)) * scale
+    slope = None
+    if softcap != NO_SOFTCAP:
+        bounded = torch.tanh(scores / softcap)
+        scores, slope = bounded * softcap, 1 - bounded.square()
+    length = scores.shape[-1]
+    corner = _corner(band, length, window)
+    if corner is not None:
+        return scores + corner, slope
+    above = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
+    return scores.masked_fill(above, -torch.inf), slope
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return grad_out.new_empty(0)
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _empty_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    _, heads, total, _ = query.shape
+    out = query.new_empty(1, total, heads, value.shape[-1])
+    return out, query.new_empty(1, heads, total, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _in_kernel_dtype(band: Tensor | None, query: Tensor) -> Tensor | None:
+    # The kernel takes an fp32 mask beside fp32, bf16 and fp16, but reads an fp32 mask beside fp64 as fp64, unchecked.
+    return band.double() if band is not None and query.dtype == torch.float64 else band
+
+
+def _pad_head(tensor: Tensor, width: int) -> Tensor:
+    return F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+
+def _corner(band: Tensor | None, length: int, window: int) -> Tensor | None:
+    """The band of a segment; None where the segment fits into the window and plain causal attention is the same."""
+    return None if band is None or length <= window else band[:length, :length]
+
+
+@per_document_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, sinks: Any, band: Any, window: int, scale: float,
+    softcap: float, max_seqlen: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _empty_output(query, value)
+
+
+@per_document_attention_backward.register_fake
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    sinks: Tensor | None, band: Any, window: int, scale: float, softcap: float, max_seqlen: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sink_grad = torch.empty_like(sinks) if sinks is not None else grad_out.new_empty(0)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sink_grad
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens, sinks, band, window, scale, softcap, max_seqlen = inputs
+    out, lse = output
+    ctx.save_for_backward(query, key, value, out, lse, cu_seqlens, sinks, band)
+    ctx.scalars = (window, scale, softcap, max_seqlen)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, cu_seqlens, sinks, band = ctx.saved_tensors
+    dq, dk, dv, dsinks = per_document_attention_backward(
+        grad_out.contiguous(), query, key, value, out, lse, cu_seqlens, sinks, band, *ctx.scalars
+    )
+    return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None, None, None
+
+
+per_document_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _pairs(cu_seqlens: Any, query: Any, max_seqlen: int) -> int:
+    """Query-key pairs per head. Counted as torch counts its own attention: the full square of each segment."""
+    if isinstance(cu_seqlens, Tensor) and type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu":
+        return int(cu_seqlens.diff().square().sum())
+    return int(query.shape[2] * max_seqlen)  # while tracing there are no lengths: an upper bound, never free
+
+
+@register_flop_formula(torch.ops.fastpack.per_document_attention, get_raw=True)
+def _flops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> int:
+    width = query.shape[-1] + value.shape[-1]
+    return 2 * query.shape[1] * width * _pairs(cu_seqlens, query, args[-1])
+
+
+@register_flop_formula(torch.ops.fastpack.per_document_attention_backward, get_raw=True)
+def _flops_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    # Five products: the scores again, dP, dQ and dK at the query's width or the value's, dV.
+    width = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * query.shape[1] * width * _pairs(args[2], query, args[-1])
