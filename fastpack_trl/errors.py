@@ -1,0 +1,65 @@
+"""Wrong settings become one line with the value and the remedy; everything else keeps its traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError)
+"""What transformers, datasets, accelerate and peft raise for a setting that cannot work."""
+
+_MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
+
+
+class UserError(ValueError):
+    """A setting, file or model that the user has to change. The command line prints it as one line, exit code 2."""
+
+
+def one_line(message: object) -> str:
+    """``message`` without line breaks, cut where upstream lists hundreds of names."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
+
+
+def describe(error: BaseException) -> str:
+    """The message of `error` as one line; its class name where it has none."""
+    # str(KeyError("text")) is the repr of the text, quotes and escapes included.
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return one_line(message) or type(error).__name__
+
+
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """``"; did you mean 'max_length'?"``, or nothing when no valid name is near."""
+    near = get_close_matches(str(name), sorted(set(valid)), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is_missing_key(error: BaseException) -> bool:
+    # KeyError("loss") is a bug in code; KeyError("Unexpected input keys in examples: ...") is a message to the user.
+    return isinstance(error, KeyError) and " " not in str(error.args[0] if error.args else "")
+
+
+def _never() -> bool:
+    return False
+
+
+@contextmanager
+def preparing(finished: Callable[[], bool] = _never) -> Iterator[None]:
+    """While a run is prepared, what the libraries raise for a wrong setting becomes a `UserError`.
+
+    Args:
+        finished: asked when an error arrives; once it returns ``True`` errors pass unchanged. For a call that both
+            prepares and trains.
+
+    Raises:
+        UserError: from any of `SETTING_ERRORS`, with its message on one line.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except SETTING_ERRORS as error:
+        if finished() or _is_missing_key(error):
+            raise
+        raise UserError(describe(error)) from error

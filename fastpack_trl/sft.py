@@ -1,0 +1,249 @@
+"""``fastpack-trl sft``: supervised fine-tuning from a YAML or flags, with every option of ``trl sft`` and ours.
+
+The steps are those of ``trl/scripts/sft.py``. What differs: the trainer is `FastSFTTrainer`, ``dataset_name`` may be a
+local file, and whatever can be wrong is checked before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.data import check_data_exists, load_data
+from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.sft_arguments import SftArguments, make_parser, parse
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from fastpack_trl.trainer import FastSFTTrainer
+
+# Set for the processes that we launch: they take the launch options of the YAML as done.
+_LAUNCHED = "FASTPACK_LAUNCHED"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``fastpack-trl sft`` with these arguments; returns the exit code.
+
+    Raises:
+        UserError: a setting, file or model that the user has to change.
+    """
+    if "-h" in argv or "--help" in argv:
+        make_parser().print_help()
+        return 0
+    # Asked before anything is imported: configuration classes set such variables themselves.
+    launched = under_launcher()
+    with preparing():
+        arguments = parse(argv)
+        if not launched and (arguments.launch or _launches_by_default()):
+            check_settings(arguments)
+    if launched:
+        _check_launch_flags(arguments)
+    elif arguments.launch or _launches_by_default():
+        return launch(arguments)
+    _train(arguments, callbacks=None)
+    return 0
+
+
+def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
+    """Parse, load, train and save in this process; never launches others. Returns the trainer.
+
+    ``train(["--config", "sft.yaml", "--max_steps", "3"])``
+
+    Raises:
+        UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
+    """
+    with preparing():
+        arguments = parse(argv)
+    _check_launch_flags(arguments)
+    return _train(arguments, callbacks=callbacks)
+
+
+def under_launcher() -> bool:
+    """Whether `accelerate launch`, `torchrun` or the like started this process.
+
+    `accelerate launch` sets no WORLD_SIZE for a single process, but always the last variable, which nobody sets by hand
+    (unlike ACCELERATE_USE_CPU or ACCELERATE_MIXED_PRECISION).
+    """
+    names = (_LAUNCHED, "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH")
+    return any(name in os.environ for name in names)
+
+
+def _check_launch_flags(arguments: SftArguments) -> None:
+    if arguments.launch_flags:
+        raise UserError(
+            f"{' '.join(arguments.launch_flags)}: this process is already running, so options of `accelerate launch` "
+            "have no effect here: give them to the launcher"
+        )
+
+
+def _launches_by_default() -> bool:
+    # TRL launches always. One process without accelerate defaults behaves the same in this process and saves a second
+    # import of everything; several devices or a defaults file need the launcher to behave as under TRL.
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    return torch.cuda.device_count() > 1 or Path(default_config_file).is_file()
+
+
+def launch(arguments: SftArguments) -> int:
+    """Start ``python -m fastpack_trl sft`` through `accelerate launch`; returns the exit code of what it started.
+
+    Raises:
+        UserError: `accelerate launch` refuses its options.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    def refuse(message: str) -> None:
+        raise UserError(f"accelerate launch: {message}")
+
+    parser = launch_command_parser()
+    parser.error = refuse  # prints its usage (200 lines) and exits otherwise
+    words = [*arguments.launch, "--module", "fastpack_trl", "sft", *arguments.own]
+    with preparing():
+        launch_args = parser.parse_args(words)
+    os.environ[_LAUNCHED] = "1"
+    try:
+        with preparing():
+            launch_command(launch_args)
+    except subprocess.CalledProcessError as error:
+        # The process has reported its error itself. A negative code is the signal that ended it.
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    finally:
+        os.environ.pop(_LAUNCHED, None)
+    return 0
+
+
+def check_settings(arguments: SftArguments) -> dict[str, Any]:
+    """Everything that can be wrong without reading data or weights. Returns the keywords to load the model with.
+
+    Raises:
+        UserError: names the setting, its value and the remedy.
+    """
+    from fastpack_trl import sft_checks
+
+    training, model = arguments.training, arguments.model
+    sft_checks.check_paths(training)
+    check_data_exists(arguments.script, arguments.mixture)
+    model.model_name_or_path = sft_checks.local_model(model)
+    init = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    sft_checks.check_attention(init["attn_implementation"])
+    sft_checks.check_template(training)
+    sft_checks.check_architecture(model.model_name_or_path, init)
+    streaming = arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming
+    if streaming and training.max_steps <= 0:
+        raise UserError("streamed data has no known length: set max_steps, e.g. max_steps: 1000")
+    return init
+
+
+def _train(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None) -> FastSFTTrainer:
+    training = arguments.training
+    with _nothing_left_behind(Path(str(training.output_dir))):
+        with preparing():
+            trainer = _make_trainer(arguments, callbacks)
+        progress = _progress()
+        trainer.add_callback(progress)
+        # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
+        with preparing(finished=lambda: progress.training):
+            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    _finish(trainer, arguments)
+    return trainer
+
+
+def _make_trainer(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None) -> FastSFTTrainer:
+    from trl import get_peft_config, get_quantization_config
+
+    from fastpack_trl import sft_checks
+    from fastpack_trl.trainer import FastSFTTrainer
+
+    script, training, model = arguments.script, arguments.training, arguments.model
+    init = check_settings(arguments)
+    name = str(model.model_name_or_path)
+    processing_class = sft_checks.load_tokenizer(name, training, init)
+    quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
+    splits = load_data(script, arguments.mixture)
+    train_dataset = sft_checks.take_split(splits, script.dataset_train_split, "dataset_train_split")
+    eval_dataset = None
+    if training.eval_strategy != "no":
+        why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
+        eval_dataset = sft_checks.take_split(splits, script.dataset_test_split, "dataset_test_split", why)
+        sft_checks.check_rows(eval_dataset, script.dataset_test_split, training, processing_class)
+    sft_checks.check_rows(train_dataset, script.dataset_train_split, training, processing_class)
+
+    given = dict(training.model_init_kwargs or {})
+    training.model_init_kwargs = init
+    try:
+        return FastSFTTrainer(
+            model=name,
+            args=training,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=list(callbacks) if callbacks is not None else None,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+    except TypeError as error:
+        # from_pretrained passes what it does not know to the model class.
+        unknown = [key for key in given if f"unexpected keyword argument '{key}'" in str(error)]
+        if unknown:
+            raise UserError(
+                f"model_init_kwargs: unknown key {unknown[0]!r}: from_pretrained does not take it"
+            ) from error
+        raise
+
+
+def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:
+    """Save, push and end, as ``trl/scripts/sft.py`` does."""
+    training = arguments.training
+    trainer.accelerator.print("Training completed.")
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"Model saved to {training.output_dir}.")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
+        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    if hasattr(trainer, "end"):  # transformers>=5.18: finishes the trackers, destroys the process group
+        trainer.end()
+
+
+def _progress() -> Any:
+    """A callback whose ``training`` becomes true when everything is prepared and the steps begin."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        training = False
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.training = True
+
+    return Progress()
+
+
+@contextmanager
+def _nothing_left_behind(folder: Path) -> Iterator[None]:
+    """When the run is refused, folders that did not exist before and are empty are removed again.
+
+    `Trainer.__init__` makes ``output_dir``; what is found wrong later must not leave an empty folder.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except UserError:
+        for path in missing:  # innermost first
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        raise

@@ -1,0 +1,91 @@
+"""Material for the tests of ``fastpack-trl sft``: a tiny model with its tokenizer, data files and YAML files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+SENTENCES = ["the quick brown fox", "jumps over the lazy dog", "pack my box with five dozen jugs", "a b c d e f g"]
+TEXT_ROWS: list[Mapping[str, object]] = [
+    {"text": f"{sentence} {number}"} for number in range(8) for sentence in SENTENCES
+]
+
+
+def make_tokenizer(**tokens: str) -> Any:
+    """A byte-level BPE tokenizer of about 300 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
+
+
+def save_model(folder: Path, *, tokenizer: Any = None) -> Path:
+    """A Qwen3 of 32 hidden units and 2 layers with a tokenizer that has padding, end and a chat template."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if tokenizer is None:
+        tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+        tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=304,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]] = TEXT_ROWS) -> Path:
+    """One JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def settings(model: Path, data: Path | None, output: Path, **more: object) -> dict[str, object]:
+    """Three packed steps on the CPU."""
+    base: dict[str, object] = {
+        "model_name_or_path": str(model),
+        "output_dir": str(output),
+        "max_steps": 3,
+        "max_length": 64,
+        "packing": True,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1.0e-3,
+        "disable_tqdm": True,
+    }
+    if data is not None:
+        base["dataset_name"] = str(data)
+    return {key: value for key, value in (base | more).items() if value is not ...}
+
+
+def write_yaml(path: Path, values: Mapping[str, object], *, text: str = "") -> Path:
+    """`values` as YAML, then `text` as it stands (for spellings that YAML writers do not produce)."""
+    path.write_text(yaml.safe_dump(dict(values)) + text, encoding="utf-8")
+    return path

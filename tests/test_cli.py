@@ -1,0 +1,189 @@
+"""The command line before any training: help, version, exit codes, and what is imported when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fastpack_trl import __version__, cli
+from fastpack_trl.errors import UserError, describe, did_you_mean, preparing
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, run: Any, *argv: str) -> int:
+    """Call `argv` with a command ``probe`` whose `run` is given."""
+    module = ModuleType("fastpack_probe_command")
+    module.add_arguments = lambda parser: parser.add_argument("--steps", type=int, default=1)
+    module.run = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command(module.__name__, "a command of this test"))
+    return cli.main(argv)
+
+
+def test_help_lists_every_command_and_returns_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "quickstart" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"fastpack-trl {__version__}"
+
+
+def test_help_and_a_misspelt_command_import_no_torch() -> None:
+    code = (
+        "import sys; from fastpack_trl.cli import main; main(['--help']); main(['stf']); "
+        "assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_module_is_the_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "fastpack_trl", "sft", "--config", "absent.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("fastpack-trl sft: error: config file 'absent.yaml' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["stf"], ["fastpack-trl: error: ", "no command 'stf'", "did you mean 'sft'?"]),
+        (["probe", "--stepps", "3"], ["fastpack-trl probe: error: ", "'--stepps'", "did you mean '--steps'?"]),
+        (["probe", "--step", "3"], ["'--step'", "did you mean '--steps'?"]),
+        (["probe", "--steps", "x"], ["--steps", "invalid int value: 'x'", "fastpack-trl probe --help"]),
+        (["--colour"], ["fastpack-trl: error: ", "'--colour'", "fastpack-trl --help"]),
+    ],
+    ids=lambda value: " ".join(value) if value and not value[0].startswith("fastpack-trl:") else "",
+)
+def test_a_wrong_argument_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    assert run_with(monkeypatch, lambda args: 0, *argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert all(part in err for part in parts), err
+
+
+def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Namespace] = []
+    assert run_with(monkeypatch, lambda args: seen.append(args) or 7, "probe", "--steps", "3") == 7
+    assert seen[0].steps == 3
+
+
+def test_a_command_without_its_imports_shows_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with(monkeypatch, lambda args: 0, "probe", "--help") == 0
+    out = capsys.readouterr().out
+    assert "--steps" in out
+    assert "--traceback" in out
+
+
+def raise_user_error(args: Namespace) -> int:
+    raise UserError("steps=0 trains nothing: use 1 or more\nsecond line")
+
+
+def raise_interrupt(args: Namespace) -> int:
+    raise KeyboardInterrupt
+
+
+def raise_bug(args: Namespace) -> int:
+    raise ValueError("a bug")
+
+
+def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(monkeypatch, raise_user_error, "probe") == 2
+    assert capsys.readouterr().err == ("fastpack-trl probe: error: steps=0 trains nothing: use 1 or more second line\n")
+
+
+@pytest.mark.parametrize("argv", [["probe", "--traceback"], ["--traceback", "probe"]])
+def test_traceback_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert run_with(monkeypatch, raise_user_error, *argv) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "in raise_user_error" in err
+    assert err.splitlines()[-1].startswith("fastpack-trl probe: error: ")
+
+
+def test_traceback_by_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FASTPACK_TRACEBACK", "1")
+    assert run_with(monkeypatch, raise_user_error, "probe") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_ranks_sign_their_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    run_with(monkeypatch, raise_user_error, "probe")
+    assert capsys.readouterr().err.startswith("fastpack-trl probe: error [rank 1]: ")
+
+
+def test_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(monkeypatch, raise_interrupt, "probe") == 130
+    assert capsys.readouterr().err == "fastpack-trl probe: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="a bug"):
+        run_with(monkeypatch, raise_bug, "probe")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("first\n  second"), "first second"),
+        (KeyError("Unexpected input keys: ['a']"), "Unexpected input keys: ['a']"),
+        (FileNotFoundError(2, "No such file or directory", "x"), "[Errno 2] No such file or directory: 'x'"),
+        (ImportError(), "ImportError"),
+    ],
+)
+def test_describe_is_one_line_with_the_message(error: Exception, line: str) -> None:
+    assert describe(error) == line
+
+
+def test_preparing_turns_setting_errors_into_user_errors_until_finished() -> None:
+    with pytest.raises(UserError, match="no such thing") as caught, preparing():
+        raise OSError("no such thing")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(OSError, match="disk full"), preparing(finished=lambda: True):
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("a bug"), RuntimeError("a bug"), KeyError("loss"), AssertionError("a bug")]
+)
+def test_preparing_leaves_bugs_alone(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, preparing():
+        raise error
+    assert caught.value is error
+
+
+def test_did_you_mean_names_the_nearest_or_nothing() -> None:
+    assert did_you_mean("max_lenght", ["max_length", "max_steps"]) == "; did you mean 'max_length'?"
+    assert did_you_mean("zzz", ["max_length"]) == ""
+
+
+def test_a_command_parser_never_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    parser: ArgumentParser = cli.CommandParser(prog="fastpack-trl probe")
+    with pytest.raises(UserError, match="unrecognized arguments: --x"):
+        parser.parse_args(["--x"])
+    assert capsys.readouterr().err == ""
