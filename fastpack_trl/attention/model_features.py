@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 # Keywords of an attention call that do not change which key a query sees, or that the backends implement.
 _UNDERSTOOD_KEYWORDS = frozenset(
@@ -66,11 +67,18 @@ def text_model(model: nn.Module) -> Any:
 def backbones(model: nn.Module) -> list[Any]:
     """The modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
 
-    Usually one. Composite models make their masks above the decoder; opt's head calls the decoder past the backbone.
+    Found as the inner models that hold the token embedding: usually one, `base_model`. Composite models make their
+    masks above the decoder; opt's head calls the decoder past the backbone; llama4_text's `base_model` is itself.
     """
     base = text_model(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
-    return [base.base_model] if decoder is base.base_model else [base.base_model, decoder]
+    embedding = base.get_input_embeddings()
+    return [
+        module
+        for module in base.modules()
+        if module is not base
+        and isinstance(module, PreTrainedModel)
+        and any(inner is embedding for inner in module.modules())
+    ]
 
 
 def is_prompt_learning(model: nn.Module) -> bool:

@@ -120,7 +120,7 @@ class _BackboneHooks:
             return args, kwargs
         self.batch, self.inside = batch, module
         rows = _rows(batch, self.counts, self.limit)
-        if args:
+        if args and args[0] is not None:  # falcon and bloom give their tokens by position
             args = (rows.unpack(args[0], 0), *args[1:])
         kwargs = _without_packed_keywords(kwargs, batch)
         for name in ("input_ids", "inputs_embeds", "token_type_ids"):
