@@ -60,7 +60,9 @@ class PackingProof:
         if self.leaks:
             source, target, size = max(self.leaks, key=lambda leak: leak[2])
             pairs = len(self.lengths) * (len(self.lengths) - 1)
-            return f"LEAK: {len(self.leaks)} of {pairs} pairs; document {target} depends on document {source} ({size:.2g})"
+            return (
+                f"LEAK: {len(self.leaks)} of {pairs} pairs; document {target} depends on document {source} ({size:.2g})"
+            )
         loss = f"loss differs by {self.difference:.1e} from separate documents"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
@@ -167,8 +169,7 @@ class _Probe:
             (gradient,) = torch.autograd.grad((document * direction).sum(), embeddings, retain_graph=True)
             for source, part in enumerate(gradient[0].split(self.lengths)):
                 largest = float(part.abs().max())
-                # Written so that a NaN is a leak.
-                if source != target and not largest == 0.0:
+                if source != target and largest != 0.0:  # exactly zero; a NaN is a leak too
                     leaks.append((source, target, largest))
         return leaks, self.mean_loss([document.detach() for document in documents])
 

@@ -93,8 +93,21 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if getattr(module, "config", None) is config and _attention_call(type(module)) is not None
+        if getattr(module, "config", None) is config and _attention_call(module.__class__) is not None
     ]
+
+
+def asked_for(model: nn.Module, by_name: str | None = None) -> str | None:
+    """The attention implementation that the user chose; None where it is transformers' own default.
+
+    Args:
+        model: a loaded model.
+        by_name: `attn_implementation` of `model_init_kwargs`, when the model was given by its name.
+    """
+    base = text_model(model)
+    implementation: str = base.config.get_text_config()._attn_implementation
+    default = ("sdpa", "eager") if not getattr(base, "_supports_sdpa", False) else ("sdpa",)
+    return by_name or (None if implementation in default else implementation)
 
 
 def read_features(model: nn.Module) -> ModelFeatures:
@@ -102,7 +115,7 @@ def read_features(model: nn.Module) -> ModelFeatures:
     base = text_model(model)
     config = base.config.get_text_config()
     attentions = attention_modules(base)
-    calls = [call for module in attentions if (call := _attention_call(type(module))) is not None]
+    calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
     return ModelFeatures(
         model_type=str(config.model_type),
         implementation=str(config._attn_implementation),
@@ -156,8 +169,8 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
 
 
 def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
-    call = _attention_call(type(module))
-    if call is None or not call.passes_kwargs or not _hands_on_kwargs(type(parent), name):
+    call = _attention_call(module.__class__)
+    if call is None or not call.passes_kwargs or not _hands_on_kwargs(parent.__class__, name):
         yield f"{family} drops keywords on the way to attention"
         return
     unknown = sorted(call.keywords - _UNDERSTOOD_KEYWORDS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+
+_ROWS_AT_A_TIME = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +51,46 @@ class DatasetFacts:
 
 def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     """Items per row of a list column, in the data set's order."""
-    table = dataset.with_format("arrow")[:]
-    lengths = pc.list_value_length(table[column])
-    return np.asarray(pc.fill_null(lengths, 0).to_numpy(), dtype=np.int64)
+    parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
-def check_tokens(dataset: Dataset, vocab_size: int | None, name: str = "train") -> None:
-    """Check a tokenized data set once, on the host, before anything is trained on it.
+def check_lengths(dataset: Dataset, name: str = "train") -> None:
+    """Check that a tokenized data set has one label per token.
 
     Raises:
-        ValueError: labels of another length than `input_ids`, or token ids or labels outside the vocabulary; names the
-            first row and the value.
+        ValueError: names the first row and both lengths.
     """
-    table = dataset.with_format("arrow")[:]
-    columns = set(table.column_names)
-    if "input_ids" not in columns:
+    if not {"input_ids", "labels"} <= set(dataset.column_names):
         return
-    lengths = column_lengths(dataset, "input_ids")
-    if "labels" in columns:
-        labels = column_lengths(dataset, "labels")
-        wrong = np.flatnonzero(labels != lengths)
-        if wrong.size:
-            row = int(wrong[0])
-            raise ValueError(
-                f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids: give one "
-                f"label per token, {IGNORE_INDEX} where no loss is counted"
-            )
-    if vocab_size is None:
-        return
-    for column in sorted(columns & {"input_ids", "labels"}):
-        values = _flat(table[column])
-        allowed = (IGNORE_INDEX,) if column == "labels" else ()
-        low, high = _range(values, allowed)
-        bad = low if low < 0 else high
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"the {name} data set has the {'label' if column == 'labels' else 'token id'} {bad} in {column!r}, "
-                f"outside the model's vocabulary of {vocab_size}: tokenize it with the model's own tokenizer, or "
-                f"resize the model's embeddings"
-            )
+    lengths, labels = column_lengths(dataset, "input_ids"), column_lengths(dataset, "labels")
+    wrong = np.flatnonzero(labels != lengths)
+    if wrong.size:
+        row = int(wrong[0])
+        raise ValueError(
+            f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids: give one label "
+            f"per token, {IGNORE_INDEX} where no loss is counted"
+        )
+
+
+def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> None:
+    """Check every token id and label of a tokenized data set, once, on the host.
+
+    Raises:
+        ValueError: an id outside [0, vocab_size); names it.
+    """
+    for column in sorted({"input_ids", "labels"} & set(dataset.column_names)):
+        for chunk in _chunks(dataset, column):
+            values = chunk.flatten()
+            if column == "labels":
+                values = values.filter(pc.not_equal(values, IGNORE_INDEX))
+            extremes = pc.min_max(values).as_py()
+            for value in (extremes["min"], extremes["max"]):
+                if value is not None and not 0 <= value < vocab_size:
+                    raise ValueError(
+                        f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of "
+                        f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
+                    )
 
 
 def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
@@ -136,25 +139,19 @@ def measure(
 
 def highest_padding_cost(prepared: Dataset) -> float:
     """The largest ratio of padded to real tokens over packed rows, were each unpacked into padded rows."""
-    table = prepared.with_format("arrow")[:]
-    if "seq_lengths" not in table.column_names or not len(prepared):
-        return 1.0
-    documents = column_lengths(prepared, "seq_lengths")
-    flat = _flat(table["seq_lengths"]).to_numpy(zero_copy_only=False)
-    starts = np.concatenate([[0], np.cumsum(documents)[:-1]])
-    longest = np.maximum.reduceat(flat, starts)
-    return float((longest * documents / np.add.reduceat(flat, starts)).max())
+    worst = 1.0
+    if "seq_lengths" not in prepared.column_names:
+        return worst
+    for chunk in _chunks(prepared, "seq_lengths"):
+        documents = pc.list_value_length(chunk).to_numpy()
+        lengths = chunk.flatten().to_numpy(zero_copy_only=False)
+        starts = np.cumsum(documents) - documents
+        cost = np.maximum.reduceat(lengths, starts) * documents / np.add.reduceat(lengths, starts)
+        worst = max(worst, float(cost.max()))
+    return worst
 
 
-def _flat(column: Any) -> Any:
-    # `flatten` follows each chunk's offsets, so a sliced or re-ordered table is read in its own order.
-    return pa.concat_arrays([chunk.flatten() for chunk in column.chunks]) if column.num_chunks else pa.array([])
-
-
-def _range(values: Any, allowed: tuple[int, ...]) -> tuple[int, int]:
-    for value in allowed:
-        values = values.filter(pc.not_equal(values, value))
-    if not len(values):
-        return 0, 0
-    extremes = pc.min_max(values).as_py()
-    return int(extremes["min"]), int(extremes["max"])
+def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
+    """The column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
+    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
+        yield from table[column].chunks

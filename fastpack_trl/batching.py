@@ -1,0 +1,86 @@
+"""Which batches a run gets: packed rows, padding-free rows, or stock's own; and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from datasets import Dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from fastpack_trl.packing.collator import PackingCollator
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """``packed``: stock packs or flattens, we describe it; ``padding_free``: stock pads, we flatten; ``stock``."""
+
+    kind: Literal["packed", "padding_free", "stock"]
+    reason: str
+
+
+def plan_batches(trainer: Any, path: str) -> BatchPlan:
+    """Decide from a constructed trainer and the attention path that was chosen for its model."""
+    stock = _only_stock(trainer, path)
+    if stock:
+        return BatchPlan("stock", stock)
+    if trainer.padding_free:
+        source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
+        return BatchPlan("packed", source)
+    padded = _rather_padded(trainer, path)
+    return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
+
+
+def _only_stock(trainer: Any, path: str) -> str:
+    """Why our collator cannot be used at all; empty where it can."""
+    args = trainer.args
+    parallelism = trainer.accelerator.parallelism_config
+    collator = type(trainer.data_collator)
+    reasons = {
+        "packed_attention is off": path == "off",
+        "vision data": trainer._is_vision_dataset,
+        f"custom data collator {collator.__name__}": collator is not DataCollatorForLanguageModeling,
+        "context or sequence parallelism": parallelism is not None
+        and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False)),
+        "packing_strategy='wrapped' cuts documents: a row is one document": args.packing
+        and args.packing_strategy == "wrapped"
+        and not trainer.padding_free,
+        "torch_compile=True compiles the whole model, documents of changing length would recompile it": bool(
+            args.torch_compile
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _rather_padded(trainer: Any, path: str) -> str:
+    """Why stock's padded batches stay; empty where rows without padding compute the same."""
+    args = trainer.args
+    config = args.accelerator_config
+    reasons = {
+        f"{path} would pad the documents again": path != "per_document",
+        "one document per batch has no padding": args.per_device_train_batch_size == 1,
+        f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padded shapes": bool(args.pad_to_multiple_of),
+        "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,
+        "split_batches cuts a batch by rows": bool(config.split_batches) or bool(config.dispatch_batches),
+        "this model's loss counts the first label of each padded row": not getattr(
+            trainer, "_loss_shifts_labels", False
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def packing_collator(trainer: Any) -> PackingCollator:
+    """Ours in the place of the trainer's stock collator, with the same settings."""
+    stock = trainer.data_collator
+    return PackingCollator(
+        pad_token_id=stock.pad_token_id,
+        pad_to_multiple_of=stock.pad_to_multiple_of,
+        vocab_size=int(trainer.model.config.get_text_config().vocab_size),
+    )
+
+
+def fast_view(dataset: Any) -> Any:
+    """A map-style data set whose rows arrive as NumPy arrays; others, and formats the user set, as they are."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] is None:
+        return dataset.with_format("numpy")
+    return dataset

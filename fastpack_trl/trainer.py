@@ -1,0 +1,237 @@
+"""`FastSFTTrainer`: wires the features around `trl.SFTTrainer`; nothing is computed here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+from trl import SFTTrainer
+
+from fastpack_trl.attention.backends import RIGHT_PADDED, choose
+from fastpack_trl.attention.model_features import asked_for, read_features
+from fastpack_trl.attention.seam import PackedAttention, packed_attention
+from fastpack_trl.batching import BatchPlan, fast_view, packing_collator, plan_batches
+from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
+from fastpack_trl.features import FeatureReport, disabled_by_environment
+from fastpack_trl.packing import dataset as dataset_facts
+from fastpack_trl.verify import PackingError, PackingProof, verify_packing
+
+_DISABLED = "FASTPACK_DISABLE is set"
+
+
+class FastSFTTrainer(SFTTrainer):
+    """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
+
+    `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs
+    as stock, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1`` gives plain stock.
+
+    Attributes:
+        fastpack_report: what runs and why; `FeatureReport.to_dict()` for machines. Complete once training has started.
+        fastpack_proof: the packing proof of the last training start; None where none ran.
+
+    Raises:
+        ValueError: beside those of `SFTTrainer`: an attention that would be wrong for the model, token ids outside of
+            the vocabulary, labels of another length than the tokens, an empty data set.
+    """
+
+    def __init__(self, model: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        self.fastpack_report = FeatureReport()
+        self._fastpack_disabled = disabled_by_environment()
+        self._fastpack_facts: dataset_facts.DatasetFacts | None = None
+        self.fastpack_proof: PackingProof | None = None
+        self._fastpack_entered = False
+        if self._fastpack_disabled:
+            super().__init__(model, args, *rest, **kwargs)
+            self.fastpack_report.add("fastpack", "off", "stock", _DISABLED)
+            return
+        train_dataset = kwargs.get("train_dataset", rest[1] if len(rest) > 1 else None)
+        if isinstance(train_dataset, Dataset) and not len(train_dataset):
+            raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
+        super().__init__(model, args, *rest, **kwargs)
+        by_name = (self.args.model_init_kwargs or {}).get("attn_implementation") if isinstance(model, str) else None
+        self._fastpack_choice = choose(
+            self._fastpack_setting("packed_attention", "auto"),
+            read_features(self.model),
+            stock_requested=asked_for(self.model, by_name),
+        )
+        self._fastpack_describe()
+
+    def _fastpack_setting(self, name: str, default: Any) -> Any:
+        return getattr(self.args, name, default)  # an unchanged SFTConfig has none of ours
+
+    @property
+    def _fastpack_limit(self) -> float:
+        return float(self._fastpack_setting("padded_rows_limit", DEFAULT_PADDED_ROWS_LIMIT))
+
+    def _fastpack_describe(self) -> None:
+        """Plan the batches, check the data once on the host, fill the report."""
+        choice, report = self._fastpack_choice, self.fastpack_report
+        plan = self._fastpack_plan = plan_batches(self, choice.path)
+        active = plan.kind != "stock"
+        report.add(
+            "packed_attention", "on" if active else "off", choice.path if active else "stock",
+            choice.reason if active else plan.reason if choice.path != "off" else choice.reason,
+        )  # fmt: skip
+        report.add("batches", "on" if active else "stock", plan.kind.replace("_", "-"), plan.reason)
+        report.facts |= self._fastpack_data_facts()
+        if not isinstance(self.train_dataset, Dataset):
+            return
+        dataset_facts.check_vocabulary(self.train_dataset, int(self.model.config.get_text_config().vocab_size))
+        if active and choice.path == RIGHT_PADDED:
+            cost = dataset_facts.highest_padding_cost(self.train_dataset)
+            report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {self._fastpack_limit:g})"
+            if cost > self._fastpack_limit:
+                raise ValueError(
+                    f"padded_rows would compute up to {cost:.1f} padded tokens per real token, over "
+                    f"padded_rows_limit={self._fastpack_limit:g}: train with packing=False, pack documents of similar "
+                    f"length, or raise padded_rows_limit"
+                )
+
+    def _fastpack_data_facts(self) -> dict[str, Any]:
+        facts, args = self._fastpack_facts, self.args
+        if facts is None:
+            return {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
+        out: dict[str, Any] = {"documents": f"{facts.documents:,} ({facts.tokens:,} tokens)"}
+        if facts.empty_documents:
+            out["skipped empty documents"] = facts.empty_documents
+        if facts.fill is not None:
+            out["packing fill"] = f"{facts.fill:.1%} of {facts.rows:,} rows x {args.max_length} tokens"
+        out["truncated tokens"] = facts.truncation(args.max_length)
+        return out
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        if self._fastpack_disabled or isinstance(dataset, IterableDataset) or dataset.format["type"] == "custom":
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        # In two passes of stock's own preparation, so that the lengths before truncation can be read in between.
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        documents = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        dataset_facts.check_lengths(documents, dataset_name)
+        documents, empty = dataset_facts.drop_empty(documents)
+        if not len(documents):
+            raise ValueError(f"the {dataset_name} data set has no token: all {empty} documents are empty")
+        prepared = super()._prepare_dataset(documents, processing_class, args, packing, None, dataset_name)
+        if dataset_name == "train":
+            self._fastpack_facts = dataset_facts.measure(
+                documents,
+                prepared,
+                max_length=args.max_length,
+                strategy=args.packing_strategy if packing else None,
+                empty_documents=empty,
+            )
+        return prepared
+
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
+            return super()._get_dataloader(dataset, description, *args, **kwargs)
+        stock: Any = self.data_collator
+        self.data_collator = packing_collator(self)
+        try:
+            return super()._get_dataloader(fast_view(dataset), description, *args, **kwargs)
+        finally:
+            self.data_collator = stock
+
+    def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
+        """Whether a loader gets our collator. Evaluation that returns predictions keeps the shapes stock gives it."""
+        if self._fastpack_disabled or not self._fastpack_entered or self._fastpack_plan.kind == "stock":
+            return False
+        if is_training or self._fastpack_plan.kind == "packed":
+            return True
+        # The mean of the evaluation losses is over batches, so flattening changes no figure; a data set without a
+        # length would be counted by the first dimension of its batches.
+        return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `SFTTrainer.train`; the features are installed for its duration."""
+        with self._fastpack_features(announce=True):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `SFTTrainer.evaluate`."""
+        with self._fastpack_features():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `SFTTrainer.predict`."""
+        with self._fastpack_features():
+            return super().predict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
+        if self._fastpack_disabled or self._fastpack_entered:
+            yield  # evaluation inside of training: installed already
+            return
+        with contextlib.ExitStack() as stack:
+            if self._fastpack_plan.kind != "stock":
+                self._fastpack_install(stack, prove=announce)
+            elif announce:
+                self.fastpack_report.add("verify_packing", "off", "not run", "documents are not packed by us")
+            if announce and self.is_world_process_zero():
+                print(self.fastpack_report.table(), flush=True)
+            self._fastpack_entered = True
+            stack.callback(setattr, self, "_fastpack_entered", False)
+            yield
+
+    def _fastpack_install(self, stack: contextlib.ExitStack, *, prove: bool) -> None:
+        """Install the chosen attention; where `auto` chose it and the proof fails, padded rows take over, named."""
+        choice = self._fastpack_choice
+        attempt = stack.enter_context(contextlib.ExitStack())
+        attention = attempt.enter_context(self._fastpack_attention(choice.path))
+        if not prove or not self._fastpack_proof_due():
+            return
+        try:
+            self._fastpack_prove(attention)
+        except (PackingError, RuntimeError) as error:
+            if self._fastpack_setting("packed_attention", "auto") != "auto" or choice.path == RIGHT_PADDED:
+                raise
+            attempt.close()
+            self.fastpack_report.add("packed_attention", "on", RIGHT_PADDED, f"{choice.path} failed its proof: {error}")
+            self._fastpack_prove(stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
+
+    def _fastpack_attention(self, path: str) -> contextlib.AbstractContextManager[PackedAttention]:
+        return packed_attention(self.model, path, padded_rows_limit=self._fastpack_limit)
+
+    def _fastpack_proof_due(self) -> bool:
+        setting = self._fastpack_setting("verify_packing", "auto")
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if setting == "off" or sharded:
+            why = "switched off" if setting == "off" else "parameters are sharded when training starts"
+            self.fastpack_report.add("verify_packing", "off", "not run", why)
+            return False
+        return True
+
+    def _fastpack_prove(self, attention: PackedAttention) -> None:
+        with self.accelerator.autocast():
+            proof = verify_packing(self.model, attention=attention)
+        self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+        self.fastpack_proof = proof
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As `SFTTrainer.training_step`; what was derived from the batch is dropped after its backward pass."""
+        try:
+            return super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            _clear(inputs)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `SFTTrainer.prediction_step`; what was derived from the batch is dropped."""
+        try:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            _clear(inputs)
+
+
+def _clear(inputs: Any) -> None:
+    batch = inputs.get("packed_batch")
+    if batch is not None:
+        batch.clear_derived()
+
+
+__all__ = ["BatchPlan", "FastSFTTrainer"]
