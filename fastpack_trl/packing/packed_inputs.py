@@ -1,0 +1,192 @@
+"""`PackedInputs`: a batch whose tensors lie in one block of memory, so that one copy brings it to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+
+ALIGNMENT = 128
+"""Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
+
+_INT32 = ("cu_seqlens", "seq_idx")  # the rest is int64
+
+IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+
+
+class Section(NamedTuple):
+    """Where one tensor lies in the block: ``Section("labels", torch.int64, 8208, (1, 8192))``."""
+
+    name: str
+    dtype: torch.dtype
+    start: int
+    """In elements of `dtype`."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Bytes, and what is made of them without a copy.
+
+    Attributes:
+        buffer: (num_bytes / 8,) int64, contiguous, at the start of its storage.
+        sections: where each tensor lies.
+        seq_lengths, num_padding, max_seqlen: the host part of the `PackedBatch`.
+        parts: the tensors by section name, and ``packed_batch``, made of the same tensors.
+    """
+
+    buffer: Tensor
+    sections: tuple[Section, ...]
+    seq_lengths: tuple[int, ...]
+    num_padding: int
+    max_seqlen: int
+    parts: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        int64, int32 = self.buffer, self.buffer.view(torch.int32)
+        # One call per tensor: slice, view and reshape cost as much each, and calls into torch are most of this time.
+        parts: dict[str, Any] = {
+            name: (int64 if dtype is torch.int64 else int32).as_strided(shape, (shape[-1], 1)[-len(shape) :], start)
+            for name, dtype, start, shape in self.sections
+        }
+        parts["packed_batch"] = PackedBatch(
+            seq_lengths=self.seq_lengths,
+            num_padding=self.num_padding,
+            max_seqlen=self.max_seqlen,
+            **{name: part for name, part in parts.items() if name not in ("input_ids", "labels")},
+        )
+        object.__setattr__(self, "parts", parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Only the buffer travels: a worker hands over one shared-memory segment, and the copy is one storage again.
+        return Block, (self.buffer, self.sections, self.seq_lengths, self.num_padding, self.max_seqlen)
+
+    def names(self) -> dict[int, str]:
+        """Identity -> name of each part. The block keeps its parts alive, so that no identity is used twice."""
+        return {id(part): name for name, part in self.parts.items()}
+
+    def over(self, buffer: Tensor) -> Block:
+        """The same parts over another buffer of the same bytes."""
+        return self if buffer is self.buffer else replace(self, buffer=buffer)
+
+
+class PackedInputs(dict[str, Any]):
+    """The keywords of ``model.forward`` for one packed row; a `dict` whose tensors are views of one block of memory.
+
+    `to` and `pin_memory` copy that block once and re-create the tensors and the `PackedBatch` from it, so that a data
+    loader, accelerate and transformers' `Trainer` make one copy per batch instead of one per tensor. Pickling (the
+    workers of a data loader) and `copy.deepcopy` carry the block as well.
+
+    It may be changed like any `dict`: a tensor put in later is copied by itself, a key removed or replaced stays so.
+    ``PackedInputs(mapping)`` holds the values of `mapping` as they are, without a block.
+    """
+
+    _block: Block | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._block = None
+        batch, positions = self.get("packed_batch"), self.get("position_ids")
+        if isinstance(batch, PackedBatch) and isinstance(positions, Tensor) and positions.device != batch.device:
+            # `Trainer._prepare_input` builds `type(data)({...})` and moves tensors only: where accelerate has not
+            # placed the batch before (XLA), the metadata has to follow here.
+            self["packed_batch"] = batch.to(positions.device)
+
+    @classmethod
+    def empty(
+        cls, tensors: Mapping[str, tuple[int, ...]], *, seq_lengths: tuple[int, ...], num_padding: int, max_seqlen: int
+    ) -> tuple[PackedInputs, dict[str, IntArray]]:
+        """A batch over one new block on the host, and the arrays through which to fill it.
+
+        Args:
+            tensors: the shapes of ``input_ids``, ``labels`` and the tensors of `PackedBatch`, under its names.
+            seq_lengths: tokens of each document.
+            num_padding: tokens of the tail.
+            max_seqlen: tokens of the longest segment.
+        """
+        sections = []
+        size = 0  # in units of alignment
+        for name, shape in tensors.items():
+            dtype, unit = (torch.int32, ALIGNMENT // 4) if name in _INT32 else (torch.int64, ALIGNMENT // 8)
+            sections.append(Section(name, dtype, size * unit, shape))
+            # At least one unit between two sections. Without it the second of two sections starts, in elements, where
+            # the first is long: torch.compile takes offset and length for one symbol, guards on that, and compiles
+            # again for the first row that is not a multiple of the alignment.
+            size += shape[-1] // unit + 2
+        buffer = torch.empty(size * (ALIGNMENT // 8), dtype=torch.int64)
+        int64 = buffer.numpy()
+        int32 = int64.view(np.int32)
+        arrays = {
+            name: (int64 if dtype is torch.int64 else int32)[start : start + shape[-1]]
+            for name, dtype, start, shape in sections
+        }
+        block = Block(buffer, tuple(sections), seq_lengths, num_padding, max_seqlen)
+        parts = block.parts
+        entries = {"input_ids": parts["input_ids"], "labels": parts["labels"]}
+        batch = parts["packed_batch"]
+        inputs = cls._over(block, entries | to_transformers_kwargs(batch) | {"packed_batch": batch})
+        return inputs, arrays
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
+        """Copy to `device`: the block once, and whatever else the mapping holds by itself.
+
+        Where the block is pinned the copy is asynchronous, whatever `non_blocking` says: nobody writes to the block
+        again, and torch keeps pinned memory from reuse until the copy is done. What is on `device` already is kept.
+        """
+
+        def copy_buffer(buffer: Tensor) -> Tensor:
+            return buffer.to(device, non_blocking=non_blocking or buffer.is_pinned())
+
+        return self._map(copy_buffer, lambda value: send_to_device(value, device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedInputs:
+        """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
+        return self._map(
+            lambda buffer: buffer.pin_memory(),
+            lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value,
+        )
+
+    def copy(self) -> PackedInputs:
+        """A shallow copy over the same block."""
+        return self._map(lambda buffer: buffer, lambda value: value)
+
+    __copy__ = copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = self._block.names() if self._block is not None else {}
+        if not any(id(value) in names for value in self.values()):
+            return PackedInputs, (dict(self),)
+        entries = [(key, names.get(id(value)), None if id(value) in names else value) for key, value in self.items()]
+        return _restore, (self._block, entries)
+
+    def _map(self, convert_buffer: Callable[[Tensor], Tensor], convert: Callable[[Any], Any]) -> PackedInputs:
+        names = self._block.names() if self._block is not None else {}
+        if self._block is None or not any(id(value) in names for value in self.values()):
+            return PackedInputs({key: convert(value) for key, value in self.items()})
+        block = self._block.over(convert_buffer(self._block.buffer))
+        return PackedInputs._over(
+            block,
+            [
+                (key, block.parts[names[id(value)]] if id(value) in names else convert(value))
+                for key, value in self.items()
+            ],
+        )
+
+    @classmethod
+    def _over(cls, block: Block, entries: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> PackedInputs:
+        inputs = cls(entries)
+        inputs._block = block
+        return inputs
+
+
+def _restore(block: Block, entries: list[tuple[str, str | None, Any]]) -> PackedInputs:
+    """The inverse of `PackedInputs.__reduce__`."""
+    values = ((key, value if name is None else block.parts[name]) for key, name, value in entries)
+    return PackedInputs._over(block, values)
