@@ -35,7 +35,9 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _is_missing_key(error: BaseException) -> bool:
+def _is_bug(error: BaseException) -> bool:
+    if isinstance(error, ImportError):
+        return (error.name or "").partition(".")[0] == "fastpack_trl"
     # KeyError("loss") is a bug in code; KeyError("Unexpected input keys in examples: ...") is a message to the user.
     return isinstance(error, KeyError) and " " not in str(error.args[0] if error.args else "")
 
@@ -60,6 +62,6 @@ def preparing(finished: Callable[[], bool] = _never) -> Iterator[None]:
     except UserError:
         raise
     except SETTING_ERRORS as error:
-        if finished() or _is_missing_key(error):
+        if finished() or _is_bug(error):
             raise
         raise UserError(describe(error)) from error

@@ -38,12 +38,11 @@ def main(argv: Sequence[str]) -> int:
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse(argv)
-        if not launched and (arguments.launch or _launches_by_default()):
-            check_settings(arguments)
-    if launched:
-        _check_launch_flags(arguments)
-    elif arguments.launch or _launches_by_default():
+        arguments = parse(argv, may_launch=not launched)
+        launches = not launched and (bool(arguments.launch) or _launches_by_default())
+        if launches:
+            check_settings(arguments)  # once and here, not once per process
+    if launches:
         return launch(arguments)
     _train(arguments, callbacks=None)
     return 0
@@ -58,8 +57,7 @@ def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = 
         UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
     """
     with preparing():
-        arguments = parse(argv)
-    _check_launch_flags(arguments)
+        arguments = parse(argv, may_launch=False)
     return _train(arguments, callbacks=callbacks)
 
 
@@ -71,14 +69,6 @@ def under_launcher() -> bool:
     """
     names = (_LAUNCHED, "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH")
     return any(name in os.environ for name in names)
-
-
-def _check_launch_flags(arguments: SftArguments) -> None:
-    if arguments.launch_flags:
-        raise UserError(
-            f"{' '.join(arguments.launch_flags)}: this process is already running, so options of `accelerate launch` "
-            "have no effect here: give them to the launcher"
-        )
 
 
 def _launches_by_default() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import types
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ EPILOG = (
 )
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}
+# Text in these is the path of a JSON file; in the other mappings it is JSON.
+_PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
 _TYPE_NAMES = {
     int: "an integer",
     float: "a number",
@@ -53,10 +56,8 @@ class SftArguments:
     mixture: DatasetMixtureConfig
     launch: list[str]
     """Options for `accelerate launch`, from the YAML and the command line."""
-    launch_flags: list[str]
-    """The part of `launch` that stood on the command line."""
     own: list[str]
-    """The command line without `launch_flags`: what a launched process is given."""
+    """The command line without the flags in `launch`: what a launched process is given."""
 
 
 def load_config(path: str) -> dict[str, Any]:
@@ -132,12 +133,35 @@ def make_parser(prog: str | None = None) -> Any:
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{message} (see `fastpack-trl sft --help`)")
 
-    return Parser(
+    parser = Parser(
         (ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig),
         prog=prog or "fastpack-trl sft",
         epilog=EPILOG,
         allow_abbrev=False,
     )
+    hints = _hints(parser)
+    for action in parser._actions:
+        if {dict, str} <= _member_types(hints.get(action.dest)) and action.dest not in _PATH_OR_MAPPING:
+            action.type = _mapping_text
+    return parser
+
+
+def _hints(parser: Any) -> dict[str, object]:
+    hints: dict[str, object] = {}
+    for dataclass_type in parser.dataclass_types:
+        hints |= get_type_hints(dataclass_type)
+    return hints
+
+
+def _mapping_text(text: str) -> str:
+    """JSON for a mapping, unchanged (the configuration class parses it). TRL keeps other text until it fails later."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mapping, e.g. '{{\"key\": 1}}'")
+    return text
 
 
 def _launch_options() -> dict[str, argparse.Action]:
@@ -226,7 +250,7 @@ def _convert(value: str | float | bool, allowed: set[object]) -> Any:
         return value
     if bool in allowed and (truth := _as_bool(value)) is not None:
         return truth
-    if str in allowed:
+    if str in allowed and dict not in allowed:
         # An unquoted on/off is a bool for YAML; the fields that have these words turn it back.
         return value if isinstance(value, bool) else str(value)
     if list in allowed and isinstance(value, str):
@@ -286,9 +310,7 @@ def _check_entries(entries: object, path: str) -> None:
 
 def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
     """Check the YAML values and make them the parser's defaults; returns the options for `accelerate launch`."""
-    hints: dict[str, object] = {}
-    for dataclass_type in parser.dataclass_types:
-        hints |= get_type_hints(dataclass_type)
+    hints = _hints(parser)
     actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
         actions.setdefault(action.dest, action)  # the first: `--no_x` shares the name of `--x`
@@ -335,11 +357,16 @@ def _accelerate_file(words: list[str]) -> list[str]:
     return out
 
 
-def parse(argv: Sequence[str]) -> SftArguments:
+def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
     """Read the YAML and the command line.
 
+    Args:
+        may_launch: whether flags of `accelerate launch` can still have an effect. In the YAML they are accepted either
+            way: the launched processes read the same file.
+
     Raises:
-        UserError: a file, name or value that is wrong, with the nearest valid name where there is one.
+        UserError: a file, name or value that is wrong, with the nearest valid name where there is one; a launch flag
+            without effect.
         ValueError: raised by the configuration classes for values that do not go together.
     """
     path, flags = take_config(argv)
@@ -350,6 +377,11 @@ def parse(argv: Sequence[str]) -> SftArguments:
     parser = make_parser()
     launch = _launch_options()
     own, launch_flags = _split_flags(flags, set(parser._option_string_actions), launch)
+    if launch_flags and not may_launch:
+        raise UserError(
+            f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have no "
+            "effect here: give them to the launcher"
+        )
     words = _apply_config(parser, config, str(path), launch)
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=own, return_remaining_strings=True, look_for_args_file=False
@@ -363,6 +395,5 @@ def parse(argv: Sequence[str]) -> SftArguments:
         model=model,
         mixture=mixture,
         launch=_accelerate_file([*words, *launch_flags]),
-        launch_flags=launch_flags,
         own=[*(["--config", path] if path is not None else []), *own],
     )

@@ -157,8 +157,8 @@ def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) 
         token = getattr(training, field)
         if token is not None and token not in vocabulary:
             raise UserError(
-                f"{field} {token!r} is not in the vocabulary of the tokenizer of {name!r}: choose a token that is"
-                f"{did_you_mean(token, vocabulary)}"
+                f"{field} {token!r} is not in the vocabulary of the tokenizer of {name!r}: choose one that is (special "
+                f"tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
             )
     pad_token = training.pad_token or tokenizer.pad_token or tokenizer.eos_token
     if pad_token is None or pad_token not in vocabulary:
@@ -210,6 +210,12 @@ def check_rows(split: Any, name: str, training: FastSFTConfig, processing_class:
     for row in islice(split, _ROWS_CHECKED):
         kind = _kind_of(row, name, training)
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        if kind != "tokens" and not tokenizer("text", add_special_tokens=False)["input_ids"]:
+            # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
+                f"{len(tokenizer)}): its files are missing there; save it beside the model"
+            )
         if kind == "conversation":
             templates = (training.chat_template_path, processing_class.chat_template, tokenizer.chat_template)
             if not any(templates):

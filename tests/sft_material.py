@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,20 @@ def write_yaml(path: Path, values: Mapping[str, object], *, text: str = "") -> P
     """`values` as YAML, then `text` as it stands (for spellings that YAML writers do not produce)."""
     path.write_text(yaml.safe_dump(dict(values)) + text, encoding="utf-8")
     return path
+
+
+@dataclass(frozen=True)
+class Material:
+    """A saved model and a data file, shared by all tests; `folder` and `out` are of one test alone."""
+
+    model: Path
+    data: Path
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def yaml(self, *, text: str = "", **more: object) -> Path:
+        """A YAML of `settings` for these files; ``...`` as a value leaves the key out."""
+        return write_yaml(self.folder / "sft.yaml", settings(self.model, self.data, self.out, **more), text=text)

@@ -1,0 +1,32 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from sft_material import Material, save_model, write_jsonl
+
+# Read when huggingface_hub is imported, which is later than this file.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def sft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer under ``model`` and text rows in ``train.jsonl``."""
+    folder = tmp_path_factory.mktemp("sft")
+    save_model(folder / "model")
+    write_jsonl(folder / "train.jsonl")
+    return folder
+
+
+@pytest.fixture
+def material(sft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Material:
+    """The shared model and data, a folder of this test, and no launcher, hub or traceback request around it."""
+    import datasets
+
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "FASTPACK_TRACEBACK", "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return Material(sft_folder / "model", sft_folder / "train.jsonl", tmp_path)

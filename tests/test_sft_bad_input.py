@@ -1,0 +1,305 @@
+"""Whatever is wrong with the input of ``fastpack-trl sft``: one line, the value, the remedy, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_material import TEXT_ROWS, Material, make_tokenizer, save_model, write_jsonl
+
+from fastpack_trl.cli import main
+
+
+def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run with `argv`; asserts exit code 2, one line, nothing written. Returns the line."""
+    existed = material.out.exists()
+    assert main(["sft", *map(str, argv)]) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
+    assert len(lines) == 1, err
+    assert err.splitlines()[-1] == lines[0]
+    assert "Traceback" not in err
+    assert material.out.exists() == existed
+    return lines[0]
+
+
+YAML_TEXT = [
+    # Names
+    ("max_lenght: 64", ["unknown key 'max_lenght'", "did you mean 'max_length'?"]),
+    ("packed_atention: off", ["'packed_atention'", "did you mean 'packed_attention'?"]),
+    ("num_proceses: 2", ["'num_proceses'", "did you mean 'num_processes'?"]),
+    ("learning-rate: 1", ["'learning-rate'", "did you mean 'learning_rate'?"]),
+    ("qqq: 1", ["unknown key 'qqq'", "fastpack-trl sft --help"]),
+    ("config: other.yaml", ["unknown key 'config'"]),
+    # Values
+    ("max_length: abc", ["max_length", "'abc' is not an integer", "default: 1024"]),
+    ("max_length: 10.5", ["max_length", "10.5 is not an integer"]),
+    ("max_length: [64]", ["max_length", "[64] is not an integer"]),
+    ("packing: maybe", ["packing", "'maybe' is not true or false"]),
+    ("packing: 3", ["packing", "3 is not true or false"]),
+    ("learning_rate: fast", ["learning_rate", "'fast' is not a number", "default: 2e-05"]),
+    ("learning_rate: true", ["learning_rate", "True is not a number"]),
+    ("learning_rate:", ["learning_rate", "None is not a number"]),
+    ("learning_rate: .inf\nmax_steps: .inf", ["max_steps", "inf is not an integer"]),
+    ("run_name: {a: 1}", ["run_name", "{'a': 1} is not text"]),
+    ("dataset_text_field: [a, b]", ["dataset_text_field", "['a', 'b'] is not text"]),
+    ("packing_strategy: bdf", ["packing_strategy", "'bdf' is not one of", "did you mean 'bfd'?"]),
+    ("dtype: float17", ["dtype", "'float17'", "did you mean 'float16'?"]),
+    ("eval_strategy: step", ["eval_strategy", "'step'", "did you mean 'steps'?"]),
+    ("packed_attention: padded", ["packed_attention", "'padded'", "did you mean 'padded_rows'?"]),
+    ("padded_rows_limit: 0.5", ["padded_rows_limit=0.5 is below 1"]),
+    ("model_init_kwargs: 5", ["model_init_kwargs", "5 is not text or a mapping"]),
+    ("model_init_kwargs: sdpa", ["model_init_kwargs", "'sdpa' is not JSON"]),
+    ("model_init_kwargs: {atn_implementation: sdpa}", ["model_init_kwargs", "'atn_implementation'"]),
+    ("load_in_4bit: true\nload_in_8bit: true", ["4 bit", "8 bit"]),
+    ("use_peft: true\nlora_target_modules: [nowhere]", ["nowhere"]),
+    # Launching
+    ("num_processes: [2]", ["num_processes", "[2] is not a single value"]),
+    ("multi_gpu: perhaps", ["multi_gpu", "'perhaps' is not true or false"]),
+    ("accelerate_config: zero9", ["accelerate_config 'zero9'", "zero2", "zero3"]),
+    ("num_processes: two", ["num_processes", "'two'"]),
+    ("env: 3", ["env", "3 is not a mapping"]),
+    ("env: {A: [1]}", ["env", "is not a mapping"]),
+    # Data
+    ("dataset_name: absent.jsonl", ["data 'absent.jsonl' does not exist", "working directory"]),
+    ("dataset_name: ./absent", ["data './absent' does not exist"]),
+    ("dataset_name: ~/absent-folder", ["data '~/absent-folder' does not exist"]),
+    ("dataset_name: owner/absent", ["data 'owner/absent' cannot be loaded"]),
+    ("dataset_name:", ["no data: set dataset_name", "datasets"]),
+    ("datasets: data.jsonl", ["datasets", "'data.jsonl' is not a list"]),
+    ("datasets: [{path: absent.csv}]", ["data 'absent.csv' does not exist"]),
+    ("datasets: [{pth: data.csv}]", ["unknown key 'pth'", "did you mean 'path'?"]),
+    ("datasets: [{split: train}]", ["has no path"]),
+    ("dataset_text_field: body", ["columns text", "dataset_text_field (now 'body')", "prompt and completion"]),
+    ("dataset_train_split: training", ["dataset_train_split='training'", "it has: train"]),
+    ("eval_strategy: steps\neval_steps: 1", ["dataset_test_split='test'", "it has: train", "eval_strategy to 'no'"]),
+    ("dataset_streaming: true\nmax_steps: -1", ["set max_steps"]),
+    ("assistant_only_loss: true", ["assistant_only_loss"]),
+    # Model
+    ("model_name_or_path:", ["no model: set model_name_or_path"]),
+    ("model_name_or_path: ./absent-model", ["model_name_or_path './absent-model' is not a folder"]),
+    ("model_name_or_path: owner/absent", ["model_name_or_path 'owner/absent' cannot be used"]),
+    (
+        "attn_implementation: flash_atention_2",
+        ["'flash_atention_2' does not exist", "did you mean 'flash_attention_2'?"],
+    ),
+    ("attn_implementation: flash_attention_2", ["'flash_attention_2'", "flash_attn", "not installed"]),
+    ("pad_token: <nowhere>", ["pad_token '<nowhere>'", "vocabulary"]),
+    ("eos_token: <end>", ["eos_token '<end>'", "special tokens: <eos>, <pad>"]),
+    ("chat_template_path: ./absent.jinja", ["chat_template_path './absent.jinja' does not exist"]),
+    ("resume_from_checkpoint: ./absent", ["resume_from_checkpoint './absent' is not a folder"]),
+    ("resume_from_checkpoint: true", ["there is no checkpoint-N folder"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), YAML_TEXT, ids=[text for text, _ in YAML_TEXT])
+def test_yaml_value(material: Material, capsys: pytest.CaptureFixture[str], text: str, parts: list[str]) -> None:
+    keys = {line.partition(":")[0]: ... for line in text.splitlines()}
+    if "datasets" in keys:
+        keys["dataset_name"] = ...
+    line = refused(material, capsys, "--config", material.yaml(text=text + "\n", **keys))
+    assert all(part in line for part in parts), line
+
+
+FLAGS = [
+    (["--max_lenght", "64"], ["unknown option '--max_lenght'", "did you mean '--max_length'?"]),
+    (["--max-lenght=64"], ["unknown option '--max-lenght'", "did you mean '--max-length'?"]),
+    (["--num_proceses", "2"], ["'--num_proceses'", "did you mean '--num_processes'?"]),
+    (["--max_length", "abc"], ["--max_length", "'abc'", "int"]),
+    (["--packing", "maybe"], ["--packing", "maybe", "true"]),
+    (["--packed_attention", "of"], ["packed_attention='of'", "did you mean 'off'?"]),
+    (["--dtype", "float17"], ["--dtype", "'float17'", "float16"]),
+    (["--max_length"], ["--max_length", "expected one argument"]),
+    (["--num_processes"], ["'--num_processes' needs a value"]),
+    (["data.jsonl"], ["unexpected argument 'data.jsonl'"]),
+    (["--model_init_kwargs", "{a: 1}"], ["--model_init_kwargs", "'{a: 1}' is not JSON"]),
+    (["--module", "x"], ["unknown option '--module'"]),
+    (["--config", "second.yaml"], ["--config is given 2 times"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
+def test_flag(material: Material, capsys: pytest.CaptureFixture[str], flags: list[str], parts: list[str]) -> None:
+    line = refused(material, capsys, "--config", material.yaml(), *flags)
+    assert all(part in line for part in parts), line
+
+
+CONFIGS: list[tuple[str, bytes, list[str]]] = [
+    ("empty", b"", ["is empty", "YAML mapping"]),
+    ("a list", b"- a\n- b\n", ["holds a list", "YAML mapping"]),
+    ("text", b"hello\n", ["holds a str", "YAML mapping"]),
+    ("a syntax error", b"max_length: 64\npacking: [true\nmax_steps: 3\n", ["line 3, column", "correct the YAML"]),
+    ("a tab", b"env:\n\tA: 1\n", ["line 2, column 1"]),
+    ("a python object", b"run_name: !!python/object/apply:os.getcwd []\n", ["line 1", "python/object/apply:os.getcwd"]),
+    ("not text", b"\xff\xfe\x00", ["cannot be read as UTF-8"]),
+]
+
+
+@pytest.mark.parametrize(("content", "parts"), [row[1:] for row in CONFIGS], ids=[row[0] for row in CONFIGS])
+def test_config_file_that_holds(
+    material: Material, capsys: pytest.CaptureFixture[str], content: bytes, parts: list[str]
+) -> None:
+    path = material.folder / "sft.yaml"
+    path.write_bytes(content)
+    line = refused(material, capsys, "--config", path)
+    assert all(part in line for part in [*parts, str(path)]), line
+
+
+def test_config_file_missing_or_not_named(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "config file 'absent.yaml' does not exist" in refused(material, capsys, "--config", "absent.yaml")
+    assert "--config needs a YAML file" in refused(material, capsys, "--config")
+    assert "cannot be read" in refused(material, capsys, "--config", material.folder)
+    assert "no data: set dataset_name" in refused(material, capsys, "--output_dir", material.out, "--bf16", "false")
+
+
+Rows = list[dict[str, Any]]
+ROWS: list[tuple[str, Rows, list[str]]] = [
+    ("numbers as text", [{"text": 1}], ["column 'text' holds 1", "not text", "dataset_text_field"]),
+    ("no text", [{"text": None, "body": "b"}], ["column 'text' holds None"]),
+    ("a prompt alone", [{"prompt": "a"}], ["columns prompt", "prompt and completion"]),
+    ("messages as text", [{"messages": "hello"}], ["column 'messages' holds 'hello'", "role and content"]),
+]
+
+
+@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_rows_with(material: Material, capsys: pytest.CaptureFixture[str], rows: Rows, parts: list[str]) -> None:
+    data = write_jsonl(material.folder / "rows.jsonl", rows * 4)
+    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data)))
+    assert all(part in line for part in parts), line
+
+
+def empty_file(folder: Path) -> Path:
+    return write_jsonl(folder / "data.jsonl", [])
+
+
+def empty_folder(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    return folder / "data"
+
+
+def no_rows(folder: Path) -> Path:
+    (folder / "data.csv").write_text("text\n", encoding="utf-8")
+    return folder / "data.csv"
+
+
+def broken_json(folder: Path) -> Path:
+    path = write_jsonl(folder / "data.jsonl")
+    path.write_text(path.read_text(encoding="utf-8") + '{"text": \n', encoding="utf-8")
+    return path
+
+
+def other_suffix(folder: Path) -> Path:
+    (folder / "data.xlsx").write_bytes(b"x")
+    return folder / "data.xlsx"
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (empty_file, ["is empty"]),
+        (empty_folder, ["cannot be loaded"]),
+        (no_rows, ["corresponds to no data"]),
+        (broken_json, ["cannot be loaded", "JSON"]),
+        (other_suffix, ["no known suffix", ".jsonl"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_data(
+    material: Material, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], parts: list[str]
+) -> None:
+    data = make(material.folder)
+    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data)))
+    assert all(part in line for part in parts), line
+    assert str(data) in line or "split 'train'" in line
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """A folder whose model or tokenizer cannot be trained."""
+    import transformers
+
+    if kind == "no pad token":
+        return save_model(folder, tokenizer=make_tokenizer())
+    if kind == "no weights":
+        save_model(folder)
+        (folder / "model.safetensors").unlink()
+    elif kind == "no tokenizer":
+        save_model(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / file).unlink()
+    elif kind == "adapter":
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    elif kind == "empty":
+        folder.mkdir()
+    elif kind == "unknown type":
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen99"}), encoding="utf-8")
+    else:
+        config = {
+            "BertForMaskedLM": transformers.BertConfig,
+            "T5ForConditionalGeneration": transformers.T5Config,
+            "Qwen3Model": transformers.Qwen3Config,
+            "Qwen3ForSequenceClassification": transformers.Qwen3Config,
+        }[kind]
+        config(architectures=[kind]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("BertForMaskedLM", ["BertForMaskedLM", "'bert'", "causal language model"]),
+        ("T5ForConditionalGeneration", ["T5ForConditionalGeneration", "'t5'", "causal language model"]),
+        ("Qwen3Model", ["Qwen3Model", "causal language model"]),
+        ("Qwen3ForSequenceClassification", ["Qwen3ForSequenceClassification", "causal language model"]),
+        ("unknown type", ["cannot be used", "qwen99"]),
+        ("adapter", ["PEFT adapter", "base model"]),
+        ("empty", ["cannot be used", "config.json"]),
+        ("no tokenizer", ["gives no tokens for any text", "vocabulary of 1"]),
+        ("no pad token", ["no padding token", "set pad_token"]),
+        ("no weights", ["model.safetensors"]),
+    ],
+)
+def test_model_folder_with(material: Material, capsys: pytest.CaptureFixture[str], kind: str, parts: list[str]) -> None:
+    folder = model_folder(material.folder / "other", kind)
+    line = refused(material, capsys, "--config", material.yaml(model_name_or_path=str(folder)))
+    assert all(part in line for part in [*parts, str(folder)]), line
+
+
+def test_conversations_without_a_chat_template(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_model(material.folder / "other", tokenizer=make_tokenizer(eos_token="<eos>"))
+    data = write_jsonl(material.folder / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
+    path = material.yaml(model_name_or_path=str(model), dataset_name=str(data))
+    assert "set chat_template_path" in refused(material, capsys, "--config", path)
+
+
+@pytest.mark.parametrize("below", ["", "run/1"])
+def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
+    line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / below)
+    assert f"{str(file)!r} is a file" in line
+
+
+def test_launch_flags_under_a_launcher(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    line = refused(material, capsys, "--config", material.yaml(), "--num_processes", "4")
+    assert "--num_processes 4" in line
+    assert "give them to the launcher" in line
+
+
+def test_train_launches_nothing(material: Material) -> None:
+    from fastpack_trl.errors import UserError
+    from fastpack_trl.sft import train
+
+    with pytest.raises(UserError, match="--num_processes 4"):
+        train(["--config", str(material.yaml()), "--num_processes", "4"])
+
+
+def test_traceback_shows_where_a_line_comes_from(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--config", str(material.yaml()), "--max_length", "abc", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""``fastpack-trl sft`` with the real parser, a real model and real steps on the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_material import TEXT_ROWS, Material, write_jsonl
+
+from fastpack_trl.cli import main
+
+
+def run(*argv: object) -> Any:
+    """Train in this process; the trainer."""
+    from fastpack_trl.sft import train
+
+    return train([str(word) for word in argv])
+
+
+def test_three_steps_from_yaml_save_a_model_that_loads_without_us(material: Material) -> None:
+    assert main(["sft", "--config", str(material.yaml())]) == 0
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(material.out)
+    assert model.config.model_type == "qwen3"
+    assert type(model).__module__.startswith("transformers.")
+    assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
+
+
+def test_train_returns_our_trainer_and_flags_win_over_the_yaml(material: Material) -> None:
+    trainer = run("--config", material.yaml(), "--max_steps", "2", "--learning-rate", "5e-4")
+    from fastpack_trl.trainer import FastSFTTrainer
+
+    assert isinstance(trainer, FastSFTTrainer)
+    assert trainer.state.global_step == 2
+    assert trainer.args.learning_rate == 5e-4
+    assert [row["loss"] for row in trainer.state.log_history if "loss" in row] != []
+
+
+def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
+    from trl.scripts.sft import make_parser as trl_parser
+
+    from fastpack_trl.sft_arguments import parse
+
+    path = str(material.yaml(text="lora_target_modules: all-linear\nmodel_init_kwargs: {use_cache: false}\n"))
+    ours = parse(["--config", path])
+    script, training, model, mixture = trl_parser().parse_args_and_config(["--config", path])
+    assert vars(ours.script) == vars(script)
+    assert vars(ours.model) == vars(model)
+    assert vars(ours.mixture) == vars(mixture)
+    shared = {name: value for name, value in training.to_dict().items() if name != "logging_dir"}
+    assert {name: ours.training.to_dict()[name] for name in shared} == shared
+
+
+def test_lora_saves_an_adapter(material: Material) -> None:
+    trainer = run("--config", material.yaml(use_peft=True, lora_r=4, lora_target_modules="all-linear"))
+    assert trainer.state.global_step == 3
+    adapter = json.loads((material.out / "adapter_config.json").read_text(encoding="utf-8"))
+    assert adapter["r"] == 4
+    assert not (material.out / "model.safetensors").exists()
+
+
+def test_evaluation_uses_the_test_split_of_a_folder(material: Material) -> None:
+    write_jsonl(material.folder / "data" / "train.jsonl")
+    write_jsonl(material.folder / "data" / "test.jsonl", TEXT_ROWS[:4])
+    path = material.yaml(text="eval_strategy: steps\neval_steps: 2\n", dataset_name=str(material.folder / "data"))
+    trainer = run("--config", path)
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+def test_resume_continues_at_the_checkpoint(material: Material) -> None:
+    path = material.yaml(save_strategy="steps", save_steps=2, max_steps=2)
+    run("--config", path)
+    trainer = run("--config", path, "--max_steps", "3", "--resume_from_checkpoint", "true")
+    assert trainer.state.global_step == 3
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
+
+
+def saved_dataset(folder: Path, *, splits: bool) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    data = Dataset.from_list([dict(row) for row in TEXT_ROWS])
+    (DatasetDict({"train": data, "test": data.select(range(4))}) if splits else data).save_to_disk(folder)
+    return folder
+
+
+def make_data(kind: str, folder: Path) -> Path:
+    """The rows of `TEXT_ROWS` in another form."""
+    import pandas
+
+    frame = pandas.DataFrame(TEXT_ROWS)
+    if kind == "json.gz":
+        path = folder / "data.json.gz"
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in TEXT_ROWS).encode()))
+    elif kind == "json":
+        path = folder / "data.json"
+        path.write_text(json.dumps(list(TEXT_ROWS)), encoding="utf-8")
+    elif kind == "csv.gz":
+        path = folder / "data.csv.gz"
+        frame.to_csv(path, index=False)
+    elif kind == "csv":
+        path = folder / "data.csv"
+        frame.to_csv(path, index=False)
+    elif kind == "parquet":
+        path = folder / "data.parquet"
+        frame.to_parquet(path)
+    elif kind == "txt":
+        path = folder / "data.txt"
+        path.write_text("\n".join(str(row["text"]) for row in TEXT_ROWS), encoding="utf-8")
+    elif kind == "pattern":
+        write_jsonl(folder / "part-0.jsonl", TEXT_ROWS[:16])
+        write_jsonl(folder / "part-1.jsonl", TEXT_ROWS[16:])
+        path = folder / "part-*.jsonl"
+    elif kind == "folder":
+        path = folder / "files"
+        write_jsonl(path / "train.jsonl")
+    else:
+        path = saved_dataset(folder / kind, splits=kind == "saved splits")
+    return path
+
+
+KINDS = ["json", "json.gz", "csv", "csv.gz", "parquet", "txt", "pattern", "folder", "saved", "saved splits"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_local_form_gives_the_same_rows(material: Material, kind: str, streaming: bool) -> None:
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    from fastpack_trl.data import load_data
+
+    name = str(make_data(kind, material.folder))
+    by_name = load_data(ScriptArguments(dataset_name=name, dataset_streaming=streaming), DatasetMixtureConfig())
+    mixture = DatasetMixtureConfig(datasets=[{"path": name}], streaming=streaming)
+    for splits in (by_name, load_data(ScriptArguments(), mixture)):
+        assert [row["text"] for row in splits["train"]] == [row["text"] for row in TEXT_ROWS]
+    if kind == "saved splits":
+        assert len(list(by_name["test"])) == 4
+
+
+def test_streamed_data_trains(material: Material) -> None:
+    assert run("--config", material.yaml(dataset_streaming=True)).state.global_step == 3
+
+
+def test_a_mixture_of_a_local_file_and_a_builder_trains(material: Material) -> None:
+    entries = [{"path": str(material.data)}, {"path": "json", "data_files": str(material.data), "split": "train[:4]"}]
+    path = material.yaml(dataset_name=..., datasets=entries, test_split_size=0.25, eval_strategy="steps", eval_steps=3)
+    trainer = run("--config", path)
+    assert trainer.state.global_step == 3
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+CONVERSATION = [{"role": "user", "content": "the quick brown"}, {"role": "assistant", "content": "fox jumps"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CONVERSATION},
+        {"prompt": "the quick brown", "completion": " fox"},
+        {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:]},
+        {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in CONVERSATION]},
+        {"input_ids": [5, 6, 7, 8, 9]},
+    ],
+    ids=["messages", "prompt-completion", "prompt-completion-messages", "conversations", "input_ids"],
+)
+def test_every_type_of_data_set_passes_the_checks(material: Material, row: dict[str, object]) -> None:
+    data = write_jsonl(material.folder / "rows.jsonl", [row] * 8)
+    assert run("--config", material.yaml(dataset_name=str(data), max_steps=1)).state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "field", "value"),
+    [
+        ("packed_attention: off\n", [], "packed_attention", "off"),
+        ("verify_packing: on\n", [], "verify_packing", "on"),
+        ("", ["--packed_attention", "off"], "packed_attention", "off"),
+        ("packed_attention: off\n", ["--packed-attention", "sdpa"], "packed_attention", "sdpa"),
+        ("learning_rate: 2e-4\n", [], "learning_rate", 2e-4),
+        ("max_steps: 1e1\n", [], "max_steps", 10),
+        ("eval_strategy: no\n", [], "eval_strategy", "no"),
+        ("packing: 'true'\n", [], "packing", True),
+        ("max_length: null\n", [], "max_length", None),
+        ("run_name: 2024\n", [], "run_name", "2024"),
+        ("report_to: [none]\n", [], "report_to", []),
+        ("resume_from_checkpoint: true\n", [], "resume_from_checkpoint", True),
+    ],
+    ids=lambda value: str(value).strip(),
+)
+def test_spellings_of_values(material: Material, text: str, flags: list[str], field: str, value: object) -> None:
+    from fastpack_trl.sft_arguments import parse
+
+    without = {"max_steps": ..., "learning_rate": ..., "packing": ..., "max_length": ..., "report_to": ...}
+    arguments = parse(["--config", str(material.yaml(text=text, **without)), *flags])
+    assert getattr(arguments.training, field) == value
+
+
+def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl.sft_arguments import parse
+
+    monkeypatch.setenv("FASTPACK_TEST_VARIABLE", "before")
+    text = (
+        "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
+    )
+    path = str(material.yaml(text=text))
+    arguments = parse([f"--config={path}", "--mixed_precision=no", "--main_process_port", "29511", "--packing"])
+    assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
+    assert arguments.launch[0] == "--config_file"
+    assert arguments.launch[1].endswith("zero2.yaml")
+    assert arguments.launch[2:] == [
+        *("--num_processes", "2", "--multi_gpu"),
+        *("--mixed_precision=no", "--main_process_port", "29511"),
+    ]
+    assert arguments.own == ["--config", path, "--packing"]
+
+
+def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
+    from transformers import TrainerCallback
+
+    from fastpack_trl.errors import UserError
+    from fastpack_trl.sft import train
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            raise ValueError("raised by a step")
+
+    with pytest.raises(ValueError, match="raised by a step") as caught:
+        train(["--config", str(material.yaml())], callbacks=[Fails()])
+    assert not isinstance(caught.value, UserError)
+
+
+def test_help_lists_our_options_and_those_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("--packed_attention", "--max_length", "--lora_r", "--config FILE"))
+
+
+def clean_environment() -> dict[str, str]:
+    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun(material: Material) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517"]
+    command += ["-m", "fastpack_trl", "sft", "--config", str(material.yaml(save_strategy="steps", save_steps=3))]
+    environment = clean_environment() | {"ACCELERATE_USE_CPU": "true"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    import torch
+
+    training = torch.load(material.out / "training_args.bin", weights_only=False)
+    assert training.world_size == 2
+    # Each process keeps its own random state: two files for two processes.
+    assert sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*")) == [
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    ]
+
+
+@pytest.mark.slow
+def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
+    material: Material, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The pad token shows that the launched process, not this one, found the error.
+    path = material.yaml(text="num_processes: 1\nmixed_precision: 'no'\n", pad_token="<nowhere>")
+    assert main(["sft", "--config", str(path)]) == 2
+    err = capfd.readouterr().err
+    lines = [line for line in err.splitlines() if "error" in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("fastpack-trl sft: error: pad_token '<nowhere>'")
+    assert "Traceback" not in err
+    assert not material.out.exists()
