@@ -9,6 +9,9 @@ from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.rows import ArrowRows
+
+COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,10 @@ def packing_collator(trainer: Any) -> PackingCollator:
     )
 
 
-def fast_view(dataset: Any) -> Any:
-    """A map-style data set whose rows arrive as NumPy arrays; others, and formats the user set, as they are."""
-    if isinstance(dataset, Dataset) and dataset.format["type"] is None:
-        return dataset.with_format("numpy")
-    return dataset
+def fast_view(trainer: Any, dataset: Any) -> Any:
+    """A map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
+    if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
+        return dataset
+    if getattr(trainer.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
+        return dataset.with_format("numpy")  # grouping by length reads a column of a `datasets.Dataset`
+    return ArrowRows(dataset, COLUMNS)

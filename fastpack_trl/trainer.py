@@ -39,6 +39,8 @@ class FastSFTTrainer(SFTTrainer):
             the vocabulary, labels of another length than the tokens, an empty data set.
     """
 
+    data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
+
     def __init__(self, model: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         self.fastpack_report = FeatureReport()
         self._fastpack_disabled = disabled_by_environment()
@@ -134,7 +136,7 @@ class FastSFTTrainer(SFTTrainer):
         stock: Any = self.data_collator
         self.data_collator = packing_collator(self)
         try:
-            return super()._get_dataloader(fast_view(dataset), description, *args, **kwargs)
+            return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
         finally:
             self.data_collator = stock
 

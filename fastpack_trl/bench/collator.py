@@ -17,6 +17,7 @@ from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.rows import ArrowRows
 
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000
@@ -28,9 +29,9 @@ def measure(
 ) -> dict[str, Any]:
     """Time both sides in one process on one core, in alternating order, and say by how much ours is faster.
 
-    Documents of 64 to 1024 tokens (uniform), a quarter of each without loss, are packed by TRL. Its side reads the
-    dataset in Python format, as its trainer does; ours reads the same dataset in NumPy format. One round fetches and
-    collates every row once on both sides.
+    Documents of 64 to 1024 tokens (uniform), a quarter of each without loss, are packed by TRL. Each side reads the same
+    dataset as its trainer does: TRL's in Python format, ours from Arrow's memory. One round fetches and collates every
+    row once on both sides.
 
     Args:
         tokens_per_row: capacity of a packed row, in tokens.
@@ -58,12 +59,12 @@ def measure(
 
     packed = _packed_dataset(tokens_per_row, rows, seed)
     tokens = sum(map(len, packed["input_ids"]))
-    as_numpy = packed.with_format("numpy")
+    rows_of_arrow = ArrowRows(packed, packed.column_names)
     theirs, ours = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), PackingCollator(pad_token_id=0)
     batches = [list(range(start, min(start + rows_per_batch, rows))) for start in range(0, rows, rows_per_batch)]
     sides: dict[str, Callable[[list[int]], Any]] = {
         "trl": lambda indices: theirs(packed.__getitems__(indices)),
-        "fastpack": lambda indices: ours(as_numpy.__getitems__(indices)),
+        "fastpack": lambda indices: ours(rows_of_arrow.__getitems__(indices)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with _one_thread():
