@@ -1,0 +1,317 @@
+"""The quickstart: real text, a tokenizer that keeps it, and one run of everything in miniature."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastpack_trl import corpus, quickstart, small_model
+from fastpack_trl.compare import Comparison, SideRun
+from fastpack_trl.errors import UserError
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def text() -> corpus.Corpus:
+    return corpus.collect(progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text):
+    return small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_corpus_is_large_and_every_text_is_in_range_and_unique(text):
+    answers = [document.answer for document in text.documents]
+    assert len(answers) > 5_000
+    assert all(corpus.MIN_CHARS <= len(answer) <= corpus.MAX_CHARS for answer in answers)
+    assert len(set(answers)) == len(answers)
+    assert len({document.question for document in text.documents}) == len(answers)
+    assert {document.kind for document in text.documents} == {"module", "class", "function", "method"}
+
+
+def test_corpus_answers_are_the_docstrings_python_itself_shows(text):
+    import posixpath
+    from inspect import getdoc
+
+    answers = {document.name: document.answer for document in text.documents}
+    assert answers["posixpath.join"] == getdoc(posixpath.join)
+    assert answers[
+        "json.JSONDecoder.decode" if "json.JSONDecoder.decode" in answers else "json.decoder.JSONDecoder.decode"
+    ] == getdoc(json.JSONDecoder.decode)
+    assert answers["argparse.ArgumentParser"] == getdoc(argparse.ArgumentParser)
+
+
+def test_corpus_imports_none_of_what_it_reads():
+    # A fresh interpreter: this one has imported half of the library already.
+    code = (
+        # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
+        "import sys, json, ast, inspect, tqdm.auto; from fastpack_trl import corpus;"
+        "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
+        "found = corpus.collect(progress=False);"
+        "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    count, imported = json.loads(done.stdout)
+    assert count > 5_000
+    assert imported == []
+
+
+def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text):
+    splits = corpus.write_splits(text, tmp_path / "here", test_every=40)
+    assert sum(splits.values()) == len(text.documents)
+    code = (
+        "import sys; from pathlib import Path; from fastpack_trl import corpus;"
+        "corpus.write_splits(corpus.collect(progress=False), Path(sys.argv[1]), test_every=40)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, cwd=REPOSITORY, env=environment)
+    for name in ("train.jsonl", "test.jsonl"):
+        here = (tmp_path / "here" / name).read_bytes()
+        assert here == (tmp_path / "there" / name).read_bytes()
+        first = json.loads(here.splitlines()[0])
+        assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
+
+
+def test_corpus_skips_and_counts_files_that_do_not_parse(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MIN_DOCUMENTS", 1)
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text('"""A module documented in more than thirty characters."""\n')
+    (package / "broken.py").write_text("def (:\n")
+    (package / "nulls.py").write_bytes(b'"""text"""\0')
+    (package / "surrogate.py").write_text('"""A lone surrogate, \\ud800, cannot be written as UTF-8."""\n')
+    (package / "scopes.py").write_text(
+        "class Outer:\n"
+        "    if True:\n"
+        "        def method(self):\n"
+        '            """Documented inside a branch of a class body."""\n'
+        "    def method(self):\n"
+        '        """A second definition of the same name is left out."""\n'
+        '    def short(self):\n        """Too short."""\n'
+        '    def copied(self):\n        """Documented inside a branch of a class body."""\n'
+    )
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_it.py").write_text('"""A test module is not reference documentation."""\n')
+    found = corpus.collect(tmp_path, progress=False)
+    assert [(document.name, document.kind) for document in found.documents] == [
+        ("package", "module"),
+        ("package.scopes.Outer.method", "method"),
+    ]
+    assert found.unparsed == ("package/broken.py", "package/nulls.py")
+    assert found.files == 3
+
+
+def test_corpus_of_an_interpreter_without_sources_is_refused_with_the_count(tmp_path):
+    with pytest.raises(UserError, match="only 0 docstrings"):
+        corpus.collect(tmp_path, progress=False)
+
+
+# --- tokenizer and model ---------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_gives_every_text_back_also_after_it_was_saved_beside_a_model(tmp_path, text, tokenizer):
+    from transformers import AutoTokenizer
+
+    model = small_model.build_model(tokenizer, seed=0, max_length=1024)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # `AutoTokenizer` chooses by the model's type, and Qwen's own class would split text in other places.
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [document.answer for document in text.documents[::50]]
+    texts += ["naïve “quotes”, 漢字, \U0001f600", "\t  indented\r\n\r\n   . , !", "\x00\x7f"]
+    for sample in texts:
+        ids = tokenizer.encode(sample)
+        assert loaded.encode(sample) == ids
+        assert loaded.decode(ids) == sample
+    assert len(tokenizer) == small_model.VOCABULARY == model.config.vocab_size
+    assert (loaded.pad_token, loaded.eos_token) == (small_model.PAD, small_model.TURN_END)
+    assert loaded.pad_token_id != loaded.eos_token_id
+
+
+def test_tokenizer_and_model_are_deterministic(text, tokenizer):
+    import torch
+
+    again = small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    one, two, other = (small_model.build_model(tokenizer, seed=seed, max_length=64).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_chat_template_marks_answers_and_their_end_of_turn_only(tokenizer):
+    from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
+
+    messages = [
+        {"role": "user", "content": "What does `f` do?"},
+        {"role": "assistant", "content": "Return\n\n    nothing.  "},
+        {"role": "user", "content": "And `g`?"},
+        {"role": "assistant", "content": "The same."},
+    ]
+    output = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mask in zip(output["input_ids"], output["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(marked) == "Return\n\n    nothing.  <|im_end|>The same.<|im_end|>"
+    assert has_generation_markers(tokenizer.chat_template)
+    assert is_chat_template_stop_token_trained(tokenizer)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|im_start|>user\nWhat does `f` do?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
+
+
+# --- settings and folder ---------------------------------------------------------------------------------------------
+
+
+def arguments(*words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    quickstart.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--steps", 1), "--steps 1 is below 2"),
+        (("--lora_steps", 0), "--lora_steps 0 is below 1"),
+        (("--compare_steps", -1), "--compare_steps -1 is below 1"),
+        (("--seed", -1), "--seed -1 is below 0"),
+        (("--json", "no/such/folder/out.json"), "cannot be written"),
+        (("--json", "."), "cannot be written"),
+    ],
+)
+def test_bad_settings_are_refused_on_one_line_before_anything_is_written(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        quickstart.run(arguments(*words))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_others_is_refused_and_overwrite_leaves_its_files_alone(tmp_path):
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("years of work")
+    with pytest.raises(UserError, match="not empty"):
+        quickstart.prepare_folder(tmp_path, overwrite=False)
+    quickstart.prepare_folder(tmp_path, overwrite=True)
+    assert mine.read_text() == "years of work"
+    quickstart.prepare_folder(tmp_path, overwrite=False)  # now it is a quickstart's
+    assert mine.read_text() == "years of work"
+
+
+def test_overwrite_never_deletes_a_place_that_others_hold(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.csv").write_text("1,2")
+    with pytest.raises(UserError, match="already has data"):
+        quickstart.prepare_folder(tmp_path, overwrite=True)
+    assert (tmp_path / "data" / "mine.csv").read_text() == "1,2"
+
+
+def test_second_run_replaces_its_own_files_only(tmp_path):
+    folder = tmp_path / "out"
+    quickstart.prepare_folder(folder, overwrite=False)
+    (folder / "model").mkdir()
+    (folder / "model" / "old.bin").write_text("old")
+    (folder / "my-adapter").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    (folder / "cache").symlink_to(elsewhere)
+    quickstart.prepare_folder(folder, overwrite=False)
+    assert sorted(path.name for path in folder.iterdir()) == [quickstart.MARKER, "my-adapter"]
+    assert (elsewhere / "kept").read_text() == "kept"
+
+
+def test_output_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        quickstart.prepare_folder(tmp_path / "out", overwrite=True)
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+
+def test_yaml_of_the_repository_is_the_one_in_the_package():
+    assert (REPOSITORY / "configs" / "quickstart.yaml").read_text(encoding="utf-8") == quickstart.yaml_text()
+
+
+@pytest.mark.parametrize("folder", [None, Path("else where: #1")])
+def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+    from fastpack_trl import FastSFTConfig
+
+    path = tmp_path / "quickstart.yaml"
+    path.write_text(quickstart.yaml_text(folder), encoding="utf-8")
+    parser = TrlParser((ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig))
+    script, training, model, _ = parser.parse_args_and_config(["--config", str(path)])
+    root = Path(quickstart.DEFAULT_FOLDER) if folder is None else folder
+    assert Path(model.model_name_or_path) == root / "model"
+    assert Path(script.dataset_name) == root / "data"
+    # Its own folder: a later quickstart replaces `adapter`, not what a user has trained.
+    assert Path(training.output_dir).name not in quickstart.OUR_NAMES
+    assert (training.packing, training.packing_strategy, training.packed_attention) == (True, "bfd", "auto")
+    assert (training.bf16, training.use_cpu, training.save_strategy, training.report_to) == (False, True, "no", [])
+    assert (model.use_peft, model.lora_target_modules) == (True, "all-linear")
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def side(name: str, losses: list[float], seconds: float = 1.0) -> SideRun:
+    return SideRun(name, tuple(losses), tuple(100 for _ in losses), tuple(seconds for _ in losses))
+
+
+def test_comparison_rates_and_bound():
+    runs = (side("stock", [8.0, 7.0, 6.0], 2.0), side("fastpack", [8.0, 7.0, 6.0 + 2.0**-21], 1.0))
+    compared = Comparison(runs, warmup=1)
+    assert (compared.rate("stock"), compared.rate("fastpack"), compared.ratio) == (50.0, 100.0, 2.0)
+    assert compared.loss_difference == 2.0**-21
+    assert compared.within_rounding
+
+
+@pytest.mark.parametrize("wrong", [6.01, float("nan"), float("inf")])
+def test_comparison_does_not_call_a_different_or_missing_loss_rounding(wrong):
+    compared = Comparison((side("stock", [8.0, 6.0]), side("fastpack", [8.0, wrong])), warmup=1)
+    assert not compared.within_rounding
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
+    out, figures = tmp_path / "out", tmp_path / "figures.json"
+    words = ["quickstart", "--output_dir", out, "--json", figures]
+    words += ["--steps", 10, "--lora_steps", 2, "--compare_steps", 1]
+    command = [sys.executable, "-m", "fastpack_trl", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    assert found == json.loads((out / "quickstart.json").read_text(encoding="utf-8"))
+    assert all(promise["kept"] for promise in found["promises"])
+    assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 10
+    assert found["full"]["last_loss"] < found["full"]["first_loss"]
+    assert len(found["lora"]["held_out_loss"]) == 2
+    assert [run["side"] for run in found["comparison"]["runs"]] == ["stock", "fastpack", "fastpack", "stock"]
+    assert found["comparison"]["max_loss_difference"] <= found["comparison"]["loss_difference_bound"]
+    assert found["full"]["features"]["packed_attention"]["status"] == "on"
+    assert found["versions"]["trl"]
+    assert found["data"]["splits"]["train"] > 5_000
+
+    for name in ("data/train.jsonl", "init/model.safetensors", "model/config.json", "quickstart.yaml", "loss.png"):
+        assert (out / name).stat().st_size > 0
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
+    for words_shown in ("x stock", "non-padding", "full fine-tune", "held-out", "adapter in fresh objects"):
+        assert words_shown in done.stdout
+    assert "Traceback" not in done.stderr
