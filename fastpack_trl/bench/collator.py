@@ -29,9 +29,9 @@ def measure(
 ) -> dict[str, Any]:
     """Time both sides in one process on one core, in alternating order, and say by how much ours is faster.
 
-    Documents of 64 to 1024 tokens (uniform), a quarter of each without loss, are packed by TRL. Each side reads the same
-    dataset as its trainer does: TRL's in Python format, ours from Arrow's memory. One round fetches and collates every
-    row once on both sides.
+    Documents of 64 to 1024 tokens (uniform), a quarter of each without loss, are packed by TRL. Each side reads the
+    same dataset as its trainer does: TRL's in Python format, ours from Arrow's memory. One round fetches and collates
+    every row once on both sides.
 
     Args:
         tokens_per_row: capacity of a packed row, in tokens.

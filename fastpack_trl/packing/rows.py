@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from datasets import Dataset as ArrowDataset
@@ -39,6 +40,6 @@ class ArrowRows(Dataset[dict[str, Any]]):
             for chunk in values.chunks:
                 flat = chunk.values.to_numpy(zero_copy_only=False)
                 bounds = chunk.offsets.to_numpy()
-                for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+                for start, end in pairwise(bounds):
                     next(row)[column] = flat[start:end]
         return rows

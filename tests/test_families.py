@@ -1,0 +1,173 @@
+"""Every family: packed documents equal separate documents, nothing leaks, ordinary batches stay stock's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+from fastpack_trl.verify import verify_packing
+
+LENGTHS = (9, 1, 14, 6)
+PER_DOCUMENT = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "cohere2",
+    "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
+)  # fmt: skip
+PADDED_ROWS = ("falcon", "bloom", "granitemoehybrid", "llama4_text", "stablelm", "nemotron", "qwen3_next")
+
+
+def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, PackedBatch]:
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    batch = PackedBatch.from_lengths(lengths, labels=ids)
+    return ids, ids.masked_fill(batch.position_ids == 0, IGNORE_INDEX), batch
+
+
+def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the documents one by one under the family's own eager attention."""
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    count = sum(length - 1 for length in batch.seq_lengths)
+    total = 0.0
+    for document in ids[0].split(batch.seq_lengths):
+        if len(document) > 1:
+            logits = reference(input_ids=document[None], use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+    return total, gradients(reference)
+
+
+def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
+    kwargs = to_transformers_kwargs(batch)
+    logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
+    loss: Tensor = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
+    return loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
+def test_packed_loss_and_gradients_equal_separate_documents(family: str, checkpointing: bool) -> None:
+    model = tiny_model(family)
+    ids, _, batch = make_row()
+    expected_loss, expected = separate(model, ids, batch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with packed_attention(model) as attention:
+        assert attention.path == ("per_document" if family in PER_DOCUMENT else "padded_rows"), attention.choice.reason
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert abs(loss.item() - expected_loss) <= 1e-5
+    assert_gradients_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
+def test_proof_holds(family: str) -> None:
+    model = tiny_model(family)
+    proof = verify_packing(model)
+    assert proof.proven, str(proof)
+    assert proof.leaks == ()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "afmoe", "opt", "falcon"])
+def test_proof_finds_the_leak_of_stock(family: str) -> None:
+    proof = verify_packing(tiny_model(family), implementation="off")
+    assert not proof.proven
+    assert {(source, target) for source, target, _ in proof.leaks} == {
+        (source, target) for target in range(4) for source in range(target)
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "gemma2", "deepseek_v3"])
+def test_dense_masks_built_once_equal_separate_documents(family: str) -> None:
+    model = tiny_model(family)
+    ids, _, batch = make_row()
+    expected_loss, expected = separate(model, ids, batch)
+    with packed_attention(model, "sdpa"):
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert abs(loss.item() - expected_loss) <= 1e-5
+    assert_gradients_close(gradients(model), expected)
+
+
+def test_mixed_windows_of_composite_gemma3_switch_only_the_text_model() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_model("gemma3_text").config.to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).train()
+    ids, _, batch = make_row()
+    stock = {name: getattr(config, name)._attn_implementation for name in ("text_config", "vision_config")}
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        assert config.vision_config._attn_implementation == stock["vision_config"]
+        loss = packed(model, ids, batch)
+    assert {name: getattr(config, name)._attn_implementation for name in stock} == stock
+    expected, _ = separate(model, ids, batch)
+    assert abs(loss.item() - expected) <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["lora", "prompt_tuning", "prefix_tuning"])
+def test_peft_models(method: str) -> None:
+    from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    config = {
+        "lora": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+        "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix_tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }[method]
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model("qwen3"), config)
+    ids, labels, batch = make_row()
+    count = sum(length - 1 for length in LENGTHS)
+    expected_loss = 0.0
+    for document in ids[0].split(LENGTHS):
+        if len(document) > 1:
+            logits = model(input_ids=document[None]).logits[0, -len(document) : -1]
+            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            loss.backward()
+            expected_loss += loss.item()
+    expected = gradients(model)
+    model.zero_grad()
+    with packed_attention(model) as attention:
+        assert attention.path == ("per_document" if method == "lora" else "padded_rows")
+        kwargs = {} if method == "prefix_tuning" else {"use_cache": False}
+        output = model(input_ids=ids, labels=labels, packed_batch=batch, **to_transformers_kwargs(batch), **kwargs)
+        output.loss.backward()
+    assert abs(output.loss.item() - expected_loss) <= 1e-5
+    assert_gradients_close(gradients(model), expected)
+    assert verify_packing(model).proven
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "opt", "falcon", "qwen3_next"]
+)
+def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
+    """Left-padded `generate` and padded evaluation, while the feature is on."""
+    model = tiny_model(family).eval()
+    ids = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, :2] = 0, 0
+
+    def outputs() -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            generated = model.generate(
+                ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            padded = model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False).logits
+        return generated.sequences, torch.stack(generated.logits), padded
+
+    expected = outputs()
+    with packed_attention(model):
+        actual = outputs()
+    for ours, stock in zip(actual, expected, strict=True):
+        assert torch.equal(ours, stock)
