@@ -72,7 +72,8 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         # TRL's parser must see these arguments: it builds its options from dataclasses and from the YAML.
         from fastpack_trl import sft
 
-        return sft.main(arguments[1:])
+        arguments.remove("sft")
+        return sft.main(arguments)
     if chosen is not None and chosen not in COMMANDS:
         raise UserError(
             f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
@@ -113,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = _show_traceback(arguments)
-    arguments = [word for word in arguments if word != "--traceback"]
-    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    chosen = next((word for word in arguments if word != "--traceback"), None)
+    chosen = None if chosen is None or chosen.startswith("-") else chosen
     name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
     try:
         return _dispatch(arguments, chosen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,12 +39,15 @@ def main(argv: Sequence[str]) -> int:
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse(argv, may_launch=not launched)
+        arguments = parse([word for word in argv if word != "--traceback"], may_launch=not launched)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
     if launches:
-        return launch(arguments)
+        return launch(arguments, extra=["--traceback"] if "--traceback" in argv else [])
+    if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
+        unused = " ".join(arguments.launch)
+        print(f"fastpack-trl sft: note: a launcher has started this process; not used: {unused}", file=sys.stderr)
     _train(arguments, callbacks=None)
     return 0
 
@@ -80,8 +84,10 @@ def _launches_by_default() -> bool:
     return torch.cuda.device_count() > 1 or Path(default_config_file).is_file()
 
 
-def launch(arguments: SftArguments) -> int:
+def launch(arguments: SftArguments, extra: Sequence[str] = ()) -> int:
     """Start ``python -m fastpack_trl sft`` through `accelerate launch`; returns the exit code of what it started.
+
+    `extra` goes to what is started, after its own arguments.
 
     Raises:
         UserError: `accelerate launch` refuses its options.
@@ -94,7 +100,7 @@ def launch(arguments: SftArguments) -> int:
 
     parser = launch_command_parser()
     parser.error = refuse  # prints its usage (200 lines) and exits otherwise
-    words = [*arguments.launch, "--module", "fastpack_trl", "sft", *arguments.own]
+    words = [*arguments.launch, "--module", "fastpack_trl", "sft", *arguments.own, *extra]
     with preparing():
         launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"
@@ -206,8 +212,22 @@ def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
         trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    _release_ddp(trainer)
     if hasattr(trainer, "end"):  # transformers>=5.18: finishes the trackers, destroys the process group
         trainer.end()
+
+
+def _release_ddp(trainer: FastSFTTrainer) -> None:
+    """Free the DDP wrapper while the process group lives; ``trainer.model`` stays.
+
+    Freed after the group, it is the group's last owner. Its destructor (torch 2.13, gloo) then waits for the group's
+    thread with the GIL held, and that thread waits for the GIL: the process never ends.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(trainer.model_wrapped, DistributedDataParallel):
+        trainer.model_wrapped = trainer.model
+        trainer.accelerator.free_memory()
 
 
 def _progress() -> Any:

@@ -1,7 +1,6 @@
 """Arguments of ``fastpack-trl sft``: TRL's parser and dataclasses, with every wrong value reported as one line.
 
-TRL turns YAML values into argparse defaults, which argparse does not check unless they are strings. Types, choices and
-names of the YAML are checked here first; what is valid then takes TRL's own way.
+Names are checked here, YAML values in `sft_yaml`; what is valid then takes TRL's own way.
 """
 
 from __future__ import annotations
@@ -9,14 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import types
-from collections.abc import Mapping, Sequence
-from enum import Enum
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, one_line
+from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.sft_yaml import as_bool, check_entries, checked_value, load_config, member_types, set_environment
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
@@ -28,20 +28,8 @@ EPILOG = (
     "(num_processes, mixed_precision, ...) and accelerate_config are accepted in both, `env` (a mapping of environment "
     "variables) in the YAML. --traceback shows the traceback of an error that is otherwise one line."
 )
-# `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
-_ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
-_TYPE_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
-}
-_TRUE = {"true", "yes", "t", "y", "1"}
-_FALSE = {"false", "no", "f", "n", "0"}
 # These say which program is launched: that is ours to set.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
 
@@ -58,46 +46,6 @@ class SftArguments:
     """Options for `accelerate launch`, from the YAML and the command line."""
     own: list[str]
     """The command line without the flags in `launch`: what a launched process is given."""
-
-
-def load_config(path: str) -> dict[str, Any]:
-    """The mapping in the YAML file `path`.
-
-    Raises:
-        UserError: no such file, not UTF-8, a syntax error or an unsafe tag (with its line), or not a mapping.
-    """
-    import yaml
-
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"config file {path!r} does not exist (looked for {Path(path).absolute()})") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path!r} cannot be read as UTF-8 text: {one_line(error)}") from error
-    try:
-        # Safe: a tag such as !!python/object is an error, never an object.
-        config = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"config file {path!r}{where}: {one_line(error.problem)}: correct the YAML there") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"config file {path!r} is not YAML: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        found = "is empty" if config is None else f"holds a {type(config).__name__}"
-        raise UserError(f"config file {path!r} {found}: it must be a YAML mapping, e.g. `max_length: 1024`")
-    return {str(key): value for key, value in config.items()}
-
-
-def set_environment(variables: object, path: str) -> None:
-    """Set the variables of the YAML key ``env``.
-
-    Raises:
-        UserError: `variables` is not a mapping of names to scalars.
-    """
-    if not isinstance(variables, Mapping) or any(isinstance(value, list | dict) for value in variables.values()):
-        raise UserError(f"{path}: env: {variables!r} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`")
-    os.environ.update({str(name): str(value) for name, value in variables.items()})
 
 
 def take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -141,7 +89,7 @@ def make_parser(prog: str | None = None) -> Any:
     )
     hints = _hints(parser)
     for action in parser._actions:
-        if {dict, str} <= _member_types(hints.get(action.dest)) and action.dest not in _PATH_OR_MAPPING:
+        if {dict, str} <= member_types(hints.get(action.dest)) and action.dest not in _PATH_OR_MAPPING:
             action.type = _mapping_text
     return parser
 
@@ -217,95 +165,10 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     if action.nargs != 0:
         return [f"--{name}", str(value)]
     # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
-    wanted = _as_bool(value)
+    wanted = as_bool(value)
     if wanted is None:
         raise UserError(f"{path}: {name}: {value!r} is not true or false")
     return [f"--{name}"] if wanted else []
-
-
-def _as_bool(value: object) -> bool | None:
-    if isinstance(value, int | str):
-        word = str(value).lower()
-        return True if word in _TRUE else False if word in _FALSE else None
-    return None
-
-
-def _member_types(hint: object) -> set[object]:
-    """``dict[str, Any] | str | None`` -> ``{dict, str, NoneType}``; an enum and a Literal count as text."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return set().union(*(_member_types(member) for member in get_args(hint)))
-    if get_origin(hint) is Literal:
-        return {type(value) for value in get_args(hint)}
-    plain = get_origin(hint) or hint
-    return {str} if isinstance(plain, type) and issubclass(plain, Enum) else {plain}
-
-
-def _convert(value: str | float | bool, allowed: set[object]) -> Any:
-    """`value` as the first type of `allowed` that takes it. YAML reads ``2e-4`` as text: numbers are parsed here.
-
-    Raises:
-        ValueError: none takes it.
-    """
-    if type(value) in allowed:
-        return value
-    if bool in allowed and (truth := _as_bool(value)) is not None:
-        return truth
-    if str in allowed and dict not in allowed:
-        # An unquoted on/off is a bool for YAML; the fields that have these words turn it back.
-        return value if isinstance(value, bool) else str(value)
-    if list in allowed and isinstance(value, str):
-        return value  # TRL takes one name for a list: lora_target_modules: all-linear
-    if int in allowed and not isinstance(value, bool) and float(value).is_integer():
-        return int(float(value))
-    if float in allowed and not isinstance(value, bool):
-        return value if isinstance(value, int) else float(value)
-    raise ValueError(value)
-
-
-def _checked(name: str, value: Any, hint: object, action: argparse.Action, path: str) -> Any:
-    allowed = _member_types(hint) | set(_ALSO_ACCEPTED.get(name, ()))
-    plain: set[object] = {kind for kind in _TYPE_NAMES if kind in allowed}
-    if not plain or (value is None and not plain <= {int, float}):
-        return value  # no plain type to check (parallelism_config); an empty value means "not set", as in TRL
-    choices = list(action.choices or ())
-    if value is False and "no" in choices:
-        value = "no"  # `eval_strategy: no` without quotes
-    expected = " or ".join(_TYPE_NAMES[kind] for kind in _TYPE_NAMES if kind in plain)
-    default = "" if action.default in (None, argparse.SUPPRESS) else f" (default: {_plain(action.default)!r})"
-    try:
-        if isinstance(value, list | dict):
-            if type(value) not in allowed:
-                raise ValueError(value)
-        elif value is not None or type(None) not in allowed:
-            value = _convert(value, plain)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{path}: {name}: {_plain(value)!r} is not {expected}: correct it or remove it{default}"
-        ) from error
-    if choices and isinstance(value, str | int | float) and value not in choices:
-        known = [str(choice) for choice in choices]
-        raise UserError(f"{path}: {name}: {value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}")
-    return value
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
-
-
-def _check_entries(entries: object, path: str) -> None:
-    from trl.scripts.utils import DatasetConfig
-
-    names = [field.name for field in dataclasses.fields(DatasetConfig)]
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: datasets: {entries!r} is not a list of entries, e.g. `- path: data.jsonl`")
-    for entry in entries:
-        for key in entry:
-            if key not in names:
-                raise UserError(
-                    f"{path}: datasets: unknown key {key!r}{did_you_mean(key, names)} (keys: {', '.join(names)})"
-                )
-        if not isinstance(entry.get("path"), str):
-            raise UserError(f"{path}: datasets: entry {entry!r} has no path: add `path: data.jsonl` or a hub name")
 
 
 def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
@@ -319,10 +182,10 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
     values: dict[str, Any] = {}
     for name, value in config.items():
         if name == "datasets":
-            _check_entries(value, path)
+            check_entries(value, path)
             values[name] = value
         elif name in names:
-            values[name] = _checked(name, value, hints[name], actions[name], path)
+            values[name] = checked_value(name, value, hints[name], actions[name], path)
         elif name in launch:
             words += _launch_words(name, value, launch[name], path)
         else:
@@ -374,6 +237,27 @@ def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
     config = load_config(path) if path is not None else {}
     if "env" in config:
         set_environment(config.pop("env"), str(path))
+    with _quiet():
+        return _parse(path, config, flags, may_launch)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep two messages from the user who caused neither, so that an error is the one line it should be."""
+    # bitsandbytes says on import that it found no CPU kernel on the hub, whether or not anything is quantized.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
+            warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launch: bool) -> SftArguments:
     parser = make_parser()
     launch = _launch_options()
     own, launch_flags = _split_flags(flags, set(parser._option_string_actions), launch)

@@ -104,6 +104,11 @@ class Material:
     def out(self) -> Path:
         return self.folder / "out"
 
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """Model, data and output, as `settings` takes them."""
+        return self.model, self.data, self.out
+
     def yaml(self, *, text: str = "", **more: object) -> Path:
         """A YAML of `settings` for these files; ``...`` as a value leaves the key out."""
         return write_yaml(self.folder / "sft.yaml", settings(self.model, self.data, self.out, **more), text=text)

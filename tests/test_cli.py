@@ -125,6 +125,11 @@ def test_traceback_on_request(
     assert err.splitlines()[-1].startswith("fastpack-trl probe: error: ")
 
 
+def test_traceback_without_a_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--traceback"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+
+
 def test_traceback_by_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FASTPACK_TRACEBACK", "1")
     assert run_with(monkeypatch, raise_user_error, "probe") == 2

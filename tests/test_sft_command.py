@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_material import TEXT_ROWS, Material, write_jsonl
+from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
 from fastpack_trl.cli import main
 
@@ -49,7 +49,11 @@ def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
 
     from fastpack_trl.sft_arguments import parse
 
-    path = str(material.yaml(text="lora_target_modules: all-linear\nmodel_init_kwargs: {use_cache: false}\n"))
+    # Every option of TRL at its default, below those of the file.
+    defaults = {action.dest: action.default for action in trl_parser()._actions if action.dest != "help"}
+    plain = {name: getattr(value, "value", value) for name, value in defaults.items() if value not in (None, [])}
+    text = "lora_target_modules: all-linear\nmodel_init_kwargs: {use_cache: false}\n"
+    path = str(write_yaml(material.folder / "all.yaml", plain | settings(*material.paths), text=text))
     ours = parse(["--config", path])
     script, training, model, mixture = trl_parser().parse_args_and_config(["--config", path])
     assert vars(ours.script) == vars(script)
@@ -253,8 +257,12 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517"]
     command += ["-m", "fastpack_trl", "sft", "--config", str(material.yaml(save_strategy="steps", save_steps=3))]
     environment = clean_environment() | {"ACCELERATE_USE_CPU": "true"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
+        try:
+            _, err = ran.communicate(timeout=200)
+        finally:
+            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
+    assert ran.returncode == 0, err[-3000:]
     import torch
 
     training = torch.load(material.out / "training_args.bin", weights_only=False)
