@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from fastpack_trl.attention.incoming import Incoming
 from fastpack_trl.attention.model_features import backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
@@ -83,12 +84,14 @@ def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[Padd
     finally:
         for handle in handles:
             handle.remove()
+        hooks.incoming.close()
 
 
 class _BackboneHooks:
     def __init__(self, counts: PaddedRows, limit: float) -> None:
         self.counts = counts
         self.limit = limit
+        self.incoming = Incoming()
         self.batch: PackedBatch | None = None
         self.inside: nn.Module | None = None
         """The backbone that runs on rows at the moment."""
@@ -118,6 +121,7 @@ class _BackboneHooks:
         batch = kwargs.pop("packed_batch", None) or self.batch
         if batch is None or self.inside is not None:
             return args, kwargs
+        self.incoming.accept(batch, args, kwargs)
         self.batch, self.inside = batch, module
         rows = _rows(batch, self.counts, self.limit)
         if args and args[0] is not None:  # falcon and bloom give their tokens by position

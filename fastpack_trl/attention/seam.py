@@ -7,7 +7,6 @@ bit for bit while the seam is in place.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fastpack_trl.attention.backends import RIGHT_PADDED, Backend, Choice, choose
+from fastpack_trl.attention.incoming import Incoming
 from fastpack_trl.attention.model_features import (
     ModelFeatures,
     attention_modules,
@@ -29,7 +29,6 @@ from fastpack_trl.attention.model_features import (
 )
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.stock import stock_attention
-from fastpack_trl.packing.packed_batch import PackedBatch
 
 # Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
 # "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
@@ -155,18 +154,14 @@ def _registration(name: str, stock: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterator[None]:
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
-    last: list[weakref.ref[PackedBatch]] = []
+    incoming = Incoming()
 
-    def prepare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         if batch is None:
             return args, kwargs
-        device = next(iter(_module.parameters())).device
-        # Under the stock trainer nobody clears a batch after its step; the next one does.
-        previous = last.pop()() if last else None
-        if previous is not None and previous is not batch:
-            previous.clear_derived()
-        last.append(weakref.ref(batch))
+        incoming.accept(batch, args, kwargs)
+        device = next(iter(module.parameters())).device
         kwargs["packed_layer"] = backend.prepare(batch, features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
@@ -186,9 +181,7 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterato
             hook.remove()
         for module in attentions:
             del module._fastpack_window
-        previous = last.pop()() if last else None
-        if previous is not None:
-            previous.clear_derived()
+        incoming.close()
 
 
 def _attention(

@@ -1,0 +1,252 @@
+"""The seam: what is built, how often, what is restored, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.model_features import ModelFeatures, asked_for, read_features
+from fastpack_trl.attention.padded_rows import padding_cost
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import FAMILIES, tiny_model
+
+IDS = torch.randint(3, 96, (1, 30), generator=torch.Generator().manual_seed(1))
+LENGTHS = (9, 1, 14, 6)
+
+
+def forward(model: Any, batch: PackedBatch, **kwargs: Any) -> Tensor:
+    logits: Tensor = model(
+        input_ids=IDS, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch), **kwargs
+    ).logits
+    return logits
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """Everything that a switch could leave behind on a model."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
+        "forwards": [module.__dict__.get("forward") for module in model.modules()],
+        "implementation": model.config._attn_implementation,
+        "text": model.config.get_text_config()._attn_implementation,
+        "registry": sorted(AttentionInterface._global_mapping),
+        "masks": sorted(AttentionMaskInterface._global_mapping),
+    }
+
+
+@pytest.mark.parametrize("implementation", ["auto", "sdpa", "padded_rows"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "falcon"])
+def test_model_is_as_stock_made_it_after_success_and_after_an_exception(family: str, implementation: str) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    if family == "falcon" and implementation == "sdpa":
+        with pytest.raises(ValueError, match="falcon does not call"), packed_attention(model, implementation):
+            pass
+        assert snapshot(model) == before
+        return
+    with packed_attention(model, implementation):
+        forward(model, PackedBatch.from_lengths(LENGTHS)).sum().backward()
+    assert snapshot(model) == before
+    with pytest.raises(RuntimeError, match="in the step"), packed_attention(model, implementation):
+        forward(model, PackedBatch.from_lengths(LENGTHS))
+        raise RuntimeError("in the step")
+    assert snapshot(model) == before
+
+
+def test_two_models_share_the_registered_name() -> None:
+    first, second = tiny_model("qwen3"), tiny_model("llama")
+    registered = sorted(AttentionInterface._global_mapping)
+    with packed_attention(first):
+        with packed_attention(second):
+            forward(second, PackedBatch.from_lengths(LENGTHS))
+        forward(first, PackedBatch.from_lengths(LENGTHS))
+    assert sorted(AttentionInterface._global_mapping) == registered
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("implementation", ["per_document", "sdpa"])
+def test_metadata_is_built_once_per_batch_whatever_the_depth(
+    implementation: str, layers: int, checkpointing: bool
+) -> None:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    model = tiny_model("gemma3_text", num_hidden_layers=layers, layer_types=kinds)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = [PackedBatch.from_lengths(LENGTHS) for _ in range(3)]  # an accumulation of three micro-batches
+    with packed_attention(model, implementation):
+        for batch in batches:
+            forward(model, batch).sum().backward()
+    for batch in batches:
+        assert batch.build_counts, "nothing was built: the packed path did not run"
+        assert set(batch.build_counts.values()) == {1}
+
+
+@pytest.mark.parametrize("implementation", ["per_document", "sdpa", "padded_rows"])
+def test_nothing_outlives_the_next_batch_under_the_stock_trainer(implementation: str) -> None:
+    model = tiny_model("mistral")
+    first, second = PackedBatch.from_lengths(LENGTHS), PackedBatch.from_lengths((15, 15))
+    with packed_attention(model, implementation):
+        forward(model, first).sum().backward()
+        alive = [weakref.ref(value) for value in _tensors(first._derived)]
+        assert alive
+        forward(model, second).sum().backward()
+        gc.collect()
+        assert not [reference for reference in alive if reference() is not None]
+    assert not second._derived
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else []
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def test_autocast_decides_the_dtype_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL trains fp32 weights in bf16 autocast: queries and keys arrive in fp32, values in bf16."""
+    from fastpack_trl.attention import per_document
+
+    seen = []
+    attend = per_document.PerDocumentLayer.attend
+
+    def record(self: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return attend(self, query, key, value, **kwargs)
+
+    monkeypatch.setattr(per_document.PerDocumentLayer, "attend", record)
+    model = tiny_model("qwen3")
+    with packed_attention(model), torch.autocast("cpu", torch.bfloat16):
+        forward(model, PackedBatch.from_lengths(LENGTHS)).float().sum().backward()
+    assert set(seen) == {(torch.bfloat16,) * 3}
+
+
+def test_lengths_must_add_up_to_the_row() -> None:
+    model = tiny_model("qwen3")
+    with packed_attention(model), pytest.raises(ValueError, match=r"documents of 20 tokens .* a row of 30"):
+        model(input_ids=IDS, packed_batch=PackedBatch.from_lengths((9, 11)), use_cache=False)
+
+
+def test_a_family_that_drops_keywords_after_all_is_named() -> None:
+    """The guard behind the reading of the source: metadata that does not arrive must not be silently ignored."""
+    from fastpack_trl.attention.seam import _fed, _switched
+
+    model = tiny_model("stablelm")
+    features = replace(read_features(model), gap="")
+    with _switched(model, features), _fed(model, BACKENDS["per_document"], features):
+        with pytest.raises(RuntimeError, match="drop keywords; set packed_attention='padded_rows'"):
+            forward(model, PackedBatch.from_lengths(LENGTHS))
+
+
+def test_padding_cost_over_the_limit_names_the_remedy() -> None:
+    model = tiny_model("falcon")
+    lengths = (23, 1, 1, 1, 1, 1, 1, 1)
+    assert padding_cost(lengths) == pytest.approx(8 * 23 / 30)
+    with packed_attention(model, padded_rows_limit=4), pytest.raises(ValueError, match=r"6\.1 padded.*raise padded"):
+        forward(model, PackedBatch.from_lengths(lengths))
+    with packed_attention(model, padded_rows_limit=7) as attention:
+        forward(model, PackedBatch.from_lengths(lengths))
+        assert attention.padded is not None
+        assert attention.padded.cost == pytest.approx(padding_cost(lengths))
+
+
+PLAIN = ModelFeatures(
+    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
+    dropout=0.0, gap="",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("features", "stock_requested", "path", "reason"),
+    [
+        (PLAIN, None, "per_document", "cpu; plain causal"),
+        (replace(PLAIN, windows=frozenset({5}), sinks=True), None, "per_document", "window 5, sinks"),
+        (replace(PLAIN, dropout=0.1), None, "sdpa", "attention dropout is 0.1"),
+        (replace(PLAIN, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
+        (PLAIN, "sdpa", "sdpa", "was asked for"),
+        (PLAIN, "flash_attention_2", "off", "was asked for"),
+        (PLAIN, "eager", "off", "was asked for"),
+        (replace(PLAIN, gap="falcon ignores it"), "sdpa", "off", "was asked for"),
+    ],
+)
+def test_auto_takes_the_first_backend_that_is_right(
+    features: ModelFeatures, stock_requested: str | None, path: str, reason: str
+) -> None:
+    choice = choose("auto", features, stock_requested=stock_requested)
+    assert choice.path == path
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "features", "message"),
+    [
+        ("per_document", replace(PLAIN, dropout=0.1), r"attention dropout is 0\.1"),
+        ("per_document", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
+        ("sdpa", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
+        ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, per_document"),
+    ],
+)
+def test_refusals_name_the_remedy(requested: str, features: ModelFeatures, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        choose(requested, features)
+    assert "use" in str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_the_features_of_a_family_gives_a_reason_for_every_detour(family: str) -> None:
+    features = read_features(tiny_model(family))
+    assert features.model_type == family
+    assert features.dropout == 0
+    choice = choose("auto", features)
+    assert choice.reason
+    assert (choice.path == "padded_rows") == bool(features.gap)
+    if family in ("mistral", "gemma2", "gpt_oss", "cohere2"):
+        assert features.windows == {5}
+    assert features.sinks == (family == "gpt_oss")
+    assert features.softcap == (family == "gemma2")
+
+
+def test_only_a_choice_of_the_user_counts_as_asked_for() -> None:
+    assert asked_for(tiny_model("qwen3")) is None
+    assert asked_for(tiny_model("qwen3", attn_implementation="eager")) == "eager"
+    assert asked_for(tiny_model("gpt_oss")) is None, "gpt_oss has no sdpa: eager is its default"
+    assert asked_for(tiny_model("qwen3"), "sdpa") == "sdpa"
+
+
+def test_olmoe_gives_its_window_to_attention_but_not_to_its_mask() -> None:
+    model = tiny_model("olmoe")
+    model.config.sliding_window = 4
+    assert read_features(model).windows == frozenset()
+
+
+def test_attention_dropout_falls_back_to_stock_with_dense_masks() -> None:
+    model = tiny_model("qwen3", attention_dropout=0.2)
+    with packed_attention(model) as attention:
+        assert attention.path == "sdpa"
+        torch.manual_seed(0)
+        first = forward(model, PackedBatch.from_lengths(LENGTHS))
+        second = forward(model, PackedBatch.from_lengths(LENGTHS))
+    assert not torch.equal(first, second), "dropout did not act"
+
+
+def test_switching_is_silent() -> None:
+    model = tiny_model("qwen3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with packed_attention(model):
+            forward(model, PackedBatch.from_lengths(LENGTHS))
