@@ -155,13 +155,23 @@ class _Probe:
             not_exercised=tuple(self.not_exercised()),
         )
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings as a leaf that takes a gradient, for both comparisons.
+
+        On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
+        training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
+        """
+        embedding: Any = text_model(self.model).get_input_embeddings()
+        embeddings: Tensor = embedding(ids).detach().requires_grad_()
+        return embeddings
+
     def leaks_and_loss(self) -> tuple[list[tuple[int, int, float]], float]:
-        embed: Any = text_model(self.model).get_input_embeddings()
-        embeddings = embed(self.ids).detach().requires_grad_()
+        embeddings = self.embed(self.ids)
         kwargs = to_transformers_kwargs(self.batch)
         if self.attention.path != "off":
             kwargs["packed_batch"] = self.batch
-        logits = self.model(inputs_embeds=embeddings, use_cache=False, **kwargs).logits
+        with torch.enable_grad():
+            logits = self.model(inputs_embeds=embeddings, use_cache=False, **kwargs).logits
         documents = self.documents(logits)
         leaks = []
         for target, document in enumerate(documents):
@@ -175,12 +185,12 @@ class _Probe:
 
     def separate_loss(self) -> float:
         """The documents one by one: without `packed_batch` the model runs stock's own attention."""
-        with torch.no_grad():
-            return self.mean_loss([self.stock_logits(ids) for ids in self.ids[0].split(self.lengths)])
+        return self.mean_loss([self.stock_logits(ids) for ids in self.ids[0].split(self.lengths)])
 
     def stock_logits(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=ids[None], use_cache=False).logits[0]
-        return logits[-len(ids) :]  # prompt learning puts its virtual tokens before
+        with torch.enable_grad():
+            logits: Tensor = self.model(inputs_embeds=self.embed(ids[None]), use_cache=False).logits[0]
+        return logits.detach()[-len(ids) :]  # prompt learning puts its virtual tokens before
 
     def documents(self, logits: Tensor) -> list[Tensor]:
         """Logits of each document, (length, vocabulary)."""

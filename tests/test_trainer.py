@@ -1,0 +1,399 @@
+"""`FastSFTTrainer` beside `trl.SFTTrainer`: same loss, same log, same files; what runs is named."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention import seam
+from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+from fastpack_trl.verify import PackingError
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({}, "padding-free"),
+        ({"data": "conversational", "assistant_only_loss": True}, "padding-free"),
+        ({"data": "prompt_completion"}, "padding-free"),
+        ({"data": "prompt_completion", "completion_only_loss": False, "packing": True}, "packed"),
+        ({"data": "tokens", "packing": True, "packing_strategy": "bfd_split", "max_length": 16}, "packed"),
+        ({"packing": True, "max_length": 16}, "packed"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
+        ({"padding_free": True, "max_length": None}, "packed"),
+        ({"packing": True, "eval_packing": False}, "packed"),
+        ({"packing": True, "pad_to_multiple_of": 8, "gradient_checkpointing": False}, "packed"),
+        ({"pad_to_multiple_of": 8}, "stock"),
+        ({"per_device_train_batch_size": 1}, "stock"),
+        ({"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, "packed"),
+        ({"gradient_accumulation_steps": 3, "dataloader_num_workers": 1}, "padding-free"),
+        ({"packing": True, "loss_type": "dft", "gradient_checkpointing": False}, "packed"),
+        ({"label_smoothing_factor": 0.1}, "padding-free"),
+        ({"packing": True, "gradient_checkpointing_kwargs": {"selective": True}}, "packed"),
+        ({"packing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "packed"),
+        ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager"}, "stock"),
+        ({"packing": True, "family": "llama", "neftune_noise_alpha": 0.0}, "packed"),
+        ({"family": "qwen3_moe", "packing": True}, "packed"),
+        ({"family": "mistral", "packing": True}, "packed"),
+        ({"packing": True, "train_sampling_strategy": "sequential"}, "packed"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value,
+)
+def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: str) -> None:
+    ours, stock = both(tmp_path, **options)
+    assert_same_log(ours, stock)
+    assert ours.fastpack_report["batches"].path == batches
+    assert ours.fastpack_report["batches"].reason
+
+
+def test_bf16_log_is_that_of_stock_within_bf16(tmp_path: Path) -> None:
+    ours, stock = both(tmp_path, packing=True, bf16=True)
+    assert_same_log(ours, stock, rtol=2**-7, atol=2**-7)
+
+
+def test_trained_weights_and_saved_files_are_those_of_stock(tmp_path: Path) -> None:
+    ours, stock = both(tmp_path, packing=True, save_strategy="steps", save_steps=2)
+    for trainer, name in ((ours, "ours"), (stock, "stock")):
+        trainer.save_model(str(tmp_path / name / "final"))
+    files = {
+        name: sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*"))
+        for name in ("ours", "stock")
+    }
+    assert files["ours"] == files["stock"]
+    for name, weight in ours.model.state_dict().items():
+        torch.testing.assert_close(weight, stock.model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_resumes_a_checkpoint_of_stock_and_stock_resumes_ours(tmp_path: Path) -> None:
+    _, stock = both(tmp_path, packing=True, save_strategy="steps", save_steps=2)
+
+    def resume(cls: type[SFTTrainer], checkpoint: Path) -> list[dict[str, float]]:
+        runner = cls(
+            tiny_model("qwen3", seed=5),
+            args=SFTConfig(**settings(tmp_path / "resumed", packing=True)),
+            train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8, seed=7),
+            processing_class=make_tokenizer(),
+        )
+        runner.train(resume_from_checkpoint=str(checkpoint))
+        return figures(runner)
+
+    for cls, folder in ((FastSFTTrainer, "stock"), (SFTTrainer, "ours")):
+        resumed = resume(cls, tmp_path / folder / "checkpoint-2")
+        last = [row for row in resumed if "loss" in row][-1]
+        expected = [row for row in figures(stock) if "loss" in row][-1]
+        assert last["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_lora_and_qlora(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    assert_same_log(*both(tmp_path, packing=True, trainer={"peft_config": config}))
+
+
+def test_nf4_qlora_through_the_name_of_a_model(tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    pytest.importorskip("bitsandbytes")
+    tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64).save_pretrained(tmp_path / "model")
+    trainer = {
+        "peft_config": LoraConfig(r=2, target_modules="all-linear"),
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    }
+    options: dict[str, Any] = {"packing": True, "trainer": trainer, "model": str(tmp_path / "model")}
+    options["model_init_kwargs"] = {"dtype": "float32"}
+    # On the CPU an evaluation of bitsandbytes' 4-bit layers breaks the gradients of the steps after it, also in stock.
+    ours, stock = both(tmp_path, eval_strategy="no", **options)
+    assert_same_log(ours, stock, rtol=2**-7, atol=2**-7)  # TRL holds the adapters in bf16
+    assert ours.fastpack_report["packed_attention"].path == "per_document"
+
+
+def test_gradients_of_one_step_are_those_of_stock(tmp_path: Path) -> None:
+    collected = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        model = tiny_model("qwen3")
+
+        def capture(optimizer: Any, _args: Any, _kwargs: Any, model: Any = model) -> None:
+            collected.append(gradients(model))
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.register_step_pre_hook(capture)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        train(
+            cls, tmp_path / cls.__name__, model=model, packing=True, max_steps=1, eval_strategy="no",
+            gradient_accumulation_steps=2, max_grad_norm=0.0, trainer={"optimizers": (optimizer, schedule)},
+        )  # fmt: skip
+    assert_gradients_close(*collected)
+
+
+def test_gpt_oss_packs_without_the_leak_of_stock(tmp_path: Path) -> None:
+    """One document per row is what packing must compute: stock's packed loss is another one."""
+    packed, leaking = both(tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no")
+    assert abs(figures(packed)[0]["loss"] - figures(leaking)[0]["loss"]) > 1e-3
+    assert packed.fastpack_proof is not None
+    assert packed.fastpack_proof.proven
+
+
+def test_padded_rows_where_nothing_faster_is_right(tmp_path: Path) -> None:
+    ours = train(FastSFTTrainer, tmp_path, family="falcon", packing=True, max_steps=2, fast={"padded_rows_limit": 9})
+    line = ours.fastpack_report["packed_attention"]
+    assert (line.status, line.path) == ("on", "padded_rows")
+    assert "up to" in ours.fastpack_report.facts["padded tokens per token"]
+    with pytest.raises(ValueError, match=r"padded tokens per real token.*raise padded_rows_limit"):
+        train(FastSFTTrainer, tmp_path, family="falcon", packing=True, fast={"padded_rows_limit": 1})
+
+
+def _model_state(model: Any) -> dict[str, Any]:
+    return {
+        "implementation": model.config._attn_implementation,
+        "classes": [type(module) for module in model.modules()],
+        "hooks": [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],
+        "forwards": [name for name, module in model.named_modules() if "forward" in vars(module)],
+        "windows": [name for name, module in model.named_modules() if hasattr(module, "_fastpack_window")],
+    }
+
+
+def test_model_is_as_stock_made_it_after_training_and_after_an_exception(tmp_path: Path) -> None:
+    stock = train(SFTTrainer, tmp_path / "stock", packing=True)
+    ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
+    assert _model_state(ours.model) == _model_state(stock.model)
+
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("stopped in a callback")
+
+    model = tiny_model("qwen3")
+    with pytest.raises(RuntimeError, match="stopped in a callback"):
+        train(FastSFTTrainer, tmp_path / "stopped", model=model, packing=True, trainer={"callbacks": [Stop()]})
+    assert _model_state(model) == _model_state(stock.model)
+
+
+def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[PackedBatch] = []
+    alive: list[weakref.ref[Any]] = []
+    derive = PackedBatch.derive
+
+    def record(self: PackedBatch, key: Any, build: Any) -> Any:
+        value = derive(self, key, build)
+        if key[0] == "band" and not any(reference() is value for reference in alive):
+            alive.append(weakref.ref(value))
+        if self not in batches:
+            batches.append(self)
+        return value
+
+    step = FastSFTTrainer.training_step
+
+    def check(self: FastSFTTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = step(self, *args, **kwargs)
+        gc.collect()
+        assert not any(reference() is not None for reference in alive)
+        assert not any(batch._derived for batch in batches)
+        return loss
+
+    monkeypatch.setattr(PackedBatch, "derive", record)
+    monkeypatch.setattr(FastSFTTrainer, "training_step", check)
+    train(
+        FastSFTTrainer, tmp_path, family="gemma3_text", packing=True, gradient_accumulation_steps=3,
+        fast={"verify_packing": "off"},
+    )  # fmt: skip
+    assert alive
+    assert len(batches) > 3
+    for batch in batches:
+        assert set(batch.build_counts.values()) == {1}
+
+
+def test_compute_metrics_and_predict_get_stocks_padded_batches(tmp_path: Path) -> None:
+    shapes: dict[str, list[Any]] = {}
+
+    def run(cls: type[SFTTrainer]) -> Any:
+        seen = shapes.setdefault(cls.__name__, [])
+
+        def metrics(prediction: Any) -> dict[str, float]:
+            seen.append(prediction.predictions.shape)
+            return {"sum": float(np.abs(prediction.predictions).sum())}
+
+        runner = train(cls, tmp_path / cls.__name__, trainer={"compute_metrics": metrics})
+        prediction = runner.predict(runner.eval_dataset)
+        return runner, prediction
+
+    (ours, mine), (stock, theirs) = run(FastSFTTrainer), run(SFTTrainer)
+    assert_same_log(ours, stock, rtol=1e-4)
+    assert mine.predictions.shape == theirs.predictions.shape
+    assert shapes["FastSFTTrainer"] == shapes["SFTTrainer"]
+
+
+def test_streaming_with_max_steps(tmp_path: Path) -> None:
+    def run(cls: type[SFTTrainer]) -> SFTTrainer:
+        runner = cls(
+            tiny_model("qwen3"),
+            args=SFTConfig(**settings(tmp_path, packing=True, eval_strategy="no")),
+            train_dataset=make_dataset("text").to_iterable_dataset(),
+            processing_class=make_tokenizer(),
+        )
+        runner.train()
+        return runner
+
+    ours, stock = run(FastSFTTrainer), run(SFTTrainer)
+    assert isinstance(ours.train_dataset, IterableDataset)
+    assert_same_log(ours, stock)
+    assert isinstance(ours, FastSFTTrainer)
+    assert ours.fastpack_report["batches"].path == "packed"
+    assert "unknown" in ours.fastpack_report.facts["truncated tokens"]
+
+
+def test_disable_gives_plain_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    entered = []
+    monkeypatch.setattr(seam, "read_features", lambda model: entered.append(model))
+    ours, stock = both(tmp_path, packing=True)
+    assert figures(ours) == figures(stock)
+    assert not entered
+    assert "FASTPACK_DISABLE" in ours.fastpack_report["fastpack"].reason
+
+
+def test_off_is_stock_and_custom_collators_are_kept(tmp_path: Path) -> None:
+    ours, stock = both(tmp_path, packing=True, fast={"packed_attention": "off"})
+    assert figures(ours) == figures(stock)
+    assert ours.fastpack_report["packed_attention"].status == "off"
+
+    from transformers import DataCollatorForSeq2Seq
+
+    collator = DataCollatorForSeq2Seq(make_tokenizer())
+    custom = train(FastSFTTrainer, tmp_path / "custom", data="tokens", trainer={"data_collator": collator})
+    assert "custom data collator" in custom.fastpack_report["batches"].reason
+
+
+def test_collator_and_context_manager_serve_the_stock_trainer(tmp_path: Path) -> None:
+    def run(packed: bool) -> SFTTrainer:
+        runner = SFTTrainer(
+            tiny_model("qwen3"),
+            args=SFTConfig(**settings(tmp_path, packing=True)),
+            train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8, seed=7),
+            processing_class=make_tokenizer(),
+        )
+        if packed:
+            runner.data_collator = PackingCollator(pad_token_id=0)
+            with seam.packed_attention(runner.model) as attention:
+                runner.train()
+            assert attention.path == "per_document"
+        else:
+            runner.train()
+        return runner
+
+    assert_same_log(run(packed=True), run(packed=False))
+
+
+def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = train(FastSFTTrainer, tmp_path, packing=True, max_length=16)
+    printed = capsys.readouterr().out
+    report = ours.fastpack_report
+    lengths = [len(row) for row in make_dataset("tokens")["input_ids"]]
+    lost = sum(max(0, length + 1 - 16) for length in lengths)  # TRL appends the end token to plain text
+    assert f"{lost:,} tokens" in report.facts["truncated tokens"]
+    assert "packing_strategy='bfd_split'" in report.facts["truncated tokens"]
+    assert report.facts["packing fill"].endswith("16 tokens")
+    assert report["verify_packing"].reason.startswith("proven")
+    assert report.table() in printed
+    assert set(report.to_dict()) == {"features", "facts"}
+    assert ours.fastpack_proof is not None
+
+
+def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents that see each other after all: `auto` goes over to padded rows, an explicit choice stops."""
+    from fastpack_trl.attention import per_document
+
+    prepare = per_document.prepare
+
+    def leaking(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+        whole = PackedBatch.from_lengths((batch.total_tokens,))
+        return prepare(whole, windows, device)
+
+    monkeypatch.setattr(per_document, "prepare", leaking)
+    ours = train(FastSFTTrainer, tmp_path, packing=True, fast={"padded_rows_limit": 9})
+    line = ours.fastpack_report["packed_attention"]
+    assert line.path == "padded_rows"
+    assert "failed its proof" in line.reason
+    assert ours.fastpack_proof is not None
+    assert ours.fastpack_proof.path == "padded_rows"
+    with pytest.raises(PackingError, match=r"LEAK.*set packed_attention='padded_rows'"):
+        train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
+
+
+def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrainer:
+    config = FastSFTConfig(**settings(folder, eval_strategy="no", **options.pop("args", {})), **options.pop("fast", {}))
+    model = options.pop("model", None) or tiny_model("qwen3")
+    return FastSFTTrainer(model, args=config, train_dataset=dataset, processing_class=make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"input_ids": []}, "train_dataset is empty"),
+        ({"input_ids": [[]]}, "no token: all 1 documents are empty"),
+        ({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}, "row 0 .* has 2 labels for 3 input_ids"),
+        ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
+        ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids', outside"),
+        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels', outside"),
+    ],
+)
+def test_bad_data_is_named_before_training(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, Dataset.from_dict(rows), args={"packing": True})
+
+
+def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
+    rows = [[5, 6, 7], [], [8, 9], [], [10]]
+    trainer = make_trainer(tmp_path, Dataset.from_dict({"input_ids": rows}), args={"packing": True, "max_steps": 1})
+    assert trainer.fastpack_report.facts["skipped empty documents"] == 2
+    trainer.train()
+
+
+def test_attention_dropout_and_wrong_choices(tmp_path: Path) -> None:
+    data = make_dataset("tokens")
+    with pytest.raises(ValueError, match=r"attention dropout is 0\.1"):
+        make_trainer(
+            tmp_path, data, model=tiny_model("qwen3", attention_dropout=0.1), fast={"packed_attention": "per_document"}
+        )
+    with pytest.raises(ValueError, match=r"packed_attention='flahs'.*use one of"):
+        make_trainer(tmp_path, data, fast={"packed_attention": "flahs"})
+    with pytest.raises(ValueError, match=r"padded_rows_limit=0\.5 is below 1"):
+        make_trainer(tmp_path, data, fast={"padded_rows_limit": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, "auto"), (False, "off"), ("on", "auto"), ("OFF", "off"), ("true", "auto")]
+)
+def test_switches_take_what_yaml_makes_of_on_and_off(tmp_path: Path, value: Any, expected: str) -> None:
+    config = FastSFTConfig(output_dir=str(tmp_path), packed_attention=value, verify_packing=value, use_cpu=True)
+    assert config.packed_attention == expected
+    assert config.verify_packing == ("off" if expected == "off" else "on")
+
+
+def test_an_attention_that_was_asked_for_is_respected(tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    for name, path in (("eager", "stock"), ("sdpa", "sdpa")):
+        kwargs = {"attn_implementation": name, "dtype": "float32"}
+        ours = train(
+            FastSFTTrainer, tmp_path / name, model=str(tmp_path / "model"), packing=True, model_init_kwargs=kwargs
+        )
+        assert ours.fastpack_report["packed_attention"].path == path
+        assert "was asked for" in ours.fastpack_report["packed_attention"].reason

@@ -1,0 +1,111 @@
+"""A small tokenizer, data of every TRL kind, and two trainers side by side."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.testing import tiny_model
+
+WORDS = [f"w{index}" for index in range(90)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ' ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' <eos> ' }}"
+    "{% endgeneration %}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+)
+# Figures of time are not figures of training; total_flos counts what ran, and rows without padding are fewer tokens.
+TIMES = ("runtime", "per_second", "total_flos")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<unk>", "<eos>", "user", "assistant", *WORDS]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def sentences(count: int, seed: int, longest: int = 30) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(2, longest))) for _ in range(count)]
+
+
+def make_dataset(kind: str, count: int = 60, seed: int = 0) -> Dataset:
+    first, second = sentences(count, seed, 12), sentences(count, seed + 1)
+    pairs = list(zip(first, second, strict=True))
+    if kind == "text":
+        return Dataset.from_dict({"text": second})
+    if kind == "prompt_completion":
+        return Dataset.from_dict({"prompt": [f"{a} " for a in first], "completion": second})
+    if kind == "conversational":
+        turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairs]
+        return Dataset.from_dict({"messages": turns})
+    tokenizer = make_tokenizer()
+    return Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in second]})
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    base = {
+        "output_dir": str(folder), "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 3, "max_length": 48, "report_to": "none", "learning_rate": 1e-3, "use_cpu": True,
+        "bf16": False, "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 2,
+    }  # fmt: skip
+    return base | more
+
+
+def train(
+    cls: type[SFTTrainer],
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    data: str = "text",
+    fast: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    model: Any = None,
+    **more: Any,
+) -> SFTTrainer:
+    """A short run of `cls`; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
+    args = settings(folder, **more)
+    config = FastSFTConfig(**args, **fast) if fast else SFTConfig(**args)
+    runner = cls(
+        model if model is not None else tiny_model(family),
+        args=config,
+        train_dataset=make_dataset(data),
+        eval_dataset=make_dataset(data, 8, seed=7),
+        processing_class=make_tokenizer(),
+        **(trainer or {}),
+    )
+    runner.train()
+    return runner
+
+
+def figures(trainer: SFTTrainer) -> list[dict[str, float]]:
+    """The log, without times."""
+    return [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in trainer.state.log_history]
+
+
+def assert_same_log(ours: SFTTrainer, stock: SFTTrainer, rtol: float = 1e-5, atol: float = 2e-6) -> None:
+    mine, theirs = figures(ours), figures(stock)
+    assert [row.keys() for row in mine] == [row.keys() for row in theirs]
+    assert len(mine) >= 4
+    for row, expected in zip(mine, theirs, strict=True):
+        for name, value in expected.items():
+            assert abs(row[name] - value) <= atol + rtol * abs(value), (name, row[name], value)
+
+
+def both(folder: Path, **options: Any) -> tuple[FastSFTTrainer, SFTTrainer]:
+    """Ours and stock, from the same weights on the same data."""
+    fast = options.pop("fast", None)
+    ours = train(FastSFTTrainer, folder / "ours", fast=fast, **options)
+    assert isinstance(ours, FastSFTTrainer)
+    return ours, train(SFTTrainer, folder / "stock", **options)
