@@ -1,0 +1,125 @@
+"""Importing the package does nothing; what it promises by name exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fastpack_trl
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fastpack_trl"
+
+IMPORT_ALONE = """
+import sys, socket
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "bitsandbytes"}:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+def refuse(*args, **kwargs):
+    raise AssertionError("the import opened a connection")
+socket.socket.connect = refuse
+import fastpack_trl
+heavy = {"torch", "transformers", "trl", "peft", "datasets"} & set(sys.modules)
+assert not heavy, f"import fastpack_trl loaded {heavy}"
+"""
+
+IMPORT_ALL = """
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+import trl.trainer.sft_trainer as stock
+registered = sorted(AttentionInterface._global_mapping), sorted(AttentionMaskInterface._global_mapping)
+members = {name: value for name, value in vars(stock.SFTTrainer).items()}
+for name in fastpack_trl.__all__:
+    assert getattr(fastpack_trl, name) is not None
+assert registered == (sorted(AttentionInterface._global_mapping), sorted(AttentionMaskInterface._global_mapping))
+assert members == {name: value for name, value in vars(stock.SFTTrainer).items()}
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_import_patches_nothing_and_needs_neither_triton_nor_bitsandbytes() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORT_ALONE + IMPORT_ALL], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+def test_public_names() -> None:
+    assert fastpack_trl.__all__ == sorted(fastpack_trl.__all__, key=lambda name: (name.islower(), name))
+    assert set(fastpack_trl.__all__) <= set(dir(fastpack_trl))
+    for name in fastpack_trl.__all__:
+        assert getattr(fastpack_trl, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'FastSTFTrainer'"):
+        _ = fastpack_trl.FastSTFTrainer
+
+
+def test_everything_public_is_documented() -> None:
+    for name in fastpack_trl.__all__:
+        value = getattr(fastpack_trl, name)
+        if callable(value):
+            assert (value.__doc__ or "").strip(), name
+
+
+def test_every_field_of_the_config_has_a_help_text_and_is_in_the_readme() -> None:
+    from dataclasses import fields
+
+    from trl import SFTConfig
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    stock = {field.name for field in fields(SFTConfig)}
+    for field in fields(fastpack_trl.FastSFTConfig):
+        if field.name not in stock:
+            assert field.metadata["help"]
+            assert f"`{field.name}`" in readme, field.name
+
+
+LEVELS = {
+    "kernels": 0, "testing": 0, "errors": 0, "packing": 1, "attention": 1, "features": 2, "batching": 2, "config": 3,
+    "verify": 3, "trainer": 3,
+}  # fmt: skip
+"""The rooms of the package; an import only goes to the same level or down. What is not listed is the top."""
+
+
+def _level(module: str) -> int:
+    return LEVELS.get(module.split(".")[1] if "." in module else module, 4)
+
+
+def test_imports_only_go_down() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue  # names of every room, loaded on use
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastpack_trl."):
+                assert _level(str(node.module)) <= _level(f"fastpack_trl.{room}"), (path.name, node.module)
+
+
+def test_tested_versions_are_within_the_promised_ranges() -> None:
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    pinned = dict(
+        line.strip().split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    pinned = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    assert pinned["torch"] == "2.13.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for line in project["dependencies"]:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(Version(pinned[requirement.name])), line
+
+
+def test_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(fastpack_trl.__version__)}\]", changelog, re.MULTILINE)
