@@ -18,13 +18,14 @@ PACKAGE = ROOT / "fastpack_trl"
 
 IMPORT_ALONE = """
 import sys, socket
+from importlib.machinery import PathFinder
 
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"triton", "bitsandbytes"}:
-            raise ImportError(f"{name} is blocked")
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {"triton", "bitsandbytes"} else super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, Blocked())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 def refuse(*args, **kwargs):
     raise AssertionError("the import opened a connection")
 socket.socket.connect = refuse
@@ -45,6 +46,7 @@ for name in fastpack_trl.__all__:
 assert registered == (sorted(AttentionInterface._global_mapping), sorted(AttentionMaskInterface._global_mapping))
 assert members == {name: value for name, value in vars(stock.SFTTrainer).items()}
 assert not torch.cuda.is_initialized()
+assert not {"triton", "bitsandbytes"} & set(sys.modules)
 """
 
 
