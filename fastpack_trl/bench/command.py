@@ -1,0 +1,217 @@
+"""``fastpack-trl bench``: measures stock against fastpack on this machine; a table for people, JSON for machines."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError, did_you_mean
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+COLLATOR_TOKENS = 8192
+COLLATOR_ROUNDS = 7
+COLLATOR_TARGET = 10.0
+"""Least speed-up of fetch and collate at `COLLATOR_TOKENS`; other row lengths are reported only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement: what it compares, and the function that makes its record from the parsed arguments."""
+
+    help: str
+    measure: Callable[[Namespace], dict[str, Any]]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Options of ``fastpack-trl bench``; imports nothing heavy."""
+    add = parser.add_argument
+    add("--case", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
+    add("--list", action="store_true", help="list the cases and stop")
+    add("--json", metavar="FILE", help="write every figure, every single time, settings and versions to FILE")
+    add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
+    add("--pairs", metavar="N", type=int, help="timed pairs per row length; 6 or more for an interval of 95 %%")
+    add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
+    add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2)")
+    add(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it, else the CPU"
+    )
+    add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
+
+
+def run(args: Namespace) -> int:
+    """Measure, print the table, write the JSON.
+
+    Returns:
+        0, also where a target is missed: it is a measurement. 130 after an interrupt, with what was finished.
+
+    Raises:
+        UserError: no or an unknown case, an option that the case does not have, a JSON path that cannot be written.
+    """
+    if args.list:
+        width = max(map(len, CASES))
+        print("\n".join(f"{name.ljust(width)}  {case.help}" for name, case in CASES.items()))
+        return 0
+    if args.case is None:
+        raise UserError(f"no case: give --case, one of {', '.join(CASES)}")
+    if args.case not in CASES:
+        raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
+    from fastpack_trl.bench.record import check_writable, write_json
+
+    file: Path | None = check_writable(args.json) if args.json else None
+    record = CASES[args.case].measure(args)
+    print(table(record))
+    if file is not None:
+        write_json(file, record)
+    return 0 if record["complete"] else EXIT_INTERRUPTED
+
+
+def _packed_attention(args: Namespace) -> dict[str, Any]:
+    import torch
+
+    from fastpack_trl.bench import packed_attention
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    return packed_attention.measure(
+        tokens=args.tokens,
+        pairs=packed_attention.DEFAULT_PAIRS if args.pairs is None else args.pairs,
+        quick=args.quick,
+        threads=packed_attention.DEFAULT_THREADS if args.threads is None else args.threads,
+        device=device,
+        seed=args.seed,
+        progress=True,
+    )
+
+
+def _collator(args: Namespace) -> dict[str, Any]:
+    from tqdm.auto import tqdm
+
+    from fastpack_trl.bench import collator
+    from fastpack_trl.bench.record import make_record
+
+    if args.device == "cuda" or (args.threads or 1) != 1:
+        raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
+    rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {}
+    complete = True
+    try:
+        for tokens in tqdm(args.tokens or [COLLATOR_TOKENS], unit="length", disable=None, dynamic_ncols=True):
+            try:
+                measured = collator.measure(tokens_per_row=tokens, rounds=rounds, seed=args.seed)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            settings = {name: value for name, value in measured["settings"].items() if name != "tokens_per_row"}
+            rows.append(_collator_row(tokens, measured))
+    except KeyboardInterrupt:
+        complete = False
+    return make_record(
+        case="collator", settings=settings, rows=rows, complete=complete, threads=1, seed=args.seed, device="cpu"
+    )
+
+
+def _collator_row(tokens: int, measured: Mapping[str, Any]) -> dict[str, Any]:
+    target = COLLATOR_TARGET if tokens == COLLATOR_TOKENS else None
+    return {
+        "setting": "fetch and collate, one core",
+        "tokens": tokens,
+        "path": "PackingCollator",
+        "tokens_per_round": measured["tokens_per_round"],
+        "documents": measured["documents"],
+        "stock": measured["trl"],
+        "fastpack": measured["fastpack"],
+        "ratio": measured["ratio"],
+        "target": target,
+        "below_target": None if target is None else measured["ratio"]["median"] < target,
+    }
+
+
+CASES = {
+    "packed_attention": Case(
+        "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
+    ),
+    "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
+}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The record for people: rates, ratio with its interval and target, and where a step goes."""
+    rows = record["rows"]
+    out = [f"{record['case']}: {CASES[record['case']].help}", *_facts(record)]
+    if not record["complete"]:
+        out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        chosen = [row for row in rows if row["setting"] == setting]
+        out += ["", setting, *_aligned(_rate_cells(chosen))]
+    phased = [row for row in rows if "phases" in row["fastpack"]]
+    if phased:
+        out += ["", "where a step goes (median ms)", *_aligned(_phase_cells(phased))]
+    return "\n".join(out)
+
+
+def _facts(record: Mapping[str, Any]) -> list[str]:
+    machine, source = record["machine"], record["source"]
+    device = machine.get("gpu") or machine["processor"]
+    driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+    versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
+    commit = "installed package"
+    if source["commit"] is not None:
+        commit = f"commit {source['commit'][:12]}{' with uncommitted changes' if source['modified'] else ''}"
+    threads = machine["threads"]
+    return [
+        f"{device}{driver}, {threads} thread{'s' * (threads != 1)} of {machine['cores']} cores, {record['date']}",
+        versions,
+        f"{commit}, seed {record['seed']}",
+    ]
+
+
+def _rate_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    cells = [["tokens", "path", "stock tok/s", "fastpack tok/s", "ratio", "interval", "target"]]
+    for row in rows:
+        ratio = row["ratio"]
+        cells.append(
+            [
+                f"{row['tokens']:,}",
+                row["path"],
+                f"{row['stock']['tokens_per_second']['median']:,.0f}",
+                f"{row['fastpack']['tokens_per_second']['median']:,.0f}",
+                f"{ratio['median']:.2f}x",
+                f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})",
+                _verdict(row),
+            ]
+        )
+    return cells
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["target"] is None:
+        return "reported only"
+    return f"{row['target']:g}x: {'below target' if row['below_target'] else 'reached'}"
+
+
+def _phase_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    cells: list[list[str]] = []
+    for row in rows:
+        for side in ("stock", "fastpack"):
+            phases = row[side]["phases"]
+            cells = cells or [["tokens", "setting", "side", *phases]]
+            cells.append(
+                [f"{row['tokens']:,}", row["setting"], side, *(f"{seconds * 1000:,.1f}" for seconds in phases.values())]
+            )
+    return cells
+
+
+def _aligned(cells: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # Figures to the right, words to the left, by what stands below the heading.
+    left = [not cell[:1].isdigit() or " " in cell for cell in cells[-1]]
+    return [
+        "  ".join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in cells
+    ]

@@ -1,0 +1,463 @@
+"""The whole training step of `FastSFTTrainer` beside that of stock `trl.SFTTrainer` with sdpa, on the same rows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.bench.record import make_record
+from fastpack_trl.bench.timing import Clock, Comparison, CudaClock, WallClock, interleave, median_interval
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.errors import UserError
+from fastpack_trl.trainer import FastSFTTrainer
+
+CASE = "packed_attention"
+STOCK, OURS = "stock", "fastpack"
+PHASES = ("data", "forward", "backward", "optimizer")
+SPECIAL_TOKENS = ("<pad>", "<eos>")
+
+DEFAULT_PAIRS, DEFAULT_THREADS = 5, 2
+GATE_STEPS, WARMUP_PAIRS = 1, 1
+SPARE_ROWS = 1  # accelerate's loader fetches one batch ahead
+
+FLOOR = 0.97
+TARGETS = {4096: 3.0, 8192: 4.5}
+"""Least speed-up of a row length on the CPU in fp32 without checkpointing; `FLOOR` for every other length."""
+
+FLOAT32_PARITY = 1e-5
+# In bf16 each side rounds each token's logits, which are of order 1 with random weights: a token's loss is off by about
+# one unit roundoff, and the mean over n independent tokens by that over sqrt(n). The bound is four standard errors of
+# the difference of two such means. Documents that see their neighbours move each token's loss by tens of units.
+BF16_ROUNDOFF = 2.0**-8
+STANDARD_ERRORS = 4
+
+
+class ParityError(RuntimeError):
+    """The two sides did not compute the same loss on the same rows: a time would compare different work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen3 with random weights."""
+
+    layers: int = 8
+    hidden: int = 256
+    intermediate: int = 768
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    vocabulary: int = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How both trainers are configured; everything else is TRL's default."""
+
+    name: str
+    bf16: bool
+    gradient_checkpointing: bool
+
+
+PLAIN = Setting("fp32, no checkpointing", bf16=False, gradient_checkpointing=False)
+TRL_DEFAULTS = Setting("TRL defaults: bf16, checkpointing", bf16=True, gradient_checkpointing=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
+
+    shape: Shape
+    shortest: int
+    longest: int
+    tokens: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    quick_tokens: tuple[int, ...]
+    """Row lengths under TRL's defaults in a quick run."""
+
+
+CPU = Workload(Shape(), 64, 240, (256, 512, 1024, 2048, 4096, 8192), (PLAIN, TRL_DEFAULTS), (2048, 4096))
+CUDA = Workload(
+    Shape(layers=16, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=32_000),
+    64,
+    1024,
+    (4096, 8192, 16_384, 32_768),
+    (Setting("bf16, no checkpointing", bf16=True, gradient_checkpointing=False), TRL_DEFAULTS),
+    (8192,),
+)
+
+
+def measure(
+    *,
+    tokens: Sequence[int] | None = None,
+    pairs: int = DEFAULT_PAIRS,
+    quick: bool = False,
+    threads: int = DEFAULT_THREADS,
+    device: str = "cpu",
+    seed: int = 0,
+    workload: Workload | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Time training steps of both trainers in turn and say by how much ours is faster.
+
+    A step is the next batch (fetch and collate), forward, backward, gradient clipping, AdamW and the schedule, through
+    the trainers' own methods. Both sides start from the same weights and see the same rows, packed by TRL. Per row
+    length: one step each whose losses must agree (`ParityError` otherwise), one pair to warm up, then `pairs` pairs in
+    alternating order. An interrupt ends the run; what was finished is returned, marked incomplete.
+
+    Args:
+        tokens: row lengths (``max_length``); by default 256 to 8192 on the CPU, 4096 to 32768 on CUDA.
+        pairs: timed steps per side; 5 give an interval that covers 93.75 %, 6 one of at least 95 %.
+        quick: under TRL's defaults only the few row lengths of the workload's `quick_tokens`.
+        threads: torch's intra-op threads for the run.
+        device: ``cpu`` or ``cuda``. On CUDA larger shapes are trained, in bf16, and CUDA events are read.
+        seed: of weights, documents and order.
+        workload: other shapes; `CPU` or `CUDA` by default.
+        progress: show a progress bar (on a terminal).
+
+    Returns:
+        A record (`make_record`). A row has per side ``seconds`` (median, interval, every time), ``tokens_per_second``,
+        ``phases`` (median seconds of data, forward, backward, optimizer) and ``losses``; ``ratio``: stock's seconds /
+        ours, pair by pair; ``target``: the least ratio promised, or None.
+
+    Raises:
+        UserError: a row length below the longest document, no pair, no thread, or a device that is not there.
+        ParityError: the losses of the first step differ, or the two sides were given different rows.
+    """
+    work = workload or (CUDA if device == "cuda" else CPU)
+    lengths = tuple(tokens or work.tokens)
+    _check_arguments(work, lengths, pairs, threads, device)
+    plan = [
+        (setting, length)
+        for setting in work.settings
+        for length in lengths
+        if not (quick and setting == TRL_DEFAULTS and length not in work.quick_tokens)
+    ]
+    rows: list[dict[str, Any]] = []
+    complete = True
+    steps = 2 * (GATE_STEPS + WARMUP_PAIRS + pairs)
+    with (
+        _threads(threads),
+        _quiet(),
+        tqdm(total=len(plan) * steps, unit="step", disable=None if progress else True, dynamic_ncols=True) as bar,
+    ):
+        try:
+            for setting, length in plan:
+                bar.set_description(f"{length} tokens, {setting.name}")
+                row = _measure_row(work, setting, length, pairs, device, seed, bar)
+                rows.append(row | _judged(row, setting, work))
+        except KeyboardInterrupt:
+            complete = False
+    return make_record(
+        case=CASE,
+        settings={
+            **asdict(work.shape),
+            "model": "qwen3",
+            "documents": {"shortest": work.shortest, "longest": work.longest, "distribution": "uniform"},
+            "batch_size": 1,
+            "pairs": pairs,
+            "warmup_steps": GATE_STEPS + WARMUP_PAIRS,
+            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            "stock": "trl.SFTTrainer, attn_implementation=sdpa",
+            "quick": quick,
+        },
+        rows=rows,
+        complete=complete,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+
+
+def _check_arguments(work: Workload, lengths: tuple[int, ...], pairs: int, threads: int, device: str) -> None:
+    if pairs < 1:
+        raise UserError(f"pairs={pairs} times nothing: give 1 or more, 6 or more for an interval of 95 %")
+    if threads < 1:
+        raise UserError(f"threads={threads} is below 1: give the number of cores to use")
+    if min(lengths) < work.longest:
+        raise UserError(
+            f"tokens={min(lengths)} is shorter than the longest document ({work.longest} tokens), which would be cut: "
+            f"give {work.longest} or more"
+        )
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"device={device!r} is not known: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device='cuda', but torch sees no CUDA device: use --device cpu")
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"torch sees {torch.cuda.device_count()} CUDA devices, and the trainers would split each batch: set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def _judged(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[str, Any]:
+    """The promised ratio. It is about the default shapes on the CPU; other rows are reported only."""
+    if setting != PLAIN or work is not CPU:
+        return {"target": None, "below_target": None}
+    target = TARGETS.get(row["tokens"], FLOOR)
+    return {"target": target, "below_target": row["ratio"]["median"] < target}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one training step left behind."""
+
+    marks: tuple[Any, ...]
+    """Start, then the end of each of `PHASES`, in the clock's unit."""
+    loss: torch.Tensor
+    input_ids: torch.Tensor
+    documents: int
+
+
+class Side:
+    """One trainer, prepared as its `train` prepares it, advanced step by step."""
+
+    def __init__(self, trainer: SFTTrainer, clock: Clock, steps: int) -> None:
+        self.trainer = trainer
+        self.clock = clock
+        args = trainer.args
+        if args.gradient_checkpointing:  # `train` switches it on
+            model: Any = trainer.model
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(args.gradient_checkpointing_kwargs)
+        trainer.create_optimizer()
+        self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        trainer.optimizer = self.optimizer
+        trainer.create_scheduler(num_training_steps=steps)
+        trainer.current_gradient_accumulation_steps = 1
+        self.batches = iter(trainer.get_train_dataloader())
+        self._forward_end: Any = None
+        self._compute_loss: Callable[..., Any] = trainer.compute_loss
+        trainer.compute_loss = self._marked_compute_loss
+
+    def _marked_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._compute_loss(*args, **kwargs)
+        self._forward_end = self.clock.mark()
+        return loss
+
+    def step(self) -> Step:
+        """The next batch through forward, backward, clipping and the optimizer."""
+        trainer, mark = self.trainer, self.clock.mark
+        marks = [mark()]
+        (inputs,), items = trainer.get_batch_samples(self.batches, 1, trainer.args.device)
+        marks.append(mark())
+        input_ids, documents = inputs["input_ids"], len(inputs["cu_seq_lens_q"]) - 1
+        loss = trainer.training_step(self.model, inputs, items)
+        marks += [self._forward_end, mark()]
+        trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
+        self.optimizer.step()
+        trainer.lr_scheduler.step()
+        self.model.zero_grad()
+        marks.append(mark())
+        return Step(tuple(marks), loss, input_ids, documents)
+
+
+def _measure_row(
+    work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int, bar: Any
+) -> dict[str, Any]:
+    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    steps = GATE_STEPS + WARMUP_PAIRS + pairs
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
+        trainers = _trainers(work, setting, tokens, steps, device, seed, folder)
+        ours = trainers[OURS]
+        stack.enter_context(ours._fastpack_features())
+        path = ours.fastpack_report["packed_attention"].path
+        sides = {name: Side(trainer, clock, steps) for name, trainer in trainers.items()}
+
+        def timed(side: Side) -> Callable[[], Step]:
+            def run() -> Step:
+                step = side.step()
+                bar.update(1)
+                return step
+
+            return run
+
+        runs = {name: timed(side) for name, side in sides.items()}
+        gate = {name: run() for name, run in runs.items()}
+        _check_rows(gate)
+        parity = check_parity(
+            float(gate[STOCK].loss), float(gate[OURS].loss), tokens=gate[STOCK].input_ids.numel(), bf16=setting.bf16
+        )
+        comparison = interleave(runs, pairs=pairs, warmup=WARMUP_PAIRS, clock=clock, after_pair=_check_rows)
+        precision = ours.accelerator.mixed_precision
+    gc.collect()  # the sides hold cycles; the next row must not run beside their memory
+    first = comparison.results[STOCK]
+    return {
+        "setting": setting.name,
+        "mixed_precision": precision,
+        "gradient_checkpointing": setting.gradient_checkpointing,
+        "tokens": tokens,
+        "path": path,
+        "parity": parity,
+        "batch_tokens": [step.input_ids.numel() for step in first],
+        "batch_documents": [step.documents for step in first],
+        "order": list(comparison.order),
+        **{name: _side_figures(comparison, name, clock) for name in (STOCK, OURS)},
+        "ratio": {**comparison.ratio.to_dict(), "values": list(comparison.ratios)},
+    }
+
+
+def _side_figures(comparison: Comparison[Step], name: str, clock: Clock) -> dict[str, Any]:
+    seconds, steps = comparison.seconds[name], comparison.results[name]
+    rates = [step.input_ids.numel() / taken for step, taken in zip(steps, seconds, strict=True)]
+    phases = {
+        phase: median(clock.seconds(step.marks[index], step.marks[index + 1]) for step in steps)
+        for index, phase in enumerate(PHASES)
+    }
+    return {
+        "seconds": {**comparison.time(name).to_dict(), "values": list(seconds)},
+        "tokens_per_second": median_interval(rates).to_dict(),
+        "phases": phases,
+        "losses": [float(step.loss) for step in steps],
+    }
+
+
+def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[str, float]:
+    """Both sides computed the same loss from the same weights and rows.
+
+    Args:
+        stock, ours: mean loss per token of the first batch.
+        tokens: of that batch.
+        bf16: whether the step computed in bf16. The bound is then four standard errors of independent roundings,
+            ``4 * 2**-8 * sqrt(2 / tokens)``; in fp32 it is 1e-5 of the loss.
+
+    Raises:
+        ParityError: further apart than the bound, or not finite.
+    """
+    bound = STANDARD_ERRORS * BF16_ROUNDOFF * math.sqrt(2 / tokens) if bf16 else FLOAT32_PARITY * abs(stock)
+    difference = abs(ours - stock)
+    if not difference <= bound:  # a NaN is over every bound
+        raise ParityError(
+            f"the loss of the first batch is {ours!r} with fastpack and {stock!r} with stock: {difference:.2e} apart, "
+            f"bound {bound:.2e}; a time would compare different work"
+        )
+    return {"stock_loss": stock, "fastpack_loss": ours, "difference": difference, "bound": bound}
+
+
+def _check_rows(pair: Mapping[str, Step]) -> None:
+    if not torch.equal(pair[STOCK].input_ids, pair[OURS].input_ids):
+        raise ParityError("the two trainers were given different rows: a time would compare different work")
+
+
+def _trainers(
+    work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
+) -> dict[str, Any]:
+    """Both trainers, ready to train: the same initial weights, the same documents, the same order of rows."""
+    model = _model(work.shape, tokens, seed)
+    tokenizer = _tokenizer(work.shape.vocabulary)
+    documents = _documents(work, tokens * (steps + SPARE_ROWS + 1), seed)
+    sides: dict[str, tuple[Any, Any]] = {STOCK: (SFTTrainer, SFTConfig), OURS: (FastSFTTrainer, FastSFTConfig)}
+    trainers = {}
+    for name, (trainer_class, config_class) in sides.items():
+        args = config_class(
+            output_dir=folder,
+            packing=True,
+            max_length=tokens,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=1,
+            max_steps=steps,
+            bf16=setting.bf16,
+            gradient_checkpointing=setting.gradient_checkpointing,
+            use_cpu=device == "cpu",
+            seed=seed,
+            data_seed=seed,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = trainer_class(
+            model=copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer
+        )
+        trainer.train_dataset = _without_emptiest(trainer.train_dataset)
+        trainers[name] = trainer
+    return trainers
+
+
+def _without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
+    """Without what was left over at the end of packing: a row of a few tokens would time something else."""
+    filled = [sum(lengths) for lengths in rows["seq_lengths"]]
+    emptiest = int(np.argmin(filled))
+    return rows.select([index for index in range(len(rows)) if index != emptiest])
+
+
+def _model(shape: Shape, positions: int, seed: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    set_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def _tokenizer(vocabulary: int) -> Any:
+    """Only its special tokens are read: the documents are token ids."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, *(f"t{index}" for index in range(len(SPECIAL_TOKENS), vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[-1]))
+    pad, eos = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos)
+
+
+def _documents(work: Workload, tokens: int, seed: int) -> datasets.Dataset:
+    """At least `tokens` tokens in documents of random ids."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths += random.integers(work.shortest, work.longest + 1, 64).tolist()
+    ids = [random.integers(len(SPECIAL_TOKENS), work.shape.vocabulary, length).tolist() for length in lengths]
+    return datasets.Dataset.from_dict({"input_ids": ids})
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
+    bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
+    datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use deprecated names
+            yield
+    finally:
+        logging.disable(level)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,156 @@
+"""What a measurement is worth later: its figures with versions, machine, settings and commit, as one JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError
+
+SCHEMA = 1
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+
+
+def make_record(
+    *,
+    case: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    complete: bool,
+    device: str = "cpu",
+    threads: int,
+    seed: int,
+) -> dict[str, Any]:
+    """One run as plain data for JSON. It names neither the host nor any path.
+
+    Args:
+        case: name of the measured case.
+        settings: what was asked for, e.g. shapes and number of pairs.
+        rows: one entry per measured configuration, every single time included.
+        complete: False when the run was interrupted; `rows` is then what was finished.
+        device: ``cpu`` or ``cuda``, as torch spells it.
+        threads: torch's intra-op threads during the run.
+        seed: of weights and data.
+    """
+    return {
+        "schema": SCHEMA,
+        "case": case,
+        "complete": complete,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": dict(settings),
+        "seed": seed,
+        "versions": versions(),
+        "source": source(),
+        "machine": {**machine(device), "threads": threads},
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those that it builds on."""
+    from fastpack_trl import __version__
+
+    return {
+        "python": platform.python_version(),
+        "fastpack_trl": __version__,
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def source() -> dict[str, Any]:
+    """``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
+
+    `modified` tells whether tracked files of the package differ from the commit.
+    """
+    package = Path(__file__).resolve().parents[1]
+    top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
+    # A package installed inside of somebody's repository is not a checkout of it.
+    if top is None or Path(top).resolve() != package.parent:
+        return {"commit": None, "modified": None}
+    changes = _output("git", "-C", str(package), "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"commit": _output("git", "-C", str(package), "rev-parse", "HEAD"), "modified": bool(changes)}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """System, processor and device, without the host's name."""
+    facts: dict[str, Any] = {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": device,
+    }
+    if device.startswith("cuda"):
+        import torch
+
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return facts
+
+
+def _processor() -> str:
+    # `platform.processor()` is empty or only the architecture on Linux.
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in {"model name", "Model"}:
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """First line of what `program` prints; None where it is missing or fails."""
+    found = shutil.which(program)
+    if found is None:
+        return None
+    ran = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
+    return ran.stdout.partition("\n")[0].strip() if ran.returncode == 0 else None
+
+
+def check_writable(path: str | Path, option: str = "--json") -> Path:
+    """The path, once it is known that a file can be written there: a long run must not fail at its end.
+
+    Raises:
+        UserError: it is a folder, its folder does not exist, or it may not be written.
+    """
+    file = Path(path).expanduser()
+    folder = file.absolute().parent
+    if file.is_dir():
+        raise UserError(f"{option} {str(path)!r} is a folder: name a file, e.g. {str(Path(path) / 'result.json')!r}")
+    if not folder.is_dir():
+        raise UserError(f"{option} {str(path)!r} cannot be written: the folder {str(folder)!r} does not exist")
+    if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise UserError(f"{option} {str(path)!r} cannot be written: no permission")
+    return file
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write `record` whole or not at all. What is not finite becomes text (``"nan"``): JSON has no such number."""
+    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,428 @@
+"""``fastpack-trl bench``: the clockwork, the record, the parity gate, and a miniature run of the real case."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastpack_trl import cli
+from fastpack_trl.bench import command, packed_attention, record
+from fastpack_trl.bench.packed_attention import OURS, PLAIN, STOCK, ParityError, Shape, Workload, check_parity
+from fastpack_trl.bench.timing import WallClock, interleave, median_interval
+from fastpack_trl.errors import UserError
+
+MINIATURE = Workload(
+    Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64),
+    shortest=8,
+    longest=40,
+    tokens=(128,),
+    settings=(PLAIN, packed_attention.TRL_DEFAULTS),
+    quick_tokens=(),
+)
+
+
+class FakeClock:
+    """Time passes only when a fake callable says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.synchronised = 0
+
+    def synchronise(self) -> None:
+        self.synchronised += 1
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def taking(self, durations: list[float]) -> Callable[[], float]:
+        left = iter(durations)
+
+        def call() -> float:
+            duration = next(left)
+            self.now += duration
+            return duration
+
+        return call
+
+
+def test_sides_alternate_and_the_warm_up_is_dropped() -> None:
+    clock = FakeClock()
+    sides = {"slow": clock.taking([100.0, 6.0, 8.0, 9.0]), "fast": clock.taking([100.0, 2.0, 4.0, 3.0])}
+    pairs: list[dict[str, float]] = []
+    found = interleave(sides, pairs=3, warmup=1, clock=clock, after_pair=lambda pair: pairs.append(dict(pair)))
+    assert found.order == ("slow", "fast", "fast", "slow", "slow", "fast")
+    assert found.seconds == {"slow": (6.0, 8.0, 9.0), "fast": (2.0, 4.0, 3.0)}
+    assert found.results == found.seconds
+    assert found.ratios == (3.0, 2.0, 3.0)
+    assert (found.ratio.median, found.ratio.low, found.ratio.high) == (3.0, 2.0, 3.0)
+    assert found.time("slow").median == 8.0
+    assert pairs[0] == {"slow": 100.0, "fast": 100.0}
+    assert len(pairs) == 4
+    assert clock.synchronised == 2 * 2 * 4  # before the first and before the last mark of each call
+
+
+def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
+    clock = FakeClock()
+    drift = [1.0, 2.0, 3.0, 4.0]
+    found = interleave(
+        {"a": clock.taking([2 * d for d in drift]), "b": clock.taking(drift)}, pairs=4, warmup=0, clock=clock
+    )
+    assert found.ratios == (2.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("sides", "pairs", "warmup"), [(["a"], 1, 0), (["a", "b", "c"], 1, 0), (["a", "b"], 0, 0), (["a", "b"], 1, -1)]
+)
+def test_a_comparison_of_nothing_is_refused(sides: list[str], pairs: int, warmup: int) -> None:
+    with pytest.raises(ValueError, match=r"give two|at least one pair"):
+        interleave(dict.fromkeys(sides, float), pairs=pairs, warmup=warmup)
+
+
+def test_wall_clock_measures_what_passes() -> None:
+    clock = WallClock()
+    start = clock.mark()
+    clock.synchronise()
+    assert 0 <= clock.seconds(start, clock.mark()) < 10
+
+
+@pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (100, 39)])
+def test_order_statistics_are_those_of_the_sign_test(count: int, cut: int) -> None:
+    found = median_interval([float(value) for value in range(count)])
+    assert (found.low, found.high) == (float(cut), float(count - 1 - cut))
+    exact = 1 - 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
+    assert found.coverage == pytest.approx(max(0.0, exact))
+    assert found.coverage >= 0.95 or count < 6
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    random = np.random.default_rng(0)
+    intervals = [median_interval(random.lognormal(size=9).tolist()) for _ in range(2000)]
+    covered = np.mean([interval.low <= 1.0 <= interval.high for interval in intervals])
+    # Three standard errors of 2000 draws.
+    assert abs(covered - intervals[0].coverage) < 3 * math.sqrt(0.04 * 0.96 / 2000)
+
+
+def test_no_value_has_no_median() -> None:
+    with pytest.raises(ValueError, match="at least one pair"):
+        median_interval([])
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    return packed_attention.measure(workload=MINIATURE, pairs=2, threads=1)
+
+
+def test_a_miniature_run_has_the_whole_record(measured: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(measured, allow_nan=False)) == measured
+    assert measured["schema"] == record.SCHEMA
+    assert (measured["case"], measured["complete"], measured["seed"]) == ("packed_attention", True, 0)
+    assert measured["date"].endswith("+00:00")
+    assert set(measured["versions"]) >= {"torch", "transformers", "trl", "peft", "accelerate", "fastpack_trl"}
+    assert measured["machine"]["threads"] == 1
+    assert measured["machine"]["device"] == "cpu"
+    assert measured["settings"]["layers"] == 2
+    assert [row["mixed_precision"] for row in measured["rows"]] == ["no", "bf16"]
+    for row in measured["rows"]:
+        assert row["path"] == "per_document"
+        assert row["tokens"] == 128
+        assert row["order"] == [STOCK, OURS, OURS, STOCK]
+        assert min(row["batch_documents"]) > 1
+        assert row["parity"]["difference"] <= row["parity"]["bound"]
+        for side in (STOCK, OURS):
+            figures = row[side]
+            assert len(figures["seconds"]["values"]) == len(figures["losses"]) == 2
+            assert set(figures["phases"]) == set(packed_attention.PHASES)
+            assert min(figures["phases"].values()) > 0
+            total = sum(figures["phases"].values())
+            assert total == pytest.approx(figures["seconds"]["median"], rel=0.5)
+            for tokens, seconds in zip(row["batch_tokens"], figures["seconds"]["values"], strict=True):
+                assert 0 < tokens <= 128
+                assert seconds > 0
+        assert len(row["ratio"]["values"]) == 2
+        assert (row["target"], row["below_target"]) == (None, None)
+
+
+def test_both_sides_train_alike(measured: dict[str, Any]) -> None:
+    row = measured["rows"][0]
+    assert row[OURS]["losses"] == pytest.approx(row[STOCK]["losses"], rel=1e-5)
+    assert row["gradient_checkpointing"] is False
+    assert measured["rows"][1]["gradient_checkpointing"] is True
+
+
+def test_the_record_names_neither_host_nor_path(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import platform
+    import socket
+
+    for module, name in ((platform, "node"), (socket, "gethostname"), (socket, "getfqdn")):
+        monkeypatch.setattr(module, name, lambda *args: "name-of-this-host")
+    found = record.make_record(case="x", settings={}, rows=measured["rows"], complete=True, threads=1, seed=0)
+    text = json.dumps(found).replace(json.dumps(found["machine"]["processor"]), "")
+    assert "name-of-this-host" not in text
+    assert "/" not in text
+
+
+def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
+    first, *others = measured["rows"]
+    missed = first | {"target": 1e9, "below_target": True}
+    reached = first | {"target": 0.0, "below_target": False}
+    out = command.table(measured | {"rows": [missed, reached, *others], "complete": False})
+    assert "INCOMPLETE: interrupted; 3 row(s) were finished" in out
+    assert "below target" in out
+    assert "0x: reached" in out
+    assert "reported only" in out
+    assert "1 thread of" in out
+    assert f"torch {torch.__version__}" in out
+    assert "(50.0%)" in out  # what an interval of two pairs covers
+    assert "data  forward  backward  optimizer" in out
+
+
+def test_targets_are_those_of_the_default_shapes_on_the_cpu() -> None:
+    def judged(tokens: int, ratio: float) -> tuple[float | None, bool | None]:
+        row = {"tokens": tokens, "ratio": {"median": ratio}}
+        found = packed_attention._judged(row, PLAIN, packed_attention.CPU)
+        return found["target"], found["below_target"]
+
+    assert judged(256, 0.98) == (0.97, False)
+    assert judged(256, 0.96) == (0.97, True)
+    assert judged(4096, 2.9) == (3.0, True)
+    assert judged(8192, 4.6) == (4.5, False)
+
+
+def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = packed_attention.FastSFTTrainer.compute_loss
+
+    def wrong(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Every document sees the others: positions run on over the row and no packed metadata arrives.
+        inputs.pop("packed_batch")
+        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+        return original(self, model, inputs, *args, **kwargs)
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("was timed")
+
+    monkeypatch.setattr(packed_attention.FastSFTTrainer, "compute_loss", wrong)
+    monkeypatch.setattr(packed_attention, "interleave", timed)
+    with pytest.raises(ParityError, match=r"with fastpack and .* with stock"):
+        packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
+
+
+def test_other_rows_fail_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = packed_attention._trainers
+
+    def other_rows(*args: Any) -> Any:
+        trainers = original(*args)
+        rows = trainers[OURS].train_dataset
+        trainers[OURS].train_dataset = rows.select(range(len(rows) - 1, -1, -1))
+        return trainers
+
+    monkeypatch.setattr(packed_attention, "_trainers", other_rows)
+    with pytest.raises(ParityError, match="different rows"):
+        packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "tokens", "bf16", "passes"),
+    [
+        (8.0 + 7e-5, 256, False, True),
+        (8.0 + 9e-5, 256, False, False),
+        (8.0 + 1e-3, 256, True, True),
+        (8.0 + 2e-3, 256, True, False),
+        (8.0 + 1e-3, 4096, True, False),
+        (math.nan, 256, True, False),
+    ],
+)
+def test_parity_bounds(ours: float, tokens: int, bf16: bool, passes: bool) -> None:
+    if passes:
+        found = check_parity(8.0, ours, tokens=tokens, bf16=bf16)
+        assert found["difference"] <= found["bound"]
+    else:
+        with pytest.raises(ParityError):
+            check_parity(8.0, ours, tokens=tokens, bf16=bf16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"pairs": 0}, "pairs=0"),
+        ({"threads": 0}, "threads=0"),
+        ({"tokens": [239]}, "tokens=239 is shorter than the longest document"),
+        ({"device": "tpu"}, "device='tpu'"),
+    ],
+)
+def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        packed_attention.measure(**arguments)
+
+
+def test_cuda_that_is_not_there_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        packed_attention.measure(device="cuda")
+
+
+def test_threads_and_logging_are_as_before(measured: dict[str, Any]) -> None:
+    import logging
+
+    import datasets
+
+    assert logging.root.manager.disable == logging.NOTSET
+    before = torch.get_num_threads()
+    with packed_attention._threads(before + 1), packed_attention._quiet():
+        assert torch.get_num_threads() == before + 1
+        assert datasets.are_progress_bars_disabled()
+    assert torch.get_num_threads() == before
+    assert not datasets.are_progress_bars_disabled()
+
+
+def bench(*arguments: str) -> int:
+    return cli.main(["bench", *arguments])
+
+
+def test_an_interrupt_keeps_what_was_finished(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = iter([measured["rows"][0]])
+
+    def row(*args: Any) -> dict[str, Any]:
+        found = next(rows, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(packed_attention, "_measure_row", row)
+    file = tmp_path / "bench.json"
+    arguments = ["--case", "packed_attention", "--device", "cpu", "--tokens", "256", "512", "--threads", "1"]
+    assert bench(*arguments, "--json", str(file)) == 130
+    found = json.loads(file.read_text())
+    assert not found["complete"]
+    assert len(found["rows"]) == 1
+    assert "INCOMPLETE" in capsys.readouterr().out
+
+
+def test_quick_leaves_out_most_lengths_of_the_defaults(
+    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def row(work: Any, setting: Any, tokens: int, *args: Any) -> dict[str, Any]:
+        seen.append((setting.name, tokens))
+        return dict(measured["rows"][0])
+
+    monkeypatch.setattr(packed_attention, "_measure_row", row)
+    packed_attention.measure(quick=True, threads=1)
+    assert [tokens for name, tokens in seen if name == PLAIN.name] == [256, 512, 1024, 2048, 4096, 8192]
+    assert [tokens for name, tokens in seen if name != PLAIN.name] == [2048, 4096]
+
+
+def test_the_collator_case_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "collator.json"
+    assert bench("--case", "collator", "--tokens", "256", "--pairs", "2", "--json", str(file)) == 0
+    out = capsys.readouterr().out
+    assert "PackingCollator" in out
+    assert "reported only" in out
+    found = json.loads(file.read_text())
+    assert found["complete"]
+    (row,) = found["rows"]
+    assert len(row["stock"]["seconds"]) == len(row["fastpack"]["seconds"]) == 2
+    assert row["ratio"]["median"] > 0
+
+
+def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(command.CASES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["no case", "packed_attention"]),
+        (["--case", "packed_atention"], ["'packed_atention'", "did you mean 'packed_attention'?"]),
+        (["--case", "collator", "--threads", "2"], ["one core"]),
+        (["--case", "collator", "--tokens", "8"], ["tokens_per_row=8"]),
+        (["--case", "packed_attention", "--device", "cpu", "--tokens", "8"], ["tokens=8"]),
+        (["--case", "collator", "--json", "absent/x.json"], ["absent/x.json", "does not exist"]),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    assert bench(*arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bench: error" in line]
+    assert all(part in line for part in parts), line
+
+
+def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> None:
+    missed = measured | {"rows": [measured["rows"][0] | {"target": 1e9, "below_target": True}]}
+    monkeypatch.setitem(command.CASES, "collator", command.Case("missed", lambda args: missed))
+    assert command.run(Namespace(list=False, case="collator", json=None)) == 0
+
+
+def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    record.write_json(file, {"a": (1.0, math.nan), "b": {"c": math.inf}})
+    assert json.loads(file.read_text()) == {"a": [1.0, "nan"], "b": {"c": "inf"}}
+    with pytest.raises(TypeError):
+        record.write_json(file, {"a": object()})
+    assert json.loads(file.read_text())["a"] == [1.0, "nan"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_source_is_the_checkout_or_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package that lies in site-packages inside of another repository has no commit of its own."""
+    inner = tmp_path / "site-packages" / "fastpack_trl" / "bench"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(record, "__file__", str(inner / "record.py"))
+    assert record.source() == {"commit": None, "modified": None}
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert record.source() == {"commit": None, "modified": None}
+    outer = tmp_path / "fastpack_trl" / "bench"
+    outer.mkdir(parents=True)
+    monkeypatch.setattr(record, "__file__", str(outer / "record.py"))
+    found = record.source()
+    assert len(found["commit"]) == 40
+    assert found["modified"] is False
+
+
+def test_a_gpu_record_names_device_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(record, "_output", lambda *arguments: "570.1")
+    found = record.machine("cuda")
+    assert (found["gpu"], found["driver"]) == ("a GPU", "570.1")
+
+
+def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl.bench.timing import CudaClock
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            self.stream = stream
+
+        def elapsed_time(self, other: Any) -> float:
+            return 2500.0
+
+    synchronised: list[Any] = []
+    fake = SimpleNamespace(Event=Event, current_stream=lambda device: "stream", synchronize=synchronised.append)
+    clock = CudaClock("cuda")
+    monkeypatch.setattr(clock, "_torch", SimpleNamespace(cuda=fake))
+    start, end = clock.mark(), clock.mark()
+    clock.synchronise()
+    assert (start.stream, synchronised, clock.seconds(start, end)) == ("stream", ["cuda"], 2.5)
