@@ -1,7 +1,7 @@
 """One attention call per document over host lengths: any device, any dtype, no total_tokens^2 anywhere.
 
-On the CPU, torch's flash kernel runs per segment; its log-sum-exp makes attention sinks exact (`_flash_forward`). The
-same operator in plain torch (`reference_forward`, `reference_backward`) is the oracle and serves softcapping, which no
+On the CPU, torch's flash kernel runs per segment; its log-sum-exp makes attention sinks exact (`sinks.py`). The same
+operator in plain torch (`reference_forward`, `reference_backward`) is the oracle and serves softcapping, which no
 kernel of torch knows, and sinks on other devices.
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -156,7 +157,7 @@ def per_document_attention_backward(
         grads = _flash_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale)
     else:
         grads = reference_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale, softcap)
-    return (*grads, _sink_gradient(grad_out, out, lse, sinks))
+    return (*grads, sink_gradient(grad_out, out, lse, sinks))
 
 
 def _flash_forward(
@@ -172,7 +173,7 @@ def _flash_forward(
     out, lse = _empty_output(query, value)
     band = _in_kernel_dtype(band, query)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    query, key, value = (_pad_head(tensor, max(head_dim, value_dim)) for tensor in (query, key, value))
+    query, key, value = (pad_head(tensor, max(head_dim, value_dim)) for tensor in (query, key, value))
     for start, end in _segments(cu_seqlens):
         corner = _corner(band, end - start, window)
         segment, segment_lse = _flash_cpu(
@@ -181,13 +182,7 @@ def _flash_forward(
         )  # fmt: skip
         out[:, start:end] = segment[..., :value_dim].transpose(1, 2)
         lse[:, :, start:end] = segment_lse
-    if sinks is not None:
-        # The sink adds exp(sink) to the denominator and nothing to the sum: one factor per row, and the same
-        # log-sum-exp makes the unchanged backward kernel exact.
-        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-        out *= torch.exp(lse - with_sink).transpose(1, 2)[..., None].to(out.dtype)
-        lse = with_sink
-    return out, lse
+    return fold_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
 
 def _flash_backward(
@@ -206,8 +201,8 @@ def _flash_backward(
     width = max(head_dim, value_dim)
     band = _in_kernel_dtype(band, query)
     grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    query, key, value = (_pad_head(tensor, width) for tensor in (query, key, value))
-    grad_out, out = (_pad_head(tensor.transpose(1, 2), width) for tensor in (grad_out, out))
+    query, key, value = (pad_head(tensor, width) for tensor in (query, key, value))
+    grad_out, out = (pad_head(tensor.transpose(1, 2), width) for tensor in (grad_out, out))
     for start, end in _segments(cu_seqlens):
         part = slice(start, end)
         corner = _corner(band, end - start, window)
@@ -300,14 +295,6 @@ def _scores(
     return scores.masked_fill(above, -torch.inf), slope
 
 
-def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    if sinks is None:
-        return grad_out.new_empty(0)
-    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
 def _empty_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     _, heads, total, _ = query.shape
     out = query.new_empty(1, total, heads, value.shape[-1])
@@ -317,10 +304,6 @@ def _empty_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _in_kernel_dtype(band: Tensor | None, query: Tensor) -> Tensor | None:
     # The kernel takes an fp32 mask beside fp32, bf16 and fp16, but reads an fp32 mask beside fp64 as fp64, unchecked.
     return band.double() if band is not None and query.dtype == torch.float64 else band
-
-
-def _pad_head(tensor: Tensor, width: int) -> Tensor:
-    return F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
