@@ -60,7 +60,7 @@ def _rather_padded(trainer: Any, path: str) -> str:
     args = trainer.args
     config = args.accelerator_config
     reasons = {
-        f"{path} would pad the documents again": path != "per_document",
+        f"{path} would pad the documents again": path not in ("varlen", "per_document"),
         "one document per batch has no padding": args.per_device_train_batch_size == 1,
         f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padded shapes": bool(args.pad_to_multiple_of),
         "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,

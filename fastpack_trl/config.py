@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from trl import SFTConfig
 
-PACKED_ATTENTION_CHOICES = ("auto", "per_document", "padded_rows", "sdpa", "off")
+PACKED_ATTENTION_CHOICES = ("auto", "varlen", "per_document", "padded_rows", "sdpa", "off")
 VERIFY_CHOICES = ("auto", "on", "off")
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -39,9 +39,9 @@ class FastSFTConfig(SFTConfig):
 
     Args:
         packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
-            ``per_document`` (one attention call per document, any device), ``padded_rows`` (documents unpacked into
-            padded rows under stock attention), ``sdpa`` (stock attention, its dense mask built once per batch) or
-            ``off`` (stock).
+            ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
+            any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
+            attention, its dense mask built once per batch) or ``off`` (stock).
         verify_packing: when training starts, prove on a few dozen tokens that no document sees another: ``auto`` (where
             documents are packed), ``on``, ``off``.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
@@ -53,8 +53,8 @@ class FastSFTConfig(SFTConfig):
     packed_attention: str = field(
         default="auto",
         metadata={
-            "help": "How packed documents are kept apart: auto, per_document, padded_rows, sdpa or off. No extra "
-            "memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see "
+            "help": "How packed documents are kept apart: auto, varlen, per_document, padded_rows, sdpa or off. No "
+            "extra memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see "
             "padded_rows_limit)."
         },
     )

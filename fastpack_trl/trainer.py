@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -58,7 +59,7 @@ class FastSFTTrainer(SFTTrainer):
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation") if isinstance(model, str) else None
         self._fastpack_choice = choose(
             self._fastpack_setting("packed_attention", "auto"),
-            read_features(self.model),
+            read_features(self.model, self._fastpack_dtype),
             stock_requested=asked_for(self.model, by_name),
         )
         self._fastpack_describe()
@@ -69,6 +70,10 @@ class FastSFTTrainer(SFTTrainer):
     @property
     def _fastpack_limit(self) -> float:
         return float(self._fastpack_setting("padded_rows_limit", DEFAULT_PADDED_ROWS_LIMIT))
+
+    @property
+    def _fastpack_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     def _fastpack_describe(self) -> None:
         """Plan the batches, check the data once on the host, fill the report."""
@@ -198,7 +203,9 @@ class FastSFTTrainer(SFTTrainer):
             self._fastpack_prove(stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
 
     def _fastpack_attention(self, path: str) -> contextlib.AbstractContextManager[PackedAttention]:
-        return packed_attention(self.model, path, padded_rows_limit=self._fastpack_limit)
+        return packed_attention(
+            self.model, path, padded_rows_limit=self._fastpack_limit, compute_dtype=self._fastpack_dtype
+        )
 
     def _fastpack_proof_due(self) -> bool:
         setting = self._fastpack_setting("verify_packing", "auto")

@@ -167,8 +167,11 @@ def test_padding_cost_over_the_limit_names_the_remedy() -> None:
 
 PLAIN = ModelFeatures(
     model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
-    dropout=0.0, gap="",
+    dropout=0.0, num_heads=4, head_dim=64, compute_dtype=torch.float32, capability=None, gap="",
 )  # fmt: skip
+
+
+HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,20 @@ PLAIN = ModelFeatures(
         (replace(PLAIN, windows=frozenset({5}), sinks=True), None, "per_document", "window 5, sinks"),
         (replace(PLAIN, dropout=0.1), None, "sdpa", "attention dropout is 0.1"),
         (replace(PLAIN, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
+        (HOPPER, None, "varlen", "torch's flash kernel, bfloat16, sm90; plain causal"),
+        (replace(HOPPER, windows=frozenset({128}), sinks=True), None, "varlen", "window 128, sinks"),
+        (replace(HOPPER, capability=(8, 0), compute_dtype=torch.float16), None, "varlen", "float16, sm80"),
+        (
+            replace(HOPPER, capability=(7, 5)),
+            None,
+            "per_document",
+            "varlen needs compute capability 8.0, this device has",
+        ),
+        (replace(HOPPER, compute_dtype=torch.float32), None, "per_document", "varlen needs bf16 or fp16, this run"),
+        (replace(HOPPER, head_dim=288), None, "per_document", "head_dim 288 is over its limit of 256"),
+        (replace(HOPPER, softcap=True), None, "per_document", "varlen has no softcap"),
+        (replace(HOPPER, dropout=0.1), None, "sdpa", "varlen has no dropout, the model's is 0.1"),
+        (replace(HOPPER, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
         (PLAIN, "sdpa", "sdpa", "was asked for"),
         (PLAIN, "flash_attention_2", "off", "was asked for"),
         (PLAIN, "eager", "off", "was asked for"),
@@ -196,9 +213,10 @@ def test_auto_takes_the_first_backend_that_is_right(
     ("requested", "features", "message"),
     [
         ("per_document", replace(PLAIN, dropout=0.1), r"attention dropout is 0\.1"),
+        ("varlen", PLAIN, "varlen needs CUDA, the model is on cpu"),
         ("per_document", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
         ("sdpa", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
-        ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, per_document"),
+        ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, varlen, per_document"),
     ],
 )
 def test_refusals_name_the_remedy(requested: str, features: ModelFeatures, message: str) -> None:

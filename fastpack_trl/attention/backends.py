@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention import dense, per_document
+from fastpack_trl.attention import dense, per_document, varlen
 from fastpack_trl.attention.model_features import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -52,6 +52,38 @@ class Backend(Protocol):
         ...
 
 
+class Varlen:
+    """`varlen.py` behind the `Backend` protocol."""
+
+    name = "varlen"
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.gap:
+            return features.gap
+        low = features.capability is not None and features.capability < varlen.LEAST_CAPABILITY
+        reasons = {
+            f"needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
+            f"needs compute capability {_dotted(varlen.LEAST_CAPABILITY)}, "
+            f"this device has {_dotted(features.capability)}": low,
+            f"needs bf16 or fp16, this run computes in {features.compute_dtype} (bf16=False?)".replace(
+                "torch.", ""
+            ): features.compute_dtype not in varlen.DTYPES,
+            f"head_dim {features.head_dim} is over its limit of {varlen.MAX_HEAD_DIM}": features.head_dim
+            > varlen.MAX_HEAD_DIM,
+            f"has no dropout, the model's is {features.dropout}": bool(features.dropout),
+            "has no softcap": features.softcap,
+        }
+        return next((f"varlen {reason}" for reason, holds in reasons.items() if holds), "")
+
+    def reason(self, features: ModelFeatures) -> str:
+        dtype = str(features.compute_dtype).removeprefix("torch.")
+        return f"torch's flash kernel, {dtype}, sm{''.join(map(str, features.capability or ()))}; {_needs(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        rounded = -(-features.head_dim // 32) * 32
+        return varlen.prepare(batch, device, features.num_heads * rounded)
+
+
 class PerDocument:
     """`per_document.py` behind the `Backend` protocol."""
 
@@ -61,13 +93,11 @@ class PerDocument:
         if features.gap:
             return features.gap
         if features.dropout:
-            return f"attention dropout is {features.dropout}: per_document has none"
+            return f"attention dropout is {features.dropout}: no kernel per document has any"
         return ""
 
     def reason(self, features: ModelFeatures) -> str:
-        needs = [f"window {window}" for window in sorted(features.windows)]
-        needs += ["sinks"] * features.sinks + ["softcap"] * features.softcap
-        return f"{features.device_type}; {', '.join(needs) or 'plain causal'}"
+        return f"{features.device_type}; {_needs(features)}"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         return per_document.prepare(batch, features.windows, device)
@@ -88,8 +118,18 @@ class Dense:
         return dense.prepare(batch, features.windows, device, features.implementation)
 
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PerDocument(), Dense())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Varlen(), PerDocument(), Dense())}
 """In the order of `auto`: the first that is right is the fastest that is right."""
+
+
+def _needs(features: ModelFeatures) -> str:
+    needs = [f"window {window}" for window in sorted(features.windows)]
+    needs += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+    return ", ".join(needs) or "plain causal"
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +178,5 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
         if not refusal:
             reason = "; ".join([backend.reason(features), *refusals])
             return Choice(backend.name, reason, backend)
-        refusals.append(f"not {backend.name}: {refusal}")
-    return Choice(RIGHT_PADDED, refusals[-1].partition(": ")[2])
+        refusals.append(refusal)
+    return Choice(RIGHT_PADDED, refusals[-1])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -47,6 +48,13 @@ class ModelFeatures:
     sinks: bool
     softcap: bool
     dropout: float
+    num_heads: int
+    head_dim: int
+    """The widest of query, key and value."""
+    compute_dtype: torch.dtype
+    """What attention computes in: the autocast dtype of the run, else the weights'."""
+    capability: tuple[int, int] | None
+    """Compute capability of the CUDA device; None elsewhere."""
     gap: str
     """Why documents cannot be kept apart through the attention interface; empty where they can."""
 
@@ -110,23 +118,40 @@ def asked_for(model: nn.Module, by_name: str | None = None) -> str | None:
     return by_name or (None if implementation in default else implementation)
 
 
-def read_features(model: nn.Module) -> ModelFeatures:
-    """Read what `model` (PEFT or plain) needs of a packed attention."""
+def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
+    """Read what `model` (PEFT or plain) needs of a packed attention.
+
+    Args:
+        model: a transformers causal language model.
+        compute_dtype: the autocast dtype that it will run in; default: that of its weights.
+    """
     base = text_model(model)
+    device = next(iter(base.parameters())).device
     config = base.config.get_text_config()
     attentions = attention_modules(base)
     calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
     return ModelFeatures(
         model_type=str(config.model_type),
         implementation=str(config._attn_implementation),
-        device_type=next(iter(base.parameters())).device.type,
+        device_type=device.type,
         windows=frozenset(filter(None, (window_of(module) for module in attentions))),
         sinks=any("s_aux" in call.keywords for call in calls),
         softcap=any("softcap" in call.keywords for call in calls)
         and getattr(config, "attn_logit_softcapping", None) is not None,
         dropout=max((float(getattr(config, name, None) or 0.0) for name in _DROPOUT_NAMES), default=0.0),
+        num_heads=int(getattr(config, "num_attention_heads", 1)),
+        head_dim=_head_dim(config),
+        compute_dtype=compute_dtype or base.dtype,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         gap=next(_gaps(model, base, config, attentions), ""),
     )
+
+
+def _head_dim(config: Any) -> int:
+    heads = int(getattr(config, "num_attention_heads", 1))
+    plain = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
+    # Multi-head latent attention: queries and keys are wider than the rotary part that `head_dim` may name.
+    return max(int(getattr(config, name, None) or plain) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
 
 
 def window_of(module: nn.Module) -> int | None:

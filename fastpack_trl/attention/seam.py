@@ -69,6 +69,7 @@ def packed_attention(
     *,
     padded_rows_limit: float = DEFAULT_LIMIT,
     stock_requested: str | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Iterator[PackedAttention]:
     """Keep packed documents apart in `model`, also with the stock `SFTTrainer`; the model is restored on exit.
 
@@ -88,12 +89,13 @@ def packed_attention(
         implementation: ``auto``, ``per_document``, ``padded_rows``, ``sdpa`` or ``off``.
         padded_rows_limit: highest ratio of padded to real tokens that ``padded_rows`` accepts for a batch.
         stock_requested: the `attn_implementation` that the user asked for by name, which ``auto`` respects.
+        compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
 
     Raises:
         ValueError: the implementation does not exist or would be wrong for this model, or the model's attention cannot
             be switched; names the remedy.
     """
-    features = read_features(model)
+    features = read_features(model, compute_dtype)
     handle = PackedAttention(choose(implementation, features, stock_requested=stock_requested), features)
     with contextlib.ExitStack() as stack:
         if handle.path == RIGHT_PADDED:

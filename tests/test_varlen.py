@@ -1,0 +1,180 @@
+"""`varlen`: everything around torch's flash kernel on the CPU (through its twin), and the kernel itself on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
+from torch import Tensor
+
+from fastpack_trl.attention import varlen
+from fastpack_trl.packing.packed_batch import PackedBatch
+
+LENGTHS = (1, 7, 20, 2)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+# torch 2.11 (the oldest supported) and 2.13 share these; later ones only add keywords with defaults.
+FORWARD = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+)  # fmt: skip
+BACKWARD = (
+    "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+    "is_causal", "rng_state", "unused",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value_dim", [8, 4, 12], ids=["v=qk", "v<qk", "v>qk"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
+    device: str, window: int | None, sinks: bool, value_dim: int
+) -> None:
+    batch = PackedBatch.from_lengths(LENGTHS, num_padding=3)
+    layer = varlen.prepare(batch, torch.device(device), HEADS * 32)
+    dtype = torch.bfloat16
+
+    def ours(tensors: list[Tensor]) -> Tensor:
+        moved = [tensor.to(device) for tensor in tensors]
+        return layer.attend(*moved[:3], scale=SCALE, window=window, sinks=moved[3] if sinks else None).cpu()
+
+    def dense(tensors: list[Tensor]) -> Tensor:
+        return dense_attention(batch, tensors, window, None)
+
+    actual, budget = [], []
+    for seed in range(4):
+        inputs = make_inputs(batch, dtype, sinks=sinks, value_dim=value_dim, seed=seed)
+        exact = run(dense, [tensor.detach().double().requires_grad_() for tensor in inputs])
+        actual.append(errors(run(ours, inputs), exact))
+        budget.append(errors(run(dense, inputs), exact))
+    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (actual, budget))
+    assert (mean_error <= 2 * mean_budget + torch.finfo(dtype).eps).all(), (mean_error, mean_budget)
+
+
+def test_twin_equals_the_per_document_operator_in_float64() -> None:
+    from fastpack_trl.attention import per_document
+
+    batch = PackedBatch.from_lengths(LENGTHS)
+    inputs = make_inputs(batch, torch.float64, sinks=True)
+    cpu = torch.device("cpu")
+    results = [
+        run(lambda t, layer=layer: layer.attend(*t[:3], scale=SCALE, window=4, sinks=t[3]), inputs)
+        for layer in (varlen.prepare(batch, cpu, HEADS * 32), per_document.prepare(batch, frozenset({4}), cpu))
+    ]
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+def test_operator_passes_torchs_own_checks() -> None:
+    batch = PackedBatch.from_lengths((3, 2))
+    inputs = make_inputs(batch, torch.float64, sinks=True)
+    tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in inputs[:3]]
+    arguments = (*tokens, batch.cu_seqlens, inputs[3], 2, SCALE, 3)
+    torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, arguments)
+
+
+def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PackedBatch.from_lengths(LENGTHS)
+    inputs = make_inputs(batch, torch.float64, sinks=True)
+    cpu = torch.device("cpu")
+    whole = varlen.prepare(batch, cpu, 1)
+    assert len(whole.parts) == 1
+    monkeypatch.setattr(varlen, "_INT32", (20 + 128) + (2 + 128) + 1)
+    batch.clear_derived()
+    parts = varlen.prepare(batch, cpu, 1)
+    assert [(start, end) for _, _, start, end in parts.parts] == [(0, 8), (8, 30)]
+    results = [
+        run(lambda t, layer=layer: layer.attend(*t[:3], scale=SCALE, sinks=t[3]), inputs) for layer in (whole, parts)
+    ]
+    for one, several in zip(*results, strict=True):
+        torch.testing.assert_close(several, one)
+
+
+def test_bounds_of_the_int32_guard() -> None:
+    heads = 64 * 128
+    fits = 2**31 // heads - 128 - 1
+    assert varlen.part_bounds((fits,), heads) == [(0, 1)]
+    assert varlen.part_bounds((fits // 2, fits // 2, 7), heads) == [(0, 1), (1, 3)]
+    with pytest.raises(ValueError, match=r"too long for varlen's int32 backward.*set packed_attention="):
+        varlen.part_bounds((fits + 2,), heads)
+
+
+def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:
+    graphs = []
+
+    def backend(module: Any, _example: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        layer = varlen.VarlenLayer(((cu_seqlens, max_seqlen, 0, query.shape[2]),))
+        return layer.attend(query, key, value, scale=SCALE)
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        lengths = torch.randint(2, 30, (int(torch.randint(2, 9, (), generator=generator)),), generator=generator)
+        batch = PackedBatch.from_lengths(lengths.tolist())
+        query, key, value = (tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=False))
+        layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
+        actual = attend(query, key, value, batch.cu_seqlens, batch.max_seqlen)
+        torch.testing.assert_close(actual, layer.attend(query, key, value, scale=SCALE))
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize(("softcap", "dropout"), [(30.0, 0.0), (None, 0.1)])
+def test_what_the_kernel_lacks_is_named(softcap: float | None, dropout: float) -> None:
+    batch = PackedBatch.from_lengths(LENGTHS)
+    layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
+    inputs = make_inputs(batch, torch.float32, sinks=False)
+    with pytest.raises(ValueError, match=r"varlen has no .*set packed_attention='per_document'"):
+        layer.attend(*inputs, scale=SCALE, softcap=softcap, dropout=dropout)
+
+
+def test_operators_of_this_torch_take_the_arguments_that_are_given() -> None:
+    for operator, expected in (
+        (torch.ops.aten._flash_attention_forward, FORWARD),
+        (torch.ops.aten._flash_attention_backward, BACKWARD),
+    ):
+        schema = operator.default._schema
+        positional = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
+        keywords = {argument.name for argument in schema.arguments if argument.kwarg_only}
+        assert positional == expected
+        assert {"scale", "window_size_left", "window_size_right"} <= keywords
+
+
+@pytest.mark.cuda
+def test_no_synchronisation_in_forward_and_backward_of_a_model() -> None:
+    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.packing.packed_batch import to_transformers_kwargs
+    from fastpack_trl.testing import tiny_model
+
+    model = tiny_model("gpt_oss", head_dim=64, hidden_size=64).cuda()
+    batch = PackedBatch.from_lengths((9, 1, 14, 6)).to("cuda")
+    ids = torch.randint(3, 96, (1, 30), device="cuda")
+    with packed_attention(model, compute_dtype=torch.bfloat16) as attention:
+        assert attention.path == "varlen", attention.choice.reason
+        for checked in (False, True):  # the first pass compiles and caches
+            torch.cuda.set_sync_debug_mode("error" if checked else "default")
+            try:
+                with torch.autocast("cuda", torch.bfloat16):
+                    hidden = model.model(
+                        input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch)
+                    ).last_hidden_state
+                hidden.sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "afmoe"])
+def test_fp32_weights_under_autocast_are_proven_on_the_device(family: str) -> None:
+    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.testing import tiny_model
+    from fastpack_trl.verify import verify_packing
+
+    model = tiny_model(family).cuda()
+    with packed_attention(model, compute_dtype=torch.bfloat16) as attention, torch.autocast("cuda", torch.bfloat16):
+        assert attention.path == "varlen", attention.choice.reason
+        assert verify_packing(model, attention=attention).proven
