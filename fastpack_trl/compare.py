@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
@@ -79,15 +79,24 @@ class Comparison:
         """Largest difference of a step's losses that counts as rounding."""
         return ROUNDING_UNITS * FLOAT32_EPS * max(1.0, *self._reference)
 
-    def rate(self, side: str) -> float:
-        """Median over the timed steps of `side`: non-padding tokens per second."""
-        rates = [
+    def rates(self, side: str) -> list[float]:
+        """Non-padding tokens per second of every timed step of `side`."""
+        return [
             tokens / seconds
             for run in self.runs
             if run.side == side
             for tokens, seconds in zip(run.tokens[self.warmup :], run.seconds[self.warmup :], strict=True)
         ]
-        return median(rates)
+
+    def rate(self, side: str) -> float:
+        """Median over the timed steps of `side`: non-padding tokens per second."""
+        return median(self.rates(side))
+
+    def spread(self, side: str) -> tuple[float, float]:
+        """What the middle half of the timed steps lies between; wide where other work shares the machine."""
+        rates = self.rates(side)
+        low, _, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else (rates[0],) * 3
+        return low, high
 
     @property
     def ratio(self) -> float:
@@ -116,6 +125,8 @@ class Comparison:
             "warmup_steps": self.warmup,
             "stock_tokens_per_s": self.rate("stock"),
             "fastpack_tokens_per_s": self.rate("fastpack"),
+            "stock_middle_half": self.spread("stock"),
+            "fastpack_middle_half": self.spread("fastpack"),
             "ratio": self.ratio,
             "max_loss_difference": self.loss_difference,
             "loss_difference_bound": self.bound,

@@ -48,7 +48,7 @@ def make_inputs(folder: Path, settings: Settings, *, test_every: int) -> tuple[d
 
 
 def full_fine_tune(folder: Path, settings: Settings) -> tuple[Phase, Any]:
-    """All weights of ``init/`` trained on all tokens, saved as ``model/``; returns the packed rows as well."""
+    """All weights of ``init/`` trained on the answers, saved as ``model/``; returns the packed rows as well."""
     from datasets import load_dataset
 
     from fastpack_trl.config import FastSFTConfig
@@ -57,6 +57,7 @@ def full_fine_tune(folder: Path, settings: Settings) -> tuple[Phase, Any]:
     data = load_dataset(str(folder / "data"))
     config = FastSFTConfig(
         **settings.training,
+        assistant_only_loss=True,  # as in the LoRA run, so that one loss curve continues the other
         output_dir=str(folder / "model"),
         max_steps=settings.steps,
         logging_steps=1,
@@ -82,17 +83,19 @@ def lora(folder: Path, yaml_file: Path, settings: Settings) -> tuple[Phase, Any]
     arguments += ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
     arguments += ["--output_dir", str(folder / "adapter")]
     arguments += ["--max_steps", str(settings.lora_steps), "--seed", str(settings.seed)]
+    if settings.lora_steps < 10:
+        arguments += ["--logging_steps", "1"]  # the YAML's five would leave fewer than two losses to compare
     trainer = sft.train(arguments)
     return Phase.of(trainer), trainer.model
 
 
-def answer_with_adapter(folder: Path, trained: Any) -> dict[str, Any]:
+def answer_with_adapter(folder: Path, trained: Any, *, seed: int) -> dict[str, Any]:
     """Load ``adapter/`` into fresh objects, compare its logits with the trained model's, and answer one question."""
     import json
 
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, set_seed
 
     with (folder / "data" / "test.jsonl").open(encoding="utf-8") as file:
         question = json.loads(file.readline())["messages"][:1]
@@ -101,11 +104,15 @@ def answer_with_adapter(folder: Path, trained: Any) -> dict[str, Any]:
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         difference = (fresh(**prompt).logits - trained.eval()(**prompt).logits).abs().max().item()
-        tokens = fresh.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        set_seed(seed)
+        # Sampled: the likeliest next word of a model this small is "the", over and over.
+        tokens = fresh.generate(
+            **prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=0.7, top_k=40, repetition_penalty=1.2
+        )
     new_tokens = tokens[0, prompt["input_ids"].shape[1] :]
     answer = tokenizer.decode(new_tokens, skip_special_tokens=True).strip()
     print(f"Q: {question[0]['content']}\nA: {answer}")
-    print("(a model this small, trained for a minute, has learnt the style, not the facts)")
+    print("(random weights two minutes ago: it has learnt something of the style, and none of the facts)")
     return {
         "question": question[0]["content"],
         "answer": answer,

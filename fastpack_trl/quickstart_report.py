@@ -177,18 +177,24 @@ def table(results: Results) -> str:
     compared = results.comparison
     rows = [
         ("full fine-tune", f"loss {results.full.first:.3f} -> {results.full.last:.3f}"),
-        ("full, held-out text", f"loss {_path(results.full.held_out)}"),
-        ("LoRA", f"loss {results.lora.first:.3f} -> {results.lora.last:.3f} (answers only)"),
-        ("LoRA, held-out text", f"loss {_path(results.lora.held_out)} (answers only)"),
+        ("  held-out text", f"loss {_path(results.full.held_out)}"),
+        ("LoRA", f"loss {results.lora.first:.3f} -> {results.lora.last:.3f}"),
+        ("  held-out text", f"loss {_path(results.lora.held_out)}"),
         *((name, str(value)) for name, value in results.lora.facts.items()),
-        ("stock TRL", f"{compared.rate('stock'):,.0f} tokens/s (non-padding, median of a step)"),
-        ("fastpack-trl", f"{compared.rate('fastpack'):,.0f} tokens/s, {compared.ratio:.2f} x stock"),
+        ("packing proof", results.lora.report["features"]["verify_packing"]["reason"]),
+        ("stock TRL", f"{_speed(compared, 'stock')}: non-padding tokens, median step (middle half of the steps)"),
+        ("fastpack-trl", f"{_speed(compared, 'fastpack')}, {compared.ratio:.2f} x stock"),
         ("largest loss difference", f"{compared.loss_difference:.1e} (rounding: up to {compared.bound:.1e})"),
         ("adapter in fresh objects", f"logits differ by {results.answer['max_logit_difference']:.1e}"),
         ("time", f"{results.seconds['total']:.0f} s in all"),
     ]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label.ljust(width)}  {value}" for label, value in rows)
+
+
+def _speed(compared: Comparison, side: str) -> str:
+    low, high = compared.spread(side)
+    return f"{compared.rate(side):,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
 
 
 def _path(losses: Sequence[float]) -> str:
@@ -206,14 +212,14 @@ def plot(results: Results, path: Path) -> bool:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     offset = results.full.curve()[-1][0]  # the LoRA run continues where the full fine-tune ended
-    parts = ((results.full, 0, "C0", "full fine-tune, all tokens"), (results.lora, offset, "C1", "LoRA, answers only"))
+    parts = ((results.full, 0, "C0", "full fine-tune"), (results.lora, offset, "C1", "LoRA"))
     for phase, start, colour, label in parts:
         for key, style, suffix in (("loss", "-", ""), ("eval_loss", "o--", ", held-out text")):
             points = phase.curve(key)
             steps, losses = [start + step for step, _ in points], [loss for _, loss in points]
             axes.plot(steps, losses, style, color=colour, label=label + suffix)
     axes.axvline(offset, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="fastpack-trl quickstart")
+    axes.set(xlabel="optimizer step", ylabel="loss of the answers (nats per token)", title="fastpack-trl quickstart")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -275,6 +275,7 @@ def test_comparison_rates_and_bound():
     runs = (side("stock", [8.0, 7.0, 6.0], 2.0), side("fastpack", [8.0, 7.0, 6.0 + 2.0**-21], 1.0))
     compared = Comparison(runs, warmup=1)
     assert (compared.rate("stock"), compared.rate("fastpack"), compared.ratio) == (50.0, 100.0, 2.0)
+    assert compared.spread("stock") == (50.0, 50.0)
     assert compared.loss_difference == 2.0**-21
     assert compared.within_rounding
 
@@ -292,7 +293,7 @@ def test_comparison_does_not_call_a_different_or_missing_loss_rounding(wrong):
 def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     out, figures = tmp_path / "out", tmp_path / "figures.json"
     words = ["quickstart", "--output_dir", out, "--json", figures]
-    words += ["--steps", 10, "--lora_steps", 2, "--compare_steps", 1]
+    words += ["--steps", 8, "--lora_steps", 2, "--compare_steps", 1]
     command = [sys.executable, "-m", "fastpack_trl", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -300,7 +301,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert found == json.loads((out / "quickstart.json").read_text(encoding="utf-8"))
     assert all(promise["kept"] for promise in found["promises"])
-    assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 10
+    assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 8
     assert found["full"]["last_loss"] < found["full"]["first_loss"]
     assert len(found["lora"]["held_out_loss"]) == 2
     assert [run["side"] for run in found["comparison"]["runs"]] == ["stock", "fastpack", "fastpack", "stock"]
