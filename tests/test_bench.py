@@ -7,6 +7,7 @@ import math
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -426,3 +427,27 @@ def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.Monke
     start, end = clock.mark(), clock.mark()
     clock.synchronise()
     assert (start.stream, synchronised, clock.seconds(start, end)) == ("stream", ["cuda"], 2.5)
+
+
+@pytest.mark.parametrize("setting", MINIATURE.settings, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("name", [STOCK, OURS])
+def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: packed_attention.Setting, name: str) -> None:
+    """Same losses as `train()` over the same rows: nothing of a training step is left out."""
+    steps = 4
+
+    def trainer() -> Any:
+        return packed_attention._trainers(MINIATURE, setting, 128, steps, "cpu", 0, str(tmp_path))[name]
+
+    with packed_attention._quiet():
+        whole = trainer()
+        whole.args.logging_steps, whole.args.save_strategy = 1, "no"
+        whole.train()
+        measured = trainer()
+        with measured._fastpack_features() if name == OURS else nullcontext():
+            side = packed_attention.Side(measured, WallClock(), steps)
+            losses = [float(side.step().loss) for _ in range(steps)]
+    assert side.model.is_gradient_checkpointing == setting.gradient_checkpointing
+    logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(logged, rel=1e-6)
+    trained, stepped = (dict(t.model.named_parameters()) for t in (whole, measured))
+    assert all(torch.equal(trained[key], stepped[key]) for key in trained)
