@@ -86,7 +86,8 @@ def test_proof_finds_the_leak_of_stock(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_dense_masks_built_once_equal_separate_documents(family: str) -> None:
-    model = tiny_model(family)
+    # transformers 5.17 gives gemma2 an sdpa that leaves out the softcap.
+    model = tiny_model(family, **({"attn_implementation": "eager"} if family == "gemma2" else {}))
     ids, _, batch = make_row()
     expected_loss, expected = separate(model, ids, batch)
     with packed_attention(model, "sdpa"):

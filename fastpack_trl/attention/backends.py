@@ -109,6 +109,9 @@ class Dense:
     name = "sdpa"
 
     def refuses(self, features: ModelFeatures) -> str:
+        if not features.gap and features.softcap and features.implementation == "sdpa":
+            # transformers 5.17 lets gemma2 do so; later versions refuse it themselves.
+            return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'"
         return features.gap
 
     def reason(self, features: ModelFeatures) -> str:
