@@ -7,7 +7,10 @@ from difflib import get_close_matches
 
 from trl import SFTConfig
 
-PACKED_ATTENTION_CHOICES = ("auto", "varlen", "per_document", "padded_rows", "sdpa", "off")
+PACKED_ATTENTION_CHOICES = (
+    "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+    "flex", "xformers", "sdpa", "off",
+)  # fmt: skip
 VERIFY_CHOICES = ("auto", "on", "off")
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -41,7 +44,8 @@ class FastSFTConfig(SFTConfig):
         packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
             ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
             any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
-            attention, its dense mask built once per batch) or ``off`` (stock).
+            attention, its dense mask built once per batch), ``flash_attention_2``/``3``/``4`` and ``xformers`` (where
+            installed), ``flex`` (torch's flex attention, CUDA) or ``off`` (stock).
         verify_packing: when training starts, prove on a few dozen tokens that no document sees another: ``auto`` (where
             documents are packed), ``on``, ``off``.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
@@ -53,9 +57,9 @@ class FastSFTConfig(SFTConfig):
     packed_attention: str = field(
         default="auto",
         metadata={
-            "help": "How packed documents are kept apart: auto, varlen, per_document, padded_rows, sdpa or off. No "
-            "extra memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see "
-            "padded_rows_limit)."
+            "help": "How packed documents are kept apart: auto, varlen, per_document, padded_rows, flash_attention_2, "
+            "flash_attention_3, flash_attention_4, flex, xformers, sdpa or off. No extra memory except for sdpa "
+            "(total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit)."
         },
     )
     verify_packing: str = field(

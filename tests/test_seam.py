@@ -216,7 +216,7 @@ def test_auto_takes_the_first_backend_that_is_right(
         ("varlen", PLAIN, "varlen needs CUDA, the model is on cpu"),
         ("per_document", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
         ("sdpa", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
-        ("sdpa", replace(PLAIN, softcap=True), "leaves out the softcap: load the model with attn_implementation='eager'"),
+        ("sdpa", replace(PLAIN, softcap=True), "the softcap: load the model with attn_implementation='eager'"),
         ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, varlen, per_document"),
     ],
 )

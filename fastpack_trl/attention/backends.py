@@ -1,14 +1,15 @@
-"""The backends and the one chooser. A further backend is one file, one entry in `BACKENDS` and one test."""
+"""The backends and the one chooser. A further backend is one file, one entry here and one test."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention import dense, per_document, varlen
+from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
 from fastpack_trl.attention.model_features import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -121,8 +122,68 @@ class Dense:
         return dense.prepare(batch, features.windows, device, features.implementation)
 
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Varlen(), PerDocument(), Dense())}
-"""In the order of `auto`: the first that is right is the fastest that is right."""
+class Flex:
+    """`flex.py` behind the `Backend` protocol."""
+
+    name = "flex"
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.gap:
+            return features.gap
+        if features.device_type != "cuda":
+            return f"flex needs CUDA (it has no backward on {features.device_type})"
+        return f"flex has no dropout, the model's is {features.dropout}" if features.dropout else ""
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"torch's flex attention; {_needs(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        return flex.prepare(batch, features.windows, device)
+
+
+class Xformers:
+    """`xformers.py` behind the `Backend` protocol."""
+
+    name = "xformers"
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.gap:
+            return features.gap
+        reasons = {
+            "xformers is not installed: pip install 'fastpack-trl[xformers]'": find_spec("xformers") is None,
+            f"xformers needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
+            "xformers has no attention sinks": features.sinks,
+            "xformers has no softcap": features.softcap,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"xFormers; {_needs(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        return xformers.prepare(batch, features.windows, device)
+
+
+class FlashAttention:
+    """`flash_attention.py` behind the `Backend` protocol, one per version of flash-attn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.gap:
+            return features.gap
+        if features.sinks and self.name == "flash_attention_2":
+            return "flash_attention_2 has no attention sinks"
+        if features.device_type != "cuda":
+            return f"{self.name} needs CUDA, the model is on {features.device_type}"
+        return flash_attention.missing(self.name)
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"installed flash-attn; {_needs(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        return flash_attention.prepare(batch, device, self.name)
 
 
 def _needs(features: ModelFeatures) -> str:
@@ -133,6 +194,16 @@ def _needs(features: ModelFeatures) -> str:
 
 def _dotted(capability: tuple[int, int] | None) -> str:
     return ".".join(map(str, capability or ()))
+
+
+AUTO: tuple[Backend, ...] = (Varlen(), PerDocument(), Dense())
+"""In the order of ``auto``: the first that is right is taken."""
+_ASKED_FOR: tuple[Backend, ...] = (
+    Flex(),
+    Xformers(),
+    *(FlashAttention(name) for name in flash_attention.NAMES),
+)
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *_ASKED_FOR)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +247,7 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
     if stock_requested is not None:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
     refusals: list[str] = []
-    for backend in BACKENDS.values():
+    for backend in AUTO:
         refusal = backend.refuses(features)
         if not refusal:
             reason = "; ".join([backend.reason(features), *refusals])

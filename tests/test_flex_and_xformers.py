@@ -1,0 +1,118 @@
+"""Backends that are asked for by name: their masks against the dense one, their refusals, their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
+from test_seam import HOPPER, PLAIN
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from fastpack_trl.attention import flex
+from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.packing.masks import dense_mask
+from fastpack_trl.packing.packed_batch import PackedBatch
+
+CPU = torch.device("cpu")
+documents = st.lists(st.integers(1, 300), min_size=1, max_size=8)
+windows = st.sampled_from([None, 1, 5, 128, 129, 200])
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents, windows, st.sampled_from([0, 17]))
+def test_flex_mask_equals_the_dense_mask(lengths: list[int], window: int | None, padding: int) -> None:
+    batch = PackedBatch.from_lengths(lengths, num_padding=padding)
+    mask = flex.block_mask(batch, window, CPU)
+    total = batch.total_tokens
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, total, total, "cpu"), dense_mask(batch, window, CPU))
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents, windows, st.sampled_from([0, 17]))
+def test_flex_blocks_equal_those_of_torch(lengths: list[int], window: int | None, padding: int) -> None:
+    """Torch looks at every pair of tokens; ours at two per pair of blocks."""
+    batch = PackedBatch.from_lengths(lengths, num_padding=padding)
+    total = batch.total_tokens
+    ours = flex.block_mask(batch, window, CPU)
+    theirs = create_block_mask(ours.mask_mod, None, None, total, total, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 40], ids=["", "window"])
+def test_flex_forward_equals_dense_attention(window: int | None, sinks: bool, softcap: float | None) -> None:
+    """Forward only: flex has no backward on the CPU."""
+    batch = PackedBatch.from_lengths((130, 60, 1))
+    inputs = [tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=sinks)]
+    layer = flex.prepare(batch, frozenset({40}), CPU)
+    out = layer.attend(*inputs[:3], scale=SCALE, window=window, sinks=inputs[3] if sinks else None, softcap=softcap)
+    torch.testing.assert_close(out, dense_attention(batch, inputs, window, softcap), rtol=1e-5, atol=1e-5)
+    assert batch.build_counts["flex", CPU] == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(documents, windows)
+def test_xformers_mask_equals_the_dense_mask(lengths: list[int], window: int | None) -> None:
+    pytest.importorskip("xformers", reason="an optional extra: pip install 'fastpack-trl[xformers]'")
+    from fastpack_trl.attention import xformers
+
+    batch = PackedBatch.from_lengths(lengths)
+    layer = xformers.prepare(batch, frozenset({window} - {None}), CPU)
+    total = batch.total_tokens
+    allowed = layer.biases[window].materialize((1, 1, total, total)) == 0
+    assert torch.equal(allowed, dense_mask(batch, window, CPU))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 40], ids=["", "window"])
+def test_flex_on_the_device_within_twice_the_error_of_dense_attention(window: int | None, sinks: bool) -> None:
+    batch = PackedBatch.from_lengths((130, 60, 1, 65))
+    inputs = make_inputs(batch, torch.bfloat16, sinks=sinks, value_dim=16)
+    inputs = [
+        torch.randn(t.shape[:-1] + (16,) if t.dim() == 4 else t.shape).bfloat16().requires_grad_() for t in inputs
+    ]
+    exact = run(
+        lambda t: dense_attention(batch, t, window, None), [t.detach().double().requires_grad_() for t in inputs]
+    )
+    stock = run(lambda t: dense_attention(batch, t, window, None), inputs)
+    layer = flex.prepare(batch, frozenset({40}), torch.device("cuda"))
+    ours = run(
+        lambda t: layer.attend(
+            *(x.cuda() for x in t[:3]), scale=SCALE, window=window, sinks=t[3].cuda() if sinks else None
+        ).cpu(),
+        inputs,
+    )
+    assert (errors(ours, exact) <= 2 * errors(stock, exact) + 2**-8).all()
+    assert inputs[0].shape[1] == HEADS
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "message"),
+    [
+        ("flex", PLAIN, "flex needs CUDA"),
+        ("flex", replace(HOPPER, dropout=0.1), r"flex has no dropout, the model's is 0\.1"),
+        ("flex", replace(HOPPER, gap="falcon ignores it"), "falcon ignores it"),
+        ("flash_attention_2", PLAIN, "flash_attention_2 needs CUDA"),
+        ("flash_attention_2", replace(HOPPER, sinks=True), "flash_attention_2 has no attention sinks"),
+        ("flash_attention_3", HOPPER, "flash_attention_3 is not installed"),
+        ("flash_attention_4", HOPPER, "flash_attention_4 is not installed"),
+        ("xformers", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
+    ],
+)
+def test_refusals_name_what_is_missing(name: str, features: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(name, features)  # type: ignore[arg-type]
+
+
+def test_auto_never_takes_what_must_be_asked_for() -> None:
+    for features in (PLAIN, HOPPER, replace(HOPPER, softcap=True), replace(HOPPER, dropout=0.1)):
+        assert choose("auto", features).path in ("varlen", "per_document", "sdpa")
+    assert {"flex", "xformers", "flash_attention_2"} <= set(BACKENDS)
