@@ -75,10 +75,10 @@ def test_xformers_mask_equals_the_dense_mask(lengths: list[int], window: int | N
 @pytest.mark.parametrize("window", [None, 40], ids=["", "window"])
 def test_flex_on_the_device_within_twice_the_error_of_dense_attention(window: int | None, sinks: bool) -> None:
     batch = PackedBatch.from_lengths((130, 60, 1, 65))
-    inputs = make_inputs(batch, torch.bfloat16, sinks=sinks, value_dim=16)
-    inputs = [
-        torch.randn(t.shape[:-1] + (16,) if t.dim() == 4 else t.shape).bfloat16().requires_grad_() for t in inputs
-    ]
+    head_dim = 16  # the least that flex's kernels take
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, batch.total_tokens, head_dim) for heads in (HEADS, 2, 2)] + [(HEADS,)] * sinks
+    inputs = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
     exact = run(
         lambda t: dense_attention(batch, t, window, None), [t.detach().double().requires_grad_() for t in inputs]
     )
