@@ -90,6 +90,16 @@ def test_derived_objects_are_built_once_and_die_when_cleared() -> None:
     assert list(batch.build_counts.values()) == [1]
 
 
+def test_bucketed_max_seqlen_covers_the_longest_segment_with_few_values() -> None:
+    seen = set()
+    for length in range(1, 8193):
+        bucket = PackedBatch.from_lengths((length,)).bucketed_max_seqlen if length % 97 == 0 else None
+        if bucket is not None:
+            seen.add(bucket)
+            assert length <= bucket <= max(128, 1.25 * length + 128)
+    assert len(seen) <= 24
+
+
 def test_moving_leaves_derived_objects_behind() -> None:
     batch = PackedBatch.from_lengths((3, 2), num_padding=1, labels=torch.arange(6))
     dense_mask(batch, None, CPU)

@@ -64,5 +64,5 @@ def prepare(batch: PackedBatch, device: torch.device, implementation: str) -> Fl
     """The batch's own metadata, on the device."""
     return batch.derive(
         (implementation, device),
-        lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.max_seqlen, implementation),
+        lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, implementation),
     )

@@ -86,11 +86,11 @@ def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -
     def build() -> VarlenLayer:
         bounds = part_bounds(batch.segment_lengths, elements_per_token)
         if len(bounds) == 1:
-            return VarlenLayer(((batch.cu_seqlens.to(device), batch.max_seqlen, 0, batch.total_tokens),))
+            return VarlenLayer(((batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, 0, batch.total_tokens),))
         parts, token = [], 0
         for first, end in bounds:
             part = PackedBatch.from_lengths(batch.segment_lengths[first:end])
-            parts.append((part.cu_seqlens.to(device), part.max_seqlen, token, token + part.total_tokens))
+            parts.append((part.cu_seqlens.to(device), part.bucketed_max_seqlen, token, token + part.total_tokens))
             token += part.total_tokens
         return VarlenLayer(tuple(parts))
 
