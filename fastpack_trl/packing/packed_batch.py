@@ -110,8 +110,8 @@ class PackedBatch:
     def bucketed_max_seqlen(self) -> int:
         """`max_seqlen` rounded up to one of four steps per power of two, from 128 on.
 
-        What crosses a layer boundary: a compiled layer sees few values, and a kernel that sizes its grid by it launches at
-        most a quarter of its blocks in vain.
+        What crosses a layer boundary: a compiled layer sees few values, and a kernel that sizes its grid by it launches
+        at most a quarter of its blocks in vain.
         """
         step = max(128, 1 << max(0, (self.max_seqlen - 1).bit_length() - 3))
         return -(-self.max_seqlen // step) * step
