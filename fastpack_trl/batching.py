@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
+from transformers import PreTrainedModel, Trainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
@@ -20,6 +23,24 @@ class BatchPlan:
 
     kind: Literal["packed", "padding_free", "stock"]
     reason: str
+
+
+_PRIVATE = (
+    (Trainer, "_get_dataloader"),
+    (SFTTrainer, "_prepare_dataset"),
+    (PreTrainedModel, "_can_set_attn_implementation"),
+)
+"""What is used beside the public interface of transformers and TRL."""
+
+
+def missing_seams() -> str:
+    """The private seams that the installed versions lack; empty where all are there. Without one, stock runs."""
+    return ", ".join(f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name))
+
+
+def is_stock_collator(collator: object) -> bool:
+    """Whether a collator is exactly TRL's own for text; a subclass may do something that ours does not."""
+    return type(collator) is DataCollatorForLanguageModeling
 
 
 def plan_batches(trainer: Any, path: str) -> BatchPlan:
@@ -38,11 +59,10 @@ def _only_stock(trainer: Any, path: str) -> str:
     """Why our collator cannot be used at all; empty where it can."""
     args = trainer.args
     parallelism = trainer.accelerator.parallelism_config
-    collator = type(trainer.data_collator)
     reasons = {
         "packed_attention is off": path == "off",
-        "vision data": trainer._is_vision_dataset,
-        f"custom data collator {collator.__name__}": collator is not DataCollatorForLanguageModeling,
+        "vision data": getattr(trainer, "_is_vision_dataset", False),
+        f"custom data collator {type(trainer.data_collator).__name__}": not is_stock_collator(trainer.data_collator),
         "context or sequence parallelism": parallelism is not None
         and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False)),
         "packing_strategy='wrapped' cuts documents: a row is one document": args.packing
@@ -55,15 +75,24 @@ def _only_stock(trainer: Any, path: str) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+# A subclass may count on one document per row in them.
+_SEE_BATCHES = ("compute_loss", "training_step", "prediction_step")
+
+
 def _rather_padded(trainer: Any, path: str) -> str:
     """Why stock's padded batches stay; empty where rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
+    own = [name for name in _SEE_BATCHES if not _is_ours(getattr(type(trainer), name))]
     reasons = {
         f"{path} would pad the documents again": path not in ("varlen", "per_document"),
         "one document per batch has no padding": args.per_device_train_batch_size == 1,
         f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padded shapes": bool(args.pad_to_multiple_of),
         "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,
+        f"{', '.join(own)} of {type(trainer).__name__} may expect one document per row": bool(own),
+        "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
+        "include_num_input_tokens_seen counts padding": str(args.include_num_input_tokens_seen).lower()
+        not in ("no", "false"),
         "split_batches cuts a batch by rows": bool(config.split_batches) or bool(config.dispatch_batches),
         "this model's loss counts the first label of each padded row": not getattr(
             trainer, "_loss_shifts_labels", False
@@ -72,20 +101,32 @@ def _rather_padded(trainer: Any, path: str) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def _is_ours(method: Any) -> bool:
+    return str(method.__module__).partition(".")[0] in ("fastpack_trl", "trl", "transformers")
+
+
 def packing_collator(trainer: Any) -> PackingCollator:
     """Ours in the place of the trainer's stock collator, with the same settings."""
     stock = trainer.data_collator
     return PackingCollator(
         pad_token_id=stock.pad_token_id,
         pad_to_multiple_of=stock.pad_to_multiple_of,
-        vocab_size=int(trainer.model.config.get_text_config().vocab_size),
+        vocab_size=vocabulary(trainer.model),
     )
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the token embedding: the token ids that the model can take."""
+    embedding = model.get_input_embeddings()
+    return int(getattr(embedding, "num_embeddings", 0) or model.config.get_text_config().vocab_size)
 
 
 def fast_view(trainer: Any, dataset: Any) -> Any:
     """A map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
         return dataset
-    if getattr(trainer.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
-        return dataset.with_format("numpy")  # grouping by length reads a column of a `datasets.Dataset`
+    plain = getattr(trainer.args, "train_sampling_strategy", "random") in ("random", "sequential")
+    samplers = all(_is_ours(getattr(type(trainer), name)) for name in ("_get_train_sampler", "_get_eval_sampler"))
+    if not (plain and samplers and is_token_lists(dataset, COLUMNS)):
+        return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
     return ArrowRows(dataset, COLUMNS)

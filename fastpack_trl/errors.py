@@ -16,6 +16,10 @@ class UserError(ValueError):
     """A setting, file or model that the user has to change. The command line prints it as one line, exit code 2."""
 
 
+class PackingError(RuntimeError):
+    """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
+
+
 def one_line(message: object) -> str:
     """``message`` without line breaks, cut where upstream lists hundreds of names."""
     text = " ".join(str(message).split())

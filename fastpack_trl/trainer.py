@@ -4,25 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from fastpack_trl.attention.backends import RIGHT_PADDED, choose
+from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
 from fastpack_trl.attention.model_features import asked_for, read_features
 from fastpack_trl.attention.seam import PackedAttention, packed_attention
-from fastpack_trl.batching import BatchPlan, fast_view, packing_collator, plan_batches
+from fastpack_trl.batching import (
+    fast_view,
+    is_stock_collator,
+    missing_seams,
+    packing_collator,
+    plan_batches,
+    vocabulary,
+)
 from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
+from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
 from fastpack_trl.packing import dataset as dataset_facts
-from fastpack_trl.verify import PackingError, PackingProof, verify_packing
+from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.verify import PackingProof, verify_packing
+
+logger = get_logger(__name__)
 
 _DISABLED = "FASTPACK_DISABLE is set"
+# What a model raises that does not take the arguments of the proof.
+_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Give a method the signature and the docstring of stock's: people read them in their editor."""
+
+    def decorate(method: _Method) -> _Method:
+        return cast("_Method", functools.wraps(stock, assigned=("__doc__", "__name__"))(method))
+
+    return decorate
 
 
 class FastSFTTrainer(SFTTrainer):
@@ -42,25 +69,32 @@ class FastSFTTrainer(SFTTrainer):
 
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
 
-    def __init__(self, model: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+    @_documented_as(SFTTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs).arguments
         self.fastpack_report = FeatureReport()
-        self._fastpack_disabled = disabled_by_environment()
-        self._fastpack_facts: dataset_facts.DatasetFacts | None = None
         self.fastpack_proof: PackingProof | None = None
+        self._fastpack_facts: dataset_facts.DatasetFacts | None = None
         self._fastpack_entered = False
+        self._fastpack_shown = ""
+        self._fastpack_own_collator = given.get("data_collator") is not None
+        missing = missing_seams()
+        self._fastpack_disabled = (
+            _DISABLED if disabled_by_environment() else f"transformers or trl lacks {missing}" if missing else ""
+        )
         if self._fastpack_disabled:
-            super().__init__(model, args, *rest, **kwargs)
-            self.fastpack_report.add("fastpack", "off", "stock", _DISABLED)
+            super().__init__(*args, **kwargs)
+            self.fastpack_report.add("fastpack", "off", "stock", self._fastpack_disabled)
             return
-        train_dataset = kwargs.get("train_dataset", rest[1] if len(rest) > 1 else None)
+        train_dataset = given.get("train_dataset")
         if isinstance(train_dataset, Dataset) and not len(train_dataset):
             raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
-        super().__init__(model, args, *rest, **kwargs)
-        by_name = (self.args.model_init_kwargs or {}).get("attn_implementation") if isinstance(model, str) else None
+        super().__init__(*args, **kwargs)
+        by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
         self._fastpack_choice = choose(
             self._fastpack_setting("packed_attention", "auto"),
             read_features(self.model, self._fastpack_dtype),
-            stock_requested=asked_for(self.model, by_name),
+            stock_requested=asked_for(self.model, by_name if isinstance(given["model"], str) else None),
         )
         self._fastpack_describe()
 
@@ -86,18 +120,29 @@ class FastSFTTrainer(SFTTrainer):
         )  # fmt: skip
         report.add("batches", "on" if active else "stock", plan.kind.replace("_", "-"), plan.reason)
         report.facts |= self._fastpack_data_facts()
-        if not isinstance(self.train_dataset, Dataset):
+        if not active or not isinstance(self.train_dataset, Dataset) or choice.path != RIGHT_PADDED:
             return
-        dataset_facts.check_vocabulary(self.train_dataset, int(self.model.config.get_text_config().vocab_size))
-        if active and choice.path == RIGHT_PADDED:
-            cost = dataset_facts.highest_padding_cost(self.train_dataset)
-            report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {self._fastpack_limit:g})"
-            if cost > self._fastpack_limit:
-                raise ValueError(
-                    f"padded_rows would compute up to {cost:.1f} padded tokens per real token, over "
-                    f"padded_rows_limit={self._fastpack_limit:g}: train with packing=False, pack documents of similar "
-                    f"length, or raise padded_rows_limit"
-                )
+        rows = self.args.per_device_train_batch_size
+        cost = dataset_facts.highest_padding_cost(self.train_dataset, rows, self.args.seed)
+        report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {self._fastpack_limit:g})"
+        if cost <= self._fastpack_limit:
+            return
+        over = f"padded_rows would compute up to {cost:.1f} padded tokens per real token, over "
+        over += f"padded_rows_limit={self._fastpack_limit:g} ({choice.reason})"
+        if self._fastpack_setting("packed_attention", "auto") == "auto" and self._fastpack_stock_is_right():
+            self._fastpack_choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
+            self._fastpack_describe()
+            return
+        raise ValueError(
+            f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
+        )
+
+    def _fastpack_stock_is_right(self) -> bool:
+        """Whether this model keeps packed documents apart on its own, slowly or by chance of its family."""
+        try:
+            return verify_packing(self.model, implementation="off").proven
+        except _CANNOT_RUN:
+            return False
 
     def _fastpack_data_facts(self) -> dict[str, Any]:
         facts, args = self._fastpack_facts, self.args
@@ -114,18 +159,26 @@ class FastSFTTrainer(SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        if self._fastpack_disabled or isinstance(dataset, IterableDataset) or dataset.format["type"] == "custom":
+        if (
+            self._fastpack_disabled
+            or self._fastpack_own_collator
+            or isinstance(dataset, IterableDataset)
+            or dataset.format["type"] == "custom"
+            or not len(dataset)
+        ):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         # In two passes of stock's own preparation, so that the lengths before truncation can be read in between.
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         documents = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        if not dataset_facts.is_token_lists(documents, ("input_ids", "labels")):
+            return super()._prepare_dataset(documents, processing_class, args, packing, None, dataset_name)
         dataset_facts.check_lengths(documents, dataset_name)
         documents, empty = dataset_facts.drop_empty(documents)
         if not len(documents):
             raise ValueError(f"the {dataset_name} data set has no token: all {empty} documents are empty")
         prepared = super()._prepare_dataset(documents, processing_class, args, packing, None, dataset_name)
-        if dataset_name == "train":
+        if self._fastpack_facts is None and dataset_name == "train":  # an evaluation set may have that name too
             self._fastpack_facts = dataset_facts.measure(
                 documents,
                 prepared,
@@ -149,24 +202,30 @@ class FastSFTTrainer(SFTTrainer):
         """Whether a loader gets our collator. Evaluation that returns predictions keeps the shapes stock gives it."""
         if self._fastpack_disabled or not self._fastpack_entered or self._fastpack_plan.kind == "stock":
             return False
+        if not is_stock_collator(self.data_collator):  # set by the user after construction
+            name = type(self.data_collator).__name__
+            if self.fastpack_report["batches"].status == "on":
+                self.fastpack_report.add("batches", "stock", "stock", f"data_collator was replaced by {name}")
+                logger.warning(f"batches: stock (data_collator was replaced by {name})")
+            return False
         if is_training or self._fastpack_plan.kind == "packed":
             return True
         # The mean of the evaluation losses is over batches, so flattening changes no figure; a data set without a
         # length would be counted by the first dimension of its batches.
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
+    @_documented_as(SFTTrainer.train)
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `SFTTrainer.train`; the features are installed for its duration."""
         with self._fastpack_features(announce=True):
             return super().train(*args, **kwargs)
 
+    @_documented_as(SFTTrainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `SFTTrainer.evaluate`."""
         with self._fastpack_features():
             return super().evaluate(*args, **kwargs)
 
+    @_documented_as(SFTTrainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `SFTTrainer.predict`."""
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
@@ -180,14 +239,23 @@ class FastSFTTrainer(SFTTrainer):
                 self._fastpack_install(stack, prove=announce)
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "documents are not packed by us")
-            if announce and self.is_world_process_zero():
-                print(self.fastpack_report.table(), flush=True)
+            if announce:
+                self._fastpack_announce()
             self._fastpack_entered = True
             stack.callback(setattr, self, "_fastpack_entered", False)
             yield
 
+    def _fastpack_announce(self) -> None:
+        """The banner, once per content: `train` may be called many times."""
+        table = self.fastpack_report.table()
+        if self.is_world_process_zero() and table != self._fastpack_shown:
+            print(table, flush=True)
+        self._fastpack_shown = table
+
     def _fastpack_install(self, stack: contextlib.ExitStack, *, prove: bool) -> None:
         """Install the chosen attention; where `auto` chose it and the proof fails, padded rows take over, named."""
+        if prove and isinstance(self.train_dataset, Dataset) and is_token_lists(self.train_dataset, ("input_ids",)):
+            dataset_facts.check_vocabulary(self.train_dataset, vocabulary(self.model))
         choice = self._fastpack_choice
         attempt = stack.enter_context(contextlib.ExitStack())
         attention = attempt.enter_context(self._fastpack_attention(choice.path))
@@ -195,16 +263,24 @@ class FastSFTTrainer(SFTTrainer):
             return
         try:
             self._fastpack_prove(attention)
-        except (PackingError, RuntimeError) as error:
+        except PackingError as error:
             if self._fastpack_setting("packed_attention", "auto") != "auto" or choice.path == RIGHT_PADDED:
                 raise
             attempt.close()
-            self.fastpack_report.add("packed_attention", "on", RIGHT_PADDED, f"{choice.path} failed its proof: {error}")
-            self._fastpack_prove(stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
+            reason = f"{choice.path} failed its proof: {error}"
+            self._fastpack_choice = Choice(RIGHT_PADDED, reason)
+            self._fastpack_describe()
+            if self._fastpack_plan.kind != "stock":
+                self._fastpack_prove(stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
 
     def _fastpack_attention(self, path: str) -> contextlib.AbstractContextManager[PackedAttention]:
+        # A prepared data set was measured as a whole: no batch of it stops a run that is under way.
+        measured = isinstance(self.train_dataset, Dataset)
         return packed_attention(
-            self.model, path, padded_rows_limit=self._fastpack_limit, compute_dtype=self._fastpack_dtype
+            self.model,
+            path,
+            padded_rows_limit=float("inf") if measured else self._fastpack_limit,
+            compute_dtype=self._fastpack_dtype,
         )
 
     def _fastpack_proof_due(self) -> bool:
@@ -217,20 +293,31 @@ class FastSFTTrainer(SFTTrainer):
         return True
 
     def _fastpack_prove(self, attention: PackedAttention) -> None:
-        with self.accelerator.autocast():
-            proof = verify_packing(self.model, attention=attention)
-        self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+        try:
+            with self.accelerator.autocast():
+                proof = verify_packing(self.model, attention=attention)
+        except PackingError:
+            raise
+        except _CANNOT_RUN as error:
+            # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing=True` insists.
+            if self._fastpack_setting("verify_packing", "auto") == "on" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+            self.fastpack_report.add("verify_packing", "off", "not run", reason)
+            return
         self.fastpack_proof = proof
+        self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
 
+    @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `SFTTrainer.training_step`; what was derived from the batch is dropped after its backward pass."""
+        # What was derived from the batch is dropped after its backward pass.
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         finally:
             _clear(inputs)
 
+    @_documented_as(SFTTrainer.prediction_step)
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `SFTTrainer.prediction_step`; what was derived from the batch is dropped."""
         try:
             return super().prediction_step(model, inputs, *args, **kwargs)
         finally:
@@ -241,6 +328,3 @@ def _clear(inputs: Any) -> None:
     batch = inputs.get("packed_batch")
     if batch is not None:
         batch.clear_derived()
-
-
-__all__ = ["BatchPlan", "FastSFTTrainer"]

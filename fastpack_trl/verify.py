@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.attention.model_features import is_prompt_learning, text_model
+from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.attention.seam import PackedAttention, packed_attention
+from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -19,10 +20,6 @@ DEFAULT_LENGTHS = (9, 1, 14, 6)
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
-
-
-class PackingError(RuntimeError):
-    """Packed documents influence each other, or their loss is not that of separate documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +163,18 @@ class _Probe:
         return embeddings
 
     def leaks_and_loss(self) -> tuple[list[tuple[int, int, float]], float]:
-        embeddings = self.embed(self.ids)
+        leaf = self.embed(self.ids)
         kwargs = to_transformers_kwargs(self.batch)
         if self.attention.path != "off":
             kwargs["packed_batch"] = self.batch
         with torch.enable_grad():
-            logits = self.model(inputs_embeds=embeddings, use_cache=False, **kwargs).logits
+            # A copy: some families scale their embeddings in place.
+            logits = self.model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs).logits
         documents = self.documents(logits)
         leaks = []
         for target, document in enumerate(documents):
             direction = torch.randn(document.shape, generator=self.directions).to(document)
-            (gradient,) = torch.autograd.grad((document * direction).sum(), embeddings, retain_graph=True)
+            (gradient,) = torch.autograd.grad((document * direction).sum(), leaf, retain_graph=True)
             for source, part in enumerate(gradient[0].split(self.lengths)):
                 largest = float(part.abs().max())
                 if source != target and largest != 0.0:  # exactly zero; a NaN is a leak too
@@ -189,14 +187,11 @@ class _Probe:
 
     def stock_logits(self, ids: Tensor) -> Tensor:
         with torch.enable_grad():
-            logits: Tensor = self.model(inputs_embeds=self.embed(ids[None]), use_cache=False).logits[0]
+            logits: Tensor = self.model(inputs_embeds=self.embed(ids[None]).clone(), use_cache=False).logits[0]
         return logits.detach()[-len(ids) :]  # prompt learning puts its virtual tokens before
 
     def documents(self, logits: Tensor) -> list[Tensor]:
-        """Logits of each document, (length, vocabulary)."""
-        if is_prompt_learning(self.model) and self.attention.path != "off":
-            start = logits.shape[1] - max(self.lengths)
-            return [row[start : start + length] for row, length in zip(logits, self.lengths, strict=True)]
+        """Logits of each document, (length, vocabulary); prompt learning puts its virtual tokens before the row."""
         return list(logits[0, -sum(self.lengths) :].split(self.lengths))
 
     def mean_loss(self, documents: list[Tensor]) -> float:
@@ -212,7 +207,7 @@ class _Probe:
         dtype = _compute_dtype(self.model)
         if _has_experts(self.config) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
             return None
-        return _ULPS * torch.finfo(dtype).eps * max(1.0, abs(loss))
+        return _ULPS * _epsilon(dtype, next(iter(self.model.parameters())).device) * max(1.0, abs(loss))
 
     def not_exercised(self) -> Iterator[str]:
         longest = max(self.lengths)
@@ -230,6 +225,12 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return max(torch.finfo(dtype).eps, 2.0**-10 if tf32 and dtype == torch.float32 else 0.0)
 
 
 def _has_experts(config: Any) -> bool:

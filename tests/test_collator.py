@@ -113,7 +113,7 @@ def test_numpy_format_of_datasets_equals_trls_collator_on_python_format():
         ([{"input_ids": [1, 96]}], ["96", "[0, 96)", "resize_token_embeddings"]),
         ([{"input_ids": np.array([1, -7])}], ["-7", "[0, 96)"]),
         ([{"input_ids": [1, 2], "labels": [-100, 97]}], ["labels", "97"]),
-        ([{"input_ids": [1, 2], "labels": [-1, 2]}], ["labels", "-1"]),
+        ([{"input_ids": [1, 2], "labels": [2, -1]}], ["labels", "-1"]),
         ([{"input_ids": [1.0, 2.0]}], ["float64", "integers"]),
         ([{"input_ids": [[1, 2]]}], ["2 dimension(s)"]),
         ([{"input_ids": [[1, 2], [3]]}], ["integers"]),

@@ -143,6 +143,8 @@ def test_peft_models(method: str) -> None:
         kwargs = {} if method == "prefix_tuning" else {"use_cache": False}
         output = model(input_ids=ids, labels=labels, packed_batch=batch, **to_transformers_kwargs(batch), **kwargs)
         output.loss.backward()
+    virtual = 3 if method == "prompt_tuning" else 0
+    assert output.logits.shape[:2] == (1, virtual + sum(LENGTHS)), "as stock's: one row, virtual tokens once"
     assert abs(output.loss.item() - expected_loss) <= 1e-5
     assert_gradients_close(gradients(model), expected)
     assert verify_packing(model).proven

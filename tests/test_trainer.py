@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, batching
 from fastpack_trl.attention import seam
+from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
-from fastpack_trl.verify import PackingError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,10 @@ from fastpack_trl.verify import PackingError
         ({"packing": True, "max_length": 16}, "packed"),
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
         ({"padding_free": True, "max_length": None}, "packed"),
+        ({"neftune_noise_alpha": 5.0}, "stock"),
+        ({"neftune_noise_alpha": 5.0, "packing": True}, "packed"),
+        ({"include_num_input_tokens_seen": "all"}, "stock"),
+        ({"packing": True, "include_num_input_tokens_seen": "all"}, "packed"),
         ({"packing": True, "eval_packing": False}, "packed"),
         ({"packing": True, "pad_to_multiple_of": 8, "gradient_checkpointing": False}, "packed"),
         ({"pad_to_multiple_of": 8}, "stock"),
@@ -44,7 +49,7 @@ from fastpack_trl.verify import PackingError
         ({"packing": True, "gradient_checkpointing_kwargs": {"selective": True}}, "packed"),
         ({"packing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "packed"),
         ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager"}, "stock"),
-        ({"packing": True, "family": "llama", "neftune_noise_alpha": 0.0}, "packed"),
+        ({"packing": True, "family": "llama"}, "packed"),
         ({"family": "qwen3_moe", "packing": True}, "packed"),
         ({"family": "mistral", "packing": True}, "packed"),
         ({"packing": True, "train_sampling_strategy": "sequential"}, "packed"),
@@ -302,6 +307,90 @@ def test_collator_and_context_manager_serve_the_stock_trainer(tmp_path: Path) ->
     assert_same_log(run(packed=True), run(packed=False))
 
 
+def test_a_collator_set_after_construction_is_used(tmp_path: Path) -> None:
+    """As `train_on_responses_only` of other libraries does."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    calls = []
+
+    class Masking(DataCollatorForLanguageModeling):
+        def torch_call(self, examples: Any) -> Any:
+            calls.append(len(examples))
+            return super().torch_call(examples)
+
+    trainer = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True, "max_steps": 2})
+    trainer.data_collator = Masking(pad_token_id=0, padding_free=True)
+    trainer.train()
+    assert calls
+    assert "replaced by Masking" in trainer.fastpack_report["batches"].reason
+
+
+def test_a_subclass_that_sees_batches_gets_stocks_padded_ones(tmp_path: Path) -> None:
+    shapes = []
+
+    class Mine(FastSFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            shapes.append((tuple(inputs["input_ids"].shape), "attention_mask" in inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    mine = train(Mine, tmp_path, max_steps=1, eval_strategy="no")
+    assert shapes[0][0][0] == 4
+    assert shapes[0][1]
+    assert "compute_loss of Mine" in mine.fastpack_report["batches"].reason
+
+
+def test_signature_and_help_are_those_of_stock() -> None:
+    for name in ("__init__", "train", "evaluate", "predict", "training_step", "prediction_step"):
+        ours, stock = getattr(FastSFTTrainer, name), getattr(SFTTrainer, name)
+        assert inspect.signature(ours) == inspect.signature(stock), name
+        assert ours.__doc__ == stock.__doc__
+
+
+def test_stock_runs_where_a_private_seam_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_PRIVATE", (*batching._PRIVATE, (SFTTrainer, "_renamed_upstream")))
+    ours, stock = both(tmp_path, packing=True)
+    assert figures(ours) == figures(stock)
+    assert ours.fastpack_report["fastpack"].reason == "transformers or trl lacks SFTTrainer._renamed_upstream"
+
+
+def test_a_proof_that_cannot_run_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    def without_embeddings() -> Any:
+        model = tiny_model("qwen3")
+        forward = model.model.forward
+
+        def only_ids(*args: Any, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+            if inputs_embeds is not None:
+                raise ValueError("give input_ids")
+            return forward(*args, **kwargs)
+
+        model.model.forward = only_ids
+        return model
+
+    ours = train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True)
+    assert "cannot run on this model: ValueError: give input_ids" in ours.fastpack_report["verify_packing"].reason
+    with pytest.raises(ValueError, match="give input_ids"):
+        train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True, fast={"verify_packing": "on"})
+
+
+def test_data_that_only_stock_can_train_on_is_left_to_it(tmp_path: Path) -> None:
+    fixed = Dataset.from_dict(
+        {"input_ids": [[5, 6, 7, 8]] * 8}, features=Features({"input_ids": List(Value("int64"), length=4)})
+    )
+    make_trainer(tmp_path, fixed, args={"max_steps": 1}).train()
+    first_label = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "labels": [[-1, 6, 7]] * 4})
+    make_trainer(tmp_path, first_label, args={"max_steps": 1, "packing": True}).train()
+    with pytest.raises(ValueError, match="No columns in the dataset match"):
+        trainer = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True, "max_steps": 1})
+        trainer.predict(make_dataset("text"))
+
+
+def test_where_stock_packs_right_the_limit_of_padded_rows_takes_nothing_away(tmp_path: Path) -> None:
+    ours = train(FastSFTTrainer, tmp_path, family="stablelm", packing=True, fast={"padded_rows_limit": 1})
+    line = ours.fastpack_report["packed_attention"]
+    assert line.status == "off"
+    assert "stock keeps this model's documents apart, proven" in line.reason
+
+
 def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = train(FastSFTTrainer, tmp_path, packing=True, max_length=16)
     printed = capsys.readouterr().out
@@ -334,6 +423,9 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     assert "failed its proof" in line.reason
     assert ours.fastpack_proof is not None
     assert ours.fastpack_proof.path == "padded_rows"
+    assert ours._fastpack_choice.path == "padded_rows", (
+        "an evaluation after training must not take the path that failed"
+    )
     with pytest.raises(PackingError, match=r"LEAK.*set packed_attention='padded_rows'"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
 
@@ -352,12 +444,12 @@ def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrain
         ({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}, "row 0 .* has 2 labels for 3 input_ids"),
         ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
         ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids', outside"),
-        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels', outside"),
+        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "labels has token id 500, outside"),
     ],
 )
-def test_bad_data_is_named_before_training(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
+def test_bad_data_is_named_before_the_first_step(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, Dataset.from_dict(rows), args={"packing": True})
+        make_trainer(tmp_path, Dataset.from_dict(rows), args={"packing": True}).train()
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[Padd
     """Hooks that unpack a batch with the keyword `packed_batch` before the model and pack its output after it.
 
     The backbone is wrapped, so that everything above it (head, loss) sees the packed row. Prompt learning is unpacked
-    before PEFT, which prepends its virtual tokens to every row; its outputs stay in rows.
+    before PEFT, which prepends its virtual tokens to every row.
 
     Raises:
         ValueError: in a forward, when a batch would cost more than `limit` padded tokens per real token.
@@ -142,17 +142,44 @@ class _BackboneHooks:
 
 
 class _PromptHooks(_BackboneHooks):
+    """Around PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
+
+    def __init__(self, counts: PaddedRows, limit: float) -> None:
+        super().__init__(counts, limit)
+        self.virtual_tokens = 0
+
     def register(self, model: nn.Module) -> list[Any]:
-        return [model.register_forward_pre_hook(self.unpack, with_kwargs=True)]
+        config: Any = model.active_peft_config
+        # Prefix tuning gives keys and values, not tokens: nothing is in front of its outputs.
+        self.virtual_tokens = 0 if config.peft_type == "PREFIX_TUNING" else int(config.num_virtual_tokens)
+        return [
+            model.register_forward_pre_hook(self.unpack, with_kwargs=True),
+            model.register_forward_hook(self.pack),
+            model.register_forward_hook(self.forget, always_call=True),
+        ]
 
     def unpack(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = kwargs.get("packed_batch")
         self.forget()
         args, kwargs = super().unpack(module, args, kwargs)
-        self.forget()
-        if batch is not None and kwargs.get("labels") is not None:
-            kwargs["labels"] = _rows(batch).unpack(kwargs["labels"], IGNORE_INDEX)
+        if self.batch is not None and kwargs.get("labels") is not None:
+            kwargs["labels"] = _rows(self.batch).unpack(kwargs["labels"], IGNORE_INDEX)
         return args, kwargs
+
+    def pack(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if self.batch is None:
+            return output
+        rows, total, virtual = _rows(self.batch), self.batch.total_tokens, self.virtual_tokens
+
+        def convert(tensor: Tensor) -> Tensor:
+            missing = virtual + rows.width - tensor.shape[1] if tensor.dim() > 1 and len(tensor) == rows.rows else -1
+            if missing not in (0, 1):
+                return tensor
+            # Figures of the *next* token have one position less: the last of the longest document predicts nothing.
+            full = torch.cat([tensor, tensor.new_zeros(len(tensor), missing, *tensor.shape[2:])], dim=1)
+            packed = torch.cat([full[:1, :virtual], rows.pack(full[:, virtual:], total)], dim=1)
+            return packed[:, : packed.shape[1] - missing]
+
+        return _map_tensors(output, convert)
 
 
 def _rows(batch: PackedBatch, counts: PaddedRows | None = None, limit: float = float("inf")) -> _Rows:

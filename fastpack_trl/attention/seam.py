@@ -7,7 +7,6 @@ bit for bit while the seam is in place.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from fastpack_trl.attention.model_features import (
 )
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.stock import stock_attention
+from fastpack_trl.errors import PackingError
 
 # Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
 # "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
@@ -40,7 +40,6 @@ _NAMES = {
     "flash_attention_4": "fastpack_over_fa4",
     "flex_attention": "fastpack_over_flex",
 }
-_registered: Counter[str] = Counter()
 
 
 class PackedAttention:
@@ -120,37 +119,30 @@ def _switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
     text = base.config.get_text_config()
     snapshot = {id(config): (config, config._attn_implementation) for config in _configs(base)}
     key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
-    with _registration(name, stock):
-        try:
-            # A composite model's vision tower keeps its own implementation.
-            base.set_attn_implementation(name if key is None else {key: name})
-            if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
-                raise ValueError(
-                    f"{features.model_type} ignored the switch of its attention: set packed_attention='{RIGHT_PADDED}'"
-                )
-            yield
-        finally:
-            for config, implementation in snapshot.values():
-                # Written back directly: the public setter would check and load kernels again.
-                config._attn_implementation_internal = implementation
-
-
-@contextlib.contextmanager
-def _registration(name: str, stock: str) -> Iterator[None]:
-    """Register `name` as attention and as mask function, for as long as any model uses it."""
-    # With the attention alone transformers would skip masks altogether, and a left-padded batch would be wrong.
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[stock]
-    AttentionInterface.register(name, partial(_attention, stock))
-    AttentionMaskInterface.register(name, mask)
-    _registered[name] += 1
+    _register(name, stock)
     try:
+        # A composite model's vision tower keeps its own implementation.
+        base.set_attn_implementation(name if key is None else {key: name})
+        if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
+            raise ValueError(
+                f"{features.model_type} ignored the switch of its attention: set packed_attention='{RIGHT_PADDED}'"
+            )
         yield
     finally:
-        _registered[name] -= 1
-        if not _registered[name]:
-            # `register` has no counterpart; both classes keep what it adds in this mapping.
-            AttentionInterface._global_mapping.pop(name, None)
-            AttentionMaskInterface._global_mapping.pop(name, None)
+        for config, implementation in snapshot.values():
+            # Written back directly: the public setter would check and load kernels again.
+            config._attn_implementation_internal = implementation
+
+
+def _register(name: str, stock: str) -> None:
+    """Register `name` as attention and as mask function, on first use.
+
+    It stays: without `packed_layer` it is stock's function, and a copy of the model that a callback took during
+    training (an average of weights, say) goes on working afterwards.
+    """
+    # With the attention alone transformers would skip masks altogether, and a left-padded batch would be wrong.
+    AttentionInterface.register(name, partial(_attention, stock))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
 
 
 @contextlib.contextmanager
@@ -158,12 +150,12 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterato
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
     incoming = Incoming()
 
-    def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def prepare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         if batch is None:
             return args, kwargs
         incoming.accept(batch, args, kwargs)
-        device = next(iter(module.parameters())).device
+        device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = backend.prepare(batch, features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
@@ -200,7 +192,7 @@ def _attention(
     """The function behind our name: the packed path with `packed_layer`, the family's own function without."""
     if packed_layer is None:
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
-            raise RuntimeError(
+            raise PackingError(
                 f"{type(module).__name__} was not given the packed metadata: its layers drop keywords; set "
                 f"packed_attention='{RIGHT_PADDED}'"
             )

@@ -83,10 +83,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
             raise ValueError(f"the batch has no token in its {len(rows)} row(s): drop empty rows from the dataset")
         num_padding = -num_tokens % (self.pad_to_multiple_of or 1)
         if self.vocab_size is not None:
-            for ids, labels, _ in rows:
+            for ids, _, _ in rows:
                 _check_vocabulary("input_ids", ids, self.vocab_size)
-                if labels is not ids:
-                    _check_vocabulary("labels", labels[labels != IGNORE_INDEX], self.vocab_size)
 
         lengths = np.concatenate([lengths for _, _, lengths in rows], dtype=np.int64, casting="same_kind")
         segments = np.append(lengths, num_padding) if num_padding else lengths
@@ -128,6 +126,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
         host["cu_seqlens"][1:] = ends
         host["loss_positions"][:] = loss_positions
         next_tokens.take(loss_positions, out=host["loss_labels"], mode="clip")  # "raise" would copy once more
+        if self.vocab_size is not None:
+            _check_vocabulary("labels", host["loss_labels"], self.vocab_size)  # only what the loss counts
         return inputs
 
 

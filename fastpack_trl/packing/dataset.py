@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, List
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
@@ -49,6 +49,20 @@ class DatasetFacts:
         )
 
 
+def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
+    """Whether the data set has `input_ids`, and every one of `columns` that it has is a list of integers per row.
+
+    A data set of empty lists has no integer type, but is one of them.
+    """
+    types = {name: dataset.features[name] for name in columns if name in dataset.column_names}
+    return "input_ids" in types and all(
+        isinstance(kind, List)
+        and kind.length == -1
+        and any(word in str(getattr(kind.feature, "dtype", "")) for word in ("int", "null"))
+        for kind in types.values()
+    )
+
+
 def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     """Items per row of a list column, in the data set's order."""
     parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
@@ -61,7 +75,7 @@ def check_lengths(dataset: Dataset, name: str = "train") -> None:
     Raises:
         ValueError: names the first row and both lengths.
     """
-    if not {"input_ids", "labels"} <= set(dataset.column_names):
+    if "labels" not in dataset.column_names:
         return
     lengths, labels = column_lengths(dataset, "input_ids"), column_lengths(dataset, "labels")
     wrong = np.flatnonzero(labels != lengths)
@@ -74,23 +88,19 @@ def check_lengths(dataset: Dataset, name: str = "train") -> None:
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> None:
-    """Check every token id and label of a tokenized data set, once, on the host.
+    """Check every token id of a tokenized data set, once, on the host. Labels are checked as they are collated.
 
     Raises:
         ValueError: an id outside [0, vocab_size); names it.
     """
-    for column in sorted({"input_ids", "labels"} & set(dataset.column_names)):
-        for chunk in _chunks(dataset, column):
-            values = chunk.flatten()
-            if column == "labels":
-                values = values.filter(pc.not_equal(values, IGNORE_INDEX))
-            extremes = pc.min_max(values).as_py()
-            for value in (extremes["min"], extremes["max"]):
-                if value is not None and not 0 <= value < vocab_size:
-                    raise ValueError(
-                        f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of "
-                        f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
-                    )
+    for chunk in _chunks(dataset, "input_ids"):
+        extremes = pc.min_max(chunk.flatten()).as_py()
+        for value in (extremes["min"], extremes["max"]):
+            if value is not None and not 0 <= value < vocab_size:
+                raise ValueError(
+                    f"the {name} data set has {int(value)} in 'input_ids', outside the model's vocabulary of "
+                    f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
+                )
 
 
 def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
@@ -137,18 +147,28 @@ def measure(
     )
 
 
-def highest_padding_cost(prepared: Dataset) -> float:
-    """The largest ratio of padded to real tokens over packed rows, were each unpacked into padded rows."""
-    worst = 1.0
-    if "seq_lengths" not in prepared.column_names:
-        return worst
-    for chunk in _chunks(prepared, "seq_lengths"):
-        documents = pc.list_value_length(chunk).to_numpy()
-        lengths = chunk.flatten().to_numpy(zero_copy_only=False)
-        starts = np.cumsum(documents) - documents
-        cost = np.maximum.reduceat(lengths, starts) * documents / np.add.reduceat(lengths, starts)
-        worst = max(worst, float(cost.max()))
-    return worst
+def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:
+    """The largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
+
+    Args:
+        prepared: packed rows with `seq_lengths`; 1.0 without them.
+        rows_per_batch: rows that are drawn together, in a random order.
+        seed: of that order. Another order has other batches: the figure is an estimate where rows are merged.
+    """
+    if "seq_lengths" not in prepared.column_names or not len(prepared):
+        return 1.0
+    parts = [
+        (pc.list_value_length(chunk).to_numpy(), chunk.flatten().to_numpy())
+        for chunk in _chunks(prepared, "seq_lengths")
+    ]
+    documents = np.concatenate([counts for counts, _ in parts])
+    lengths = np.concatenate([values for _, values in parts])
+    starts = np.cumsum(documents) - documents
+    order = np.random.default_rng(seed).permutation(len(documents))
+    first = np.arange(0, len(order), rows_per_batch)
+    longest = np.maximum.reduceat(np.maximum.reduceat(lengths, starts)[order], first)
+    tokens = np.add.reduceat(np.add.reduceat(lengths, starts)[order], first)
+    return float((longest * np.add.reduceat(documents[order], first) / tokens).max())
 
 
 def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
