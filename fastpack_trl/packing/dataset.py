@@ -58,7 +58,7 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
     return "input_ids" in types and all(
         isinstance(kind, List)
         and kind.length == -1
-        and any(word in str(getattr(kind.feature, "dtype", "")) for word in ("int", "null"))
+        and str(getattr(kind.feature, "dtype", "")).startswith(("int", "uint", "null"))
         for kind in types.values()
     )
 
