@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastpack_trl.verify import PackingProof
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+DEVICES = ("auto", "cpu", "cuda")
 _DEFAULT_LENGTHS = (9, 1, 14, 6)
 _LARGEST_MATRIX = 10  # documents; above, the leaks are listed
 _LISTED_LEAKS = 20
@@ -29,8 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--attn",
         metavar="NAME",
         default="auto",
-        help="auto (what the trainer would choose), per_document, padded_rows, sdpa, or off: stock as it is, which "
-        "shows where stock leaks (default: auto)",
+        help="auto (what the trainer would choose), varlen, per_document, padded_rows, sdpa, or off: stock as it is, "
+        "which shows where stock leaks (default: auto)",
     )
     add(
         "--lengths",
@@ -48,6 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="of the weights; float32 gives the sharpest comparison and takes 4 bytes per parameter, auto is that of "
         "the checkpoint (default: float32)",
     )
+    add("--device", choices=DEVICES, default="auto", help="auto: CUDA where torch sees it, else the CPU")
     add("--json", metavar="FILE", help="also write the result to FILE")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
 
@@ -81,7 +83,10 @@ def run(args: Namespace) -> int:
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
         )
     file: Path | None = check_writable(args.json) if args.json else None
+    device = _device(args.device)
     model = _load(args)
+    if next(iter(model.parameters())).device.type != device:  # a quantized model is where its kernels are
+        model = model.to(device)
     _check_positions(model, lengths)
     with ExitStack() as stack:
         with preparing():  # a backend that is wrong for this model is a setting
@@ -124,6 +129,14 @@ def _check_folder(option: str, name: str, needs: str) -> None:
         adapter = needs == "config.json" and (folder / "adapter_config.json").is_file()
         hint = ": it is a PEFT adapter; give its base model to --model and this folder to --adapter" if adapter else ""
         raise UserError(f"{option} {name!r} has no {needs}{hint}")
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def _load(args: Namespace) -> Any:

@@ -18,16 +18,18 @@ import torch
 
 from fastpack_trl import cli
 from fastpack_trl.bench import command, packed_attention, record
-from fastpack_trl.bench.packed_attention import OURS, PLAIN, STOCK, ParityError, Shape, Workload, check_parity
+from fastpack_trl.bench.packed_attention import ParityError, check_parity
 from fastpack_trl.bench.timing import WallClock, interleave, median_interval
+from fastpack_trl.bench.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
 from fastpack_trl.errors import UserError
+from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(
     Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64),
     shortest=8,
     longest=40,
     tokens=(128,),
-    settings=(PLAIN, packed_attention.TRL_DEFAULTS),
+    settings=(PLAIN, TRL_DEFAULTS),
     quick_tokens=(),
 )
 
@@ -154,6 +156,7 @@ def test_a_miniature_run_has_the_whole_record(measured: dict[str, Any]) -> None:
                 assert seconds > 0
         assert len(row["ratio"]["values"]) == 2
         assert (row["target"], row["below_target"]) == (None, None)
+        assert row["other_load"] is None or row["other_load"] >= 0
 
 
 def test_both_sides_train_alike(measured: dict[str, Any]) -> None:
@@ -188,12 +191,25 @@ def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
     assert f"torch {torch.__version__}" in out
     assert "(50.0%)" in out  # what an interval of two pairs covers
     assert "data  forward  backward  optimizer" in out
+    busy = command.table(measured | {"rows": [first | {"other_load": 0.8}]})
+    assert "128 tokens: other processes kept 0.8 cores busy" in busy
+    assert "other processes" not in command.table(measured | {"rows": [first | {"other_load": None}]})
+
+
+def test_other_load_counts_what_this_process_did_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seconds: passed, busy on all cores, spent here.
+    readings = iter([(0.0, 100.0, 10.0), (10.0, 125.0, 20.0), (10.0, 100.0, 30.0)])
+    monkeypatch.setattr(record.OtherLoad, "_read", staticmethod(lambda: next(readings, None)))
+    load = record.OtherLoad()
+    assert load.cores() == 1.5
+    assert load.cores() == 0.0
+    assert load.cores() is None
 
 
 def test_targets_are_those_of_the_default_shapes_on_the_cpu() -> None:
     def judged(tokens: int, ratio: float) -> tuple[float | None, bool | None]:
         row = {"tokens": tokens, "ratio": {"median": ratio}}
-        found = packed_attention._judged(row, PLAIN, packed_attention.CPU)
+        found = packed_attention._judged(row, PLAIN, CPU)
         return found["target"], found["below_target"]
 
     assert judged(256, 0.98) == (0.97, False)
@@ -203,7 +219,7 @@ def test_targets_are_those_of_the_default_shapes_on_the_cpu() -> None:
 
 
 def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = packed_attention.FastSFTTrainer.compute_loss
+    original = FastSFTTrainer.compute_loss
 
     def wrong(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # Every document sees the others: positions run on over the row and no packed metadata arrives.
@@ -214,22 +230,20 @@ def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.
     def timed(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("was timed")
 
-    monkeypatch.setattr(packed_attention.FastSFTTrainer, "compute_loss", wrong)
+    monkeypatch.setattr(FastSFTTrainer, "compute_loss", wrong)
     monkeypatch.setattr(packed_attention, "interleave", timed)
     with pytest.raises(ParityError, match=r"with fastpack and .* with stock"):
         packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
 
 
 def test_other_rows_fail_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = packed_attention._trainers
-
     def other_rows(*args: Any) -> Any:
-        trainers = original(*args)
+        trainers = make_trainers(*args)
         rows = trainers[OURS].train_dataset
         trainers[OURS].train_dataset = rows.select(range(len(rows) - 1, -1, -1))
         return trainers
 
-    monkeypatch.setattr(packed_attention, "_trainers", other_rows)
+    monkeypatch.setattr(packed_attention, "make_trainers", other_rows)
     with pytest.raises(ParityError, match="different rows"):
         packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
 
@@ -431,12 +445,12 @@ def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("setting", MINIATURE.settings, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("name", [STOCK, OURS])
-def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: packed_attention.Setting, name: str) -> None:
+def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, name: str) -> None:
     """Same losses as `train()` over the same rows: nothing of a training step is left out."""
     steps = 4
 
     def trainer() -> Any:
-        return packed_attention._trainers(MINIATURE, setting, 128, steps, "cpu", 0, str(tmp_path))[name]
+        return make_trainers(MINIATURE, setting, 128, steps, "cpu", 0, str(tmp_path))[name]
 
     with packed_attention._quiet():
         whole = trainer()

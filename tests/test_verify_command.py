@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verify(folder: Path, family: str, *arguments: str) -> int:
-    return cli.main(["verify", "--model", str(folder / family), *arguments])
+    return cli.main(["verify", "--device", "cpu", "--model", str(folder / family), *arguments])
 
 
 def test_stock_gpt_oss_leaks_and_auto_does_not(
@@ -108,6 +108,14 @@ def write(folder: Path, **values: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     return folder
+
+
+def test_cuda_that_is_not_there_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verify(folder, "qwen3", "--device", "cuda") == 2
+    assert "no CUDA device: use --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
+NOISE_CORES = 0.1
+"""Cores kept busy by other processes above which the table says that a row was not measured alone."""
+
 COLLATOR_TOKENS = 8192
 COLLATOR_ROUNDS = 7
 COLLATOR_TARGET = 10.0
@@ -90,7 +93,7 @@ def _collator(args: Namespace) -> dict[str, Any]:
     from tqdm.auto import tqdm
 
     from fastpack_trl.bench import collator
-    from fastpack_trl.bench.record import make_record
+    from fastpack_trl.bench.record import OtherLoad, make_record
 
     if args.device == "cuda" or (args.threads or 1) != 1:
         raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
@@ -100,12 +103,13 @@ def _collator(args: Namespace) -> dict[str, Any]:
     complete = True
     try:
         for tokens in tqdm(args.tokens or [COLLATOR_TOKENS], unit="length", disable=None, dynamic_ncols=True):
+            load = OtherLoad()
             try:
                 measured = collator.measure(tokens_per_row=tokens, rounds=rounds, seed=args.seed)
             except ValueError as error:
                 raise UserError(str(error)) from error
             settings = {name: value for name, value in measured["settings"].items() if name != "tokens_per_row"}
-            rows.append(_collator_row(tokens, measured))
+            rows.append({**_collator_row(tokens, measured), "other_load": load.cores()})
     except KeyboardInterrupt:
         complete = False
     return make_record(
@@ -145,7 +149,7 @@ def table(record: Mapping[str, Any]) -> str:
         out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
-        out += ["", setting, *_aligned(_rate_cells(chosen))]
+        out += ["", setting, *_aligned(_rate_cells(chosen)), *_disturbances(chosen)]
     phased = [row for row in rows if "phases" in row["fastpack"]]
     if phased:
         out += ["", "where a step goes (median ms)", *_aligned(_phase_cells(phased))]
@@ -184,6 +188,14 @@ def _rate_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return cells
+
+
+def _disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{row['tokens']:,} tokens: other processes kept {row['other_load']:.1f} cores busy; repeat on a quiet machine"
+        for row in rows
+        if (row["other_load"] or 0.0) > NOISE_CORES
+    ]
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

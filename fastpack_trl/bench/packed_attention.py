@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 import math
@@ -15,25 +14,20 @@ from statistics import median
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from tqdm.auto import tqdm
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl.bench.record import make_record
+from fastpack_trl.bench.record import OtherLoad, make_record
 from fastpack_trl.bench.timing import Clock, Comparison, CudaClock, WallClock, interleave, median_interval
-from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.bench.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
 from fastpack_trl.errors import UserError
-from fastpack_trl.trainer import FastSFTTrainer
 
 CASE = "packed_attention"
-STOCK, OURS = "stock", "fastpack"
 PHASES = ("data", "forward", "backward", "optimizer")
-SPECIAL_TOKENS = ("<pad>", "<eos>")
 
 DEFAULT_PAIRS, DEFAULT_THREADS = 5, 2
 GATE_STEPS, WARMUP_PAIRS = 1, 1
-SPARE_ROWS = 1  # accelerate's loader fetches one batch ahead
 
 FLOOR = 0.97
 TARGETS = {4096: 3.0, 8192: 4.5}
@@ -49,56 +43,6 @@ STANDARD_ERRORS = 4
 
 class ParityError(RuntimeError):
     """The two sides did not compute the same loss on the same rows: a time would compare different work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Qwen3 with random weights."""
-
-    layers: int = 8
-    hidden: int = 256
-    intermediate: int = 768
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 32
-    vocabulary: int = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How both trainers are configured; everything else is TRL's default."""
-
-    name: str
-    bf16: bool
-    gradient_checkpointing: bool
-
-
-PLAIN = Setting("fp32, no checkpointing", bf16=False, gradient_checkpointing=False)
-TRL_DEFAULTS = Setting("TRL defaults: bf16, checkpointing", bf16=True, gradient_checkpointing=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is trained: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
-
-    shape: Shape
-    shortest: int
-    longest: int
-    tokens: tuple[int, ...]
-    settings: tuple[Setting, ...]
-    quick_tokens: tuple[int, ...]
-    """Row lengths under TRL's defaults in a quick run."""
-
-
-CPU = Workload(Shape(), 64, 240, (256, 512, 1024, 2048, 4096, 8192), (PLAIN, TRL_DEFAULTS), (2048, 4096))
-CUDA = Workload(
-    Shape(layers=16, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=32_000),
-    64,
-    1024,
-    (4096, 8192, 16_384, 32_768),
-    (Setting("bf16, no checkpointing", bf16=True, gradient_checkpointing=False), TRL_DEFAULTS),
-    (8192,),
-)
 
 
 def measure(
@@ -132,7 +76,8 @@ def measure(
     Returns:
         A record (`make_record`). A row has per side ``seconds`` (median, interval, every time), ``tokens_per_second``,
         ``phases`` (median seconds of data, forward, backward, optimizer) and ``losses``; ``ratio``: stock's seconds /
-        ours, pair by pair; ``target``: the least ratio promised, or None.
+        ours, pair by pair; ``target``: the least ratio promised, or None; ``other_load``: the cores that other
+        processes kept busy meanwhile, None where the system does not tell.
 
     Raises:
         UserError: a row length below the longest document, no pair, no thread, or a device that is not there.
@@ -273,7 +218,7 @@ def _measure_row(
     steps = GATE_STEPS + WARMUP_PAIRS + pairs
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
-        trainers = _trainers(work, setting, tokens, steps, device, seed, folder)
+        trainers = make_trainers(work, setting, tokens, steps, device, seed, folder)
         ours = trainers[OURS]
         stack.enter_context(ours._fastpack_features())
         path = ours.fastpack_report["packed_attention"].path
@@ -293,7 +238,9 @@ def _measure_row(
         parity = check_parity(
             float(gate[STOCK].loss), float(gate[OURS].loss), tokens=gate[STOCK].input_ids.numel(), bf16=setting.bf16
         )
+        load = OtherLoad()
         comparison = interleave(runs, pairs=pairs, warmup=WARMUP_PAIRS, clock=clock, after_pair=_check_rows)
+        other_load = load.cores()
         precision = ours.accelerator.mixed_precision
     gc.collect()  # the sides hold cycles; the next row must not run beside their memory
     first = comparison.results[STOCK]
@@ -307,6 +254,7 @@ def _measure_row(
         "batch_tokens": [step.input_ids.numel() for step in first],
         "batch_documents": [step.documents for step in first],
         "order": list(comparison.order),
+        "other_load": other_load,
         **{name: _side_figures(comparison, name, clock) for name in (STOCK, OURS)},
         "ratio": {**comparison.ratio.to_dict(), "values": list(comparison.ratios)},
     }
@@ -352,89 +300,6 @@ def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[
 def _check_rows(pair: Mapping[str, Step]) -> None:
     if not torch.equal(pair[STOCK].input_ids, pair[OURS].input_ids):
         raise ParityError("the two trainers were given different rows: a time would compare different work")
-
-
-def _trainers(
-    work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
-) -> dict[str, Any]:
-    """Both trainers, ready to train: the same initial weights, the same documents, the same order of rows."""
-    model = _model(work.shape, tokens, seed)
-    tokenizer = _tokenizer(work.shape.vocabulary)
-    documents = _documents(work, tokens * (steps + SPARE_ROWS + 1), seed)
-    sides: dict[str, tuple[Any, Any]] = {STOCK: (SFTTrainer, SFTConfig), OURS: (FastSFTTrainer, FastSFTConfig)}
-    trainers = {}
-    for name, (trainer_class, config_class) in sides.items():
-        args = config_class(
-            output_dir=folder,
-            packing=True,
-            max_length=tokens,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=1,
-            max_steps=steps,
-            bf16=setting.bf16,
-            gradient_checkpointing=setting.gradient_checkpointing,
-            use_cpu=device == "cpu",
-            seed=seed,
-            data_seed=seed,
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer
-        )
-        trainer.train_dataset = _without_emptiest(trainer.train_dataset)
-        trainers[name] = trainer
-    return trainers
-
-
-def _without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
-    """Without what was left over at the end of packing: a row of a few tokens would time something else."""
-    filled = [sum(lengths) for lengths in rows["seq_lengths"]]
-    emptiest = int(np.argmin(filled))
-    return rows.select([index for index in range(len(rows)) if index != emptiest])
-
-
-def _model(shape: Shape, positions: int, seed: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
-
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    set_seed(seed)
-    return Qwen3ForCausalLM(config)
-
-
-def _tokenizer(vocabulary: int) -> Any:
-    """Only its special tokens are read: the documents are token ids."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = [*SPECIAL_TOKENS, *(f"t{index}" for index in range(len(SPECIAL_TOKENS), vocabulary))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[-1]))
-    pad, eos = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos)
-
-
-def _documents(work: Workload, tokens: int, seed: int) -> datasets.Dataset:
-    """At least `tokens` tokens in documents of random ids."""
-    random = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        lengths += random.integers(work.shortest, work.longest + 1, 64).tolist()
-    ids = [random.integers(len(SPECIAL_TOKENS), work.shape.vocabulary, length).tolist() for length in lengths]
-    return datasets.Dataset.from_dict({"input_ids": ids})
 
 
 @contextlib.contextmanager

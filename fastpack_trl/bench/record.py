@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -116,6 +117,40 @@ def _output(program: str, *arguments: str) -> str | None:
         return None
     ran = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
     return ran.stdout.partition("\n")[0].strip() if ran.returncode == 0 else None
+
+
+class OtherLoad:
+    """Cores that *other* processes keep busy while this one measures: a spinning thread pool that must share its cores
+    slows down many times, so that a time taken beside them says little.
+
+    ```python
+    load = OtherLoad()
+    ...
+    load.cores()  # since the line above
+    ```
+    """
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def cores(self) -> float | None:
+        """Average number of cores since construction; None where the system does not tell (only Linux does)."""
+        end = self._read()
+        if self._start is None or end is None or end[0] <= self._start[0]:
+            return None
+        passed, busy, own = (b - a for a, b in zip(self._start, end, strict=True))
+        return max(0.0, (busy - own) / passed)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: passed, busy on all cores together, spent by this process."""
+        statistics = Path("/proc/stat")
+        if not statistics.is_file():
+            return None
+        first = statistics.read_text(encoding="ascii").partition("\n")[0]
+        user, nice, system, _idle, _io_wait, irq, soft_irq = map(int, first.split()[1:8])
+        busy = (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:

@@ -1,0 +1,151 @@
+"""What the training benchmarks train: a random Qwen3 on packed documents of random tokens, by both trainers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.trainer import FastSFTTrainer
+
+STOCK, OURS = "stock", "fastpack"
+SPECIAL_TOKENS = ("<pad>", "<eos>")
+SPARE_ROWS = 1  # accelerate's loader fetches one batch ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen3 with random weights."""
+
+    layers: int = 8
+    hidden: int = 256
+    intermediate: int = 768
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    vocabulary: int = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How both trainers are configured; everything else is TRL's default."""
+
+    name: str
+    bf16: bool
+    gradient_checkpointing: bool
+
+
+PLAIN = Setting("fp32, no checkpointing", bf16=False, gradient_checkpointing=False)
+TRL_DEFAULTS = Setting("TRL defaults: bf16, checkpointing", bf16=True, gradient_checkpointing=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
+
+    shape: Shape
+    shortest: int
+    longest: int
+    tokens: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    quick_tokens: tuple[int, ...]
+    """Row lengths under TRL's defaults in a quick run."""
+
+
+CPU = Workload(Shape(), 64, 240, (256, 512, 1024, 2048, 4096, 8192), (PLAIN, TRL_DEFAULTS), (2048, 4096))
+CUDA = Workload(
+    Shape(layers=16, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=32_000),
+    64,
+    1024,
+    (4096, 8192, 16_384, 32_768),
+    (Setting("bf16, no checkpointing", bf16=True, gradient_checkpointing=False), TRL_DEFAULTS),
+    (8192,),
+)
+
+
+def make_trainers(
+    work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
+) -> dict[str, Any]:
+    """Both trainers, ready to train: the same initial weights, the same documents, the same order of rows."""
+    model = _model(work.shape, tokens, seed)
+    tokenizer = _tokenizer(work.shape.vocabulary)
+    documents = _documents(work, tokens * (steps + SPARE_ROWS + 1), seed)
+    sides: dict[str, tuple[Any, Any]] = {STOCK: (SFTTrainer, SFTConfig), OURS: (FastSFTTrainer, FastSFTConfig)}
+    trainers = {}
+    for name, (trainer_class, config_class) in sides.items():
+        args = config_class(
+            output_dir=folder,
+            packing=True,
+            max_length=tokens,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=1,
+            max_steps=steps,
+            bf16=setting.bf16,
+            gradient_checkpointing=setting.gradient_checkpointing,
+            use_cpu=device == "cpu",
+            seed=seed,
+            data_seed=seed,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = trainer_class(
+            model=copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer
+        )
+        trainer.train_dataset = _without_emptiest(trainer.train_dataset)
+        trainers[name] = trainer
+    return trainers
+
+
+def _without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
+    """Without what was left over at the end of packing: a row of a few tokens would time something else."""
+    filled = [sum(lengths) for lengths in rows["seq_lengths"]]
+    emptiest = int(np.argmin(filled))
+    return rows.select([index for index in range(len(rows)) if index != emptiest])
+
+
+def _model(shape: Shape, positions: int, seed: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    set_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def _tokenizer(vocabulary: int) -> Any:
+    """Only its special tokens are read: the documents are token ids."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, *(f"t{index}" for index in range(len(SPECIAL_TOKENS), vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[-1]))
+    pad, eos = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos)
+
+
+def _documents(work: Workload, tokens: int, seed: int) -> datasets.Dataset:
+    """At least `tokens` tokens in documents of random ids."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths += random.integers(work.shortest, work.longest + 1, 64).tolist()
+    ids = [random.integers(len(SPECIAL_TOKENS), work.shape.vocabulary, length).tolist() for length in lengths]
+    return datasets.Dataset.from_dict({"input_ids": ids})
