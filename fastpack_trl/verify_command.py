@@ -30,8 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--attn",
         metavar="NAME",
         default="auto",
-        help="auto (what the trainer would choose), varlen, per_document, padded_rows, sdpa, or off: stock as it is, "
-        "which shows where stock leaks (default: auto)",
+        help="auto (what the trainer would choose), padded_rows, a backend such as per_document, varlen or sdpa, or off: "
+        "stock as it is, which shows where stock leaks (default: auto)",
     )
     add(
         "--lengths",
