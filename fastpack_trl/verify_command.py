@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--attn",
         metavar="NAME",
         default="auto",
-        help="auto (what the trainer would choose), padded_rows, a backend such as per_document, varlen or sdpa, or off: "
+        help="auto (what the trainer would choose), padded_rows, a backend such as per_document or sdpa, or off: "
         "stock as it is, which shows where stock leaks (default: auto)",
     )
     add(
