@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastpack_trl import cli
-from fastpack_trl.bench import command, packed_attention, record
+from fastpack_trl.bench import command, packed_attention, record, steps
 from fastpack_trl.bench.packed_attention import ParityError, check_parity
 from fastpack_trl.bench.timing import WallClock, interleave, median_interval
 from fastpack_trl.bench.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
@@ -147,7 +147,7 @@ def test_a_miniature_run_has_the_whole_record(measured: dict[str, Any]) -> None:
         for side in (STOCK, OURS):
             figures = row[side]
             assert len(figures["seconds"]["values"]) == len(figures["losses"]) == 2
-            assert set(figures["phases"]) == set(packed_attention.PHASES)
+            assert set(figures["phases"]) == set(steps.PHASES)
             assert min(figures["phases"].values()) > 0
             total = sum(figures["phases"].values())
             assert total == pytest.approx(figures["seconds"]["median"], rel=0.5)
@@ -295,7 +295,7 @@ def test_threads_and_logging_are_as_before(measured: dict[str, Any]) -> None:
 
     assert logging.root.manager.disable == logging.NOTSET
     before = torch.get_num_threads()
-    with packed_attention._threads(before + 1), packed_attention._quiet():
+    with steps.limited_threads(before + 1), steps.quiet():
         assert torch.get_num_threads() == before + 1
         assert datasets.are_progress_bars_disabled()
     assert torch.get_num_threads() == before
@@ -447,19 +447,19 @@ def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", [STOCK, OURS])
 def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, name: str) -> None:
     """Same losses as `train()` over the same rows: nothing of a training step is left out."""
-    steps = 4
+    count = 4
 
     def trainer() -> Any:
-        return make_trainers(MINIATURE, setting, 128, steps, "cpu", 0, str(tmp_path))[name]
+        return make_trainers(MINIATURE, setting, 128, count, "cpu", 0, str(tmp_path))[name]
 
-    with packed_attention._quiet():
+    with steps.quiet():
         whole = trainer()
         whole.args.logging_steps, whole.args.save_strategy = 1, "no"
         whole.train()
         measured = trainer()
         with measured._fastpack_features() if name == OURS else nullcontext():
-            side = packed_attention.Side(measured, WallClock(), steps)
-            losses = [float(side.step().loss) for _ in range(steps)]
+            side = steps.Side(measured, WallClock(), count)
+            losses = [float(side.step().loss) for _ in range(count)]
     assert side.model.is_gradient_checkpointing == setting.gradient_checkpointing
     logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert losses == pytest.approx(logged, rel=1e-6)

@@ -149,11 +149,11 @@ def test_lengths_must_add_up_to_the_row() -> None:
 
 def test_a_family_that_drops_keywords_after_all_is_named() -> None:
     """The guard behind the reading of the source: metadata that does not arrive must not be silently ignored."""
-    from fastpack_trl.attention.seam import _fed, _switched
+    from fastpack_trl.attention.seam import _fed, switched
 
     model = tiny_model("stablelm")
     features = replace(read_features(model), gap="")
-    with _switched(model, features), _fed(model, BACKENDS["per_document"], features):
+    with switched(model, features), _fed(model, BACKENDS["per_document"], features):
         with pytest.raises(PackingError, match="drop keywords; set packed_attention='padded_rows'"):
             forward(model, PackedBatch.from_lengths(LENGTHS))
 

@@ -100,13 +100,13 @@ def packed_attention(
         if handle.path == RIGHT_PADDED:
             handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit))
         elif handle.choice.backend is not None:
-            stack.enter_context(_switched(model, features))
+            stack.enter_context(switched(model, features))
             stack.enter_context(_fed(model, handle.choice.backend, features))
         yield handle
 
 
 @contextlib.contextmanager
-def _switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
+def switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
     """Switch the text config to our name over its own implementation; restore every sub-config on exit."""
     base = text_model(model)
     stock = features.implementation

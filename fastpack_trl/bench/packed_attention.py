@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import math
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-import datasets
 import torch
 from tqdm.auto import tqdm
-from trl import SFTTrainer
 
 from fastpack_trl.bench.record import OtherLoad, make_record
-from fastpack_trl.bench.timing import Clock, Comparison, CudaClock, WallClock, interleave, median_interval
+from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
+from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, interleave
 from fastpack_trl.bench.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
 from fastpack_trl.errors import UserError
 
 CASE = "packed_attention"
-PHASES = ("data", "forward", "backward", "optimizer")
 
 DEFAULT_PAIRS, DEFAULT_THREADS = 5, 2
 GATE_STEPS, WARMUP_PAIRS = 1, 1
@@ -96,8 +91,8 @@ def measure(
     complete = True
     steps = 2 * (GATE_STEPS + WARMUP_PAIRS + pairs)
     with (
-        _threads(threads),
-        _quiet(),
+        limited_threads(threads),
+        quiet(),
         tqdm(total=len(plan) * steps, unit="step", disable=None if progress else True, dynamic_ncols=True) as bar,
     ):
         try:
@@ -157,60 +152,6 @@ def _judged(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[st
     return {"target": target, "below_target": row["ratio"]["median"] < target}
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one training step left behind."""
-
-    marks: tuple[Any, ...]
-    """Start, then the end of each of `PHASES`, in the clock's unit."""
-    loss: torch.Tensor
-    input_ids: torch.Tensor
-    documents: int
-
-
-class Side:
-    """One trainer, prepared as its `train` prepares it, advanced step by step."""
-
-    def __init__(self, trainer: SFTTrainer, clock: Clock, steps: int) -> None:
-        self.trainer = trainer
-        self.clock = clock
-        args = trainer.args
-        if args.gradient_checkpointing:  # `train` switches it on
-            model: Any = trainer.model
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable(args.gradient_checkpointing_kwargs)
-        trainer.create_optimizer()
-        self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-        trainer.optimizer = self.optimizer
-        trainer.create_scheduler(num_training_steps=steps)
-        trainer.current_gradient_accumulation_steps = 1
-        self.batches = iter(trainer.get_train_dataloader())
-        self._forward_end: Any = None
-        self._compute_loss: Callable[..., Any] = trainer.compute_loss
-        trainer.compute_loss = self._marked_compute_loss
-
-    def _marked_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = self._compute_loss(*args, **kwargs)
-        self._forward_end = self.clock.mark()
-        return loss
-
-    def step(self) -> Step:
-        """The next batch through forward, backward, clipping and the optimizer."""
-        trainer, mark = self.trainer, self.clock.mark
-        marks = [mark()]
-        (inputs,), items = trainer.get_batch_samples(self.batches, 1, trainer.args.device)
-        marks.append(mark())
-        input_ids, documents = inputs["input_ids"], len(inputs["cu_seq_lens_q"]) - 1
-        loss = trainer.training_step(self.model, inputs, items)
-        marks += [self._forward_end, mark()]
-        trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
-        self.optimizer.step()
-        trainer.lr_scheduler.step()
-        self.model.zero_grad()
-        marks.append(mark())
-        return Step(tuple(marks), loss, input_ids, documents)
-
-
 def _measure_row(
     work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int, bar: Any
 ) -> dict[str, Any]:
@@ -255,23 +196,8 @@ def _measure_row(
         "batch_documents": [step.documents for step in first],
         "order": list(comparison.order),
         "other_load": other_load,
-        **{name: _side_figures(comparison, name, clock) for name in (STOCK, OURS)},
+        **{name: side_figures(comparison.seconds[name], comparison.results[name], clock) for name in (STOCK, OURS)},
         "ratio": {**comparison.ratio.to_dict(), "values": list(comparison.ratios)},
-    }
-
-
-def _side_figures(comparison: Comparison[Step], name: str, clock: Clock) -> dict[str, Any]:
-    seconds, steps = comparison.seconds[name], comparison.results[name]
-    rates = [step.input_ids.numel() / taken for step, taken in zip(steps, seconds, strict=True)]
-    phases = {
-        phase: median(clock.seconds(step.marks[index], step.marks[index + 1]) for step in steps)
-        for index, phase in enumerate(PHASES)
-    }
-    return {
-        "seconds": {**comparison.time(name).to_dict(), "values": list(seconds)},
-        "tokens_per_second": median_interval(rates).to_dict(),
-        "phases": phases,
-        "losses": [float(step.loss) for step in steps],
     }
 
 
@@ -300,29 +226,3 @@ def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[
 def _check_rows(pair: Mapping[str, Step]) -> None:
     if not torch.equal(pair[STOCK].input_ids, pair[OURS].input_ids):
         raise ParityError("the two trainers were given different rows: a time would compare different work")
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
-    bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
-    datasets.disable_progress_bars()
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use deprecated names
-            yield
-    finally:
-        logging.disable(level)
-        if not bars:
-            datasets.enable_progress_bars()

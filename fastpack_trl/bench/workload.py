@@ -73,35 +73,42 @@ def make_trainers(
 ) -> dict[str, Any]:
     """Both trainers, ready to train: the same initial weights, the same documents, the same order of rows."""
     model = _model(work.shape, tokens, seed)
-    tokenizer = _tokenizer(work.shape.vocabulary)
-    documents = _documents(work, tokens * (steps + SPARE_ROWS + 1), seed)
+    tokenizer = make_tokenizer(work.shape.vocabulary)
+    documents = random_documents(
+        work.shortest, work.longest, work.shape.vocabulary, tokens * (steps + SPARE_ROWS + 1), seed
+    )
     sides: dict[str, tuple[Any, Any]] = {STOCK: (SFTTrainer, SFTConfig), OURS: (FastSFTTrainer, FastSFTConfig)}
     trainers = {}
     for name, (trainer_class, config_class) in sides.items():
-        args = config_class(
-            output_dir=folder,
-            packing=True,
-            max_length=tokens,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=1,
-            max_steps=steps,
-            bf16=setting.bf16,
-            gradient_checkpointing=setting.gradient_checkpointing,
-            use_cpu=device == "cpu",
-            seed=seed,
-            data_seed=seed,
-            report_to="none",
-            disable_tqdm=True,
-        )
+        args = config_class(**trainer_arguments(setting, tokens, steps, device, seed, folder))
         trainer = trainer_class(
             model=copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer
         )
-        trainer.train_dataset = _without_emptiest(trainer.train_dataset)
+        trainer.train_dataset = without_emptiest(trainer.train_dataset)
         trainers[name] = trainer
     return trainers
 
 
-def _without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
+def trainer_arguments(setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str) -> dict[str, Any]:
+    """What a configuration of either trainer is made of; everything else is TRL's default."""
+    return {
+        "output_dir": folder,
+        "packing": True,
+        "max_length": tokens,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "max_steps": steps,
+        "bf16": setting.bf16,
+        "gradient_checkpointing": setting.gradient_checkpointing,
+        "use_cpu": device == "cpu",
+        "seed": seed,
+        "data_seed": seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
     """Without what was left over at the end of packing: a row of a few tokens would time something else."""
     filled = [sum(lengths) for lengths in rows["seq_lengths"]]
     emptiest = int(np.argmin(filled))
@@ -130,7 +137,7 @@ def _model(shape: Shape, positions: int, seed: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _tokenizer(vocabulary: int) -> Any:
+def make_tokenizer(vocabulary: int) -> Any:
     """Only its special tokens are read: the documents are token ids."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -141,11 +148,11 @@ def _tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos)
 
 
-def _documents(work: Workload, tokens: int, seed: int) -> datasets.Dataset:
+def random_documents(shortest: int, longest: int, vocabulary: int, tokens: int, seed: int) -> datasets.Dataset:
     """At least `tokens` tokens in documents of random ids."""
     random = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
-        lengths += random.integers(work.shortest, work.longest + 1, 64).tolist()
-    ids = [random.integers(len(SPECIAL_TOKENS), work.shape.vocabulary, length).tolist() for length in lengths]
+        lengths += random.integers(shortest, longest + 1, 64).tolist()
+    ids = [random.integers(len(SPECIAL_TOKENS), vocabulary, length).tolist() for length in lengths]
     return datasets.Dataset.from_dict({"input_ids": ids})

@@ -1,0 +1,92 @@
+"""What packed attention did before its metadata was made once per batch: rebuilt from positions, in every layer.
+
+A reconstruction in plain torch of the baseline that published figures are measured against. The attention itself is
+stock's own function under a dense mask, so that against this side only the bookkeeping and the kernel differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.attention.dense import DenseLayer
+from fastpack_trl.attention.model_features import attention_modules, backbones, read_features, window_of
+from fastpack_trl.attention.seam import switched
+from fastpack_trl.packing.masks import band_mask
+
+
+def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
+    """``cu_seqlens``, tokens per document and the longest one, read back from a packed row; asks the device twice.
+
+    Args:
+        position_ids: (1, total_tokens), starting at 0 in each document.
+    """
+    starts = (position_ids[0] == 0).nonzero().squeeze(1)  # asks the device how many there are
+    end = starts.new_full((1,), position_ids.shape[1])
+    cu_seqlens = torch.cat([starts, end]).to(torch.int32)
+    lengths = cu_seqlens.diff()
+    return cu_seqlens, lengths, int(lengths.max())  # and how long the longest is
+
+
+def dense_mask_of(lengths: Tensor, window: int | None) -> Tensor:
+    """(1, 1, total_tokens, total_tokens) bool, one causal block per document; reads the lengths from the device."""
+    blocks = []
+    for length in lengths.tolist():
+        blocks.append(band_mask(length, window or length, lengths.device))
+    return torch.block_diag(*blocks).bool()[None, None]
+
+
+class RebuildLayer(NamedTuple):
+    """What crosses a layer boundary: positions only; everything else is made again by each layer."""
+
+    position_ids: Tensor
+    implementation: str
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **kwargs: Any) -> Tensor:
+        """Shapes and results as `PerDocumentLayer.attend`."""
+        _cu_seqlens, lengths, _longest = metadata_of(self.position_ids)
+        mask = dense_mask_of(lengths, window)
+        if self.implementation == "eager":
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        layer = DenseLayer({window: mask}, self.implementation)
+        return layer.attend(query, key, value, window=window, **kwargs)
+
+
+@contextlib.contextmanager
+def rebuild_per_layer(model: nn.Module) -> Iterator[None]:
+    """Inside, packed rows (``position_ids`` that start again) get their metadata and mask in each attention layer.
+
+    It reads no more than ``position_ids``, needs no collator of ours, and goes through the same seam as
+    `packed_attention`; the model is restored on exit.
+
+    Raises:
+        ValueError: the model's attention cannot be reached through transformers' interface.
+    """
+    features = read_features(model)
+    if features.gap:
+        raise ValueError(f"the mask cannot be rebuilt in each layer: {features.gap}")
+
+    def prepare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = kwargs.get("position_ids")
+        if positions is not None and "packed_layer" not in kwargs:
+            kwargs["packed_layer"] = RebuildLayer(positions, features.implementation)
+            # A 4-D mask is returned by transformers as it is: stock's own mask would be a second one.
+            kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=positions.device)
+        return args, kwargs
+
+    attentions = attention_modules(model)
+    with switched(model, features):
+        hooks = [module.register_forward_pre_hook(prepare, with_kwargs=True) for module in backbones(model)]
+        for module in attentions:
+            module._fastpack_window = window_of(module)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in attentions:
+                del module._fastpack_window

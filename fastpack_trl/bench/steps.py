@@ -1,0 +1,115 @@
+"""One training step of a trainer outside of its `train`, with a mark in time after each of its phases."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import datasets
+import torch
+from trl import SFTTrainer
+
+from fastpack_trl.bench.timing import Clock, median_interval
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one training step left behind."""
+
+    marks: tuple[Any, ...]
+    """Start, then the end of each of `PHASES`, in the clock's unit."""
+    loss: torch.Tensor
+    input_ids: torch.Tensor
+    documents: int
+
+
+class Side:
+    """One trainer, prepared as its `train` prepares it, advanced step by step."""
+
+    def __init__(self, trainer: SFTTrainer, clock: Clock, steps: int) -> None:
+        self.trainer = trainer
+        self.clock = clock
+        args = trainer.args
+        if args.gradient_checkpointing:  # `train` switches it on
+            model: Any = trainer.model
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(args.gradient_checkpointing_kwargs)
+        trainer.create_optimizer()
+        self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        trainer.optimizer = self.optimizer
+        trainer.create_scheduler(num_training_steps=steps)
+        trainer.current_gradient_accumulation_steps = 1
+        self.batches = iter(trainer.get_train_dataloader())
+        self._forward_end: Any = None
+        self._compute_loss: Callable[..., Any] = trainer.compute_loss
+        trainer.compute_loss = self._marked_compute_loss
+
+    def _marked_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._compute_loss(*args, **kwargs)
+        self._forward_end = self.clock.mark()
+        return loss
+
+    def step(self) -> Step:
+        """The next batch through forward, backward, clipping and the optimizer."""
+        trainer, mark = self.trainer, self.clock.mark
+        marks = [mark()]
+        (inputs,), items = trainer.get_batch_samples(self.batches, 1, trainer.args.device)
+        marks.append(mark())
+        input_ids, documents = inputs["input_ids"], len(inputs["cu_seq_lens_q"]) - 1
+        loss = trainer.training_step(self.model, inputs, items)
+        marks += [self._forward_end, mark()]
+        trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
+        self.optimizer.step()
+        trainer.lr_scheduler.step()
+        self.model.zero_grad()
+        marks.append(mark())
+        return Step(tuple(marks), loss, input_ids, documents)
+
+
+def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) -> dict[str, Any]:
+    """One side's part of a row: seconds, tokens per second, phases (medians of seconds) and losses."""
+    rates = [step.input_ids.numel() / taken for step, taken in zip(steps, seconds, strict=True)]
+    phases = {
+        phase: median(clock.seconds(step.marks[index], step.marks[index + 1]) for step in steps)
+        for index, phase in enumerate(PHASES)
+    }
+    return {
+        "seconds": {**median_interval(seconds).to_dict(), "values": list(seconds)},
+        "tokens_per_second": median_interval(rates).to_dict(),
+        "phases": phases,
+        "losses": [float(step.loss) for step in steps],
+    }
+
+
+@contextlib.contextmanager
+def limited_threads(count: int) -> Iterator[None]:
+    """`count` intra-op threads of torch inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
+    bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
+    datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use deprecated names
+            yield
+    finally:
+        logging.disable(level)
+        if not bars:
+            datasets.enable_progress_bars()
