@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention import per_document
-from fastpack_trl.attention.per_document import NO_SOFTCAP, NO_WINDOW
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -95,13 +95,13 @@ def test_kernel_and_reference_are_the_same_operator(window: int, sinks: bool) ->
     band = layer.bands.get(window)
     arguments = (query, key, value, layer.cu_seqlens, sink[0] if sinks else None, band, window, SCALE)
     out, lse = per_document._flash_forward(*arguments)
-    expected_out, expected_lse = per_document.reference_forward(*arguments, NO_SOFTCAP)
+    expected_out, expected_lse = reference_forward(*arguments, NO_SOFTCAP)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(lse, expected_lse)
     upstream = torch.randn_like(out)
     backward = (upstream, query, key, value, out, lse, layer.cu_seqlens, band, window, SCALE)
     for actual, expected in zip(
-        per_document._flash_backward(*backward), per_document.reference_backward(*backward, NO_SOFTCAP), strict=True
+        per_document._flash_backward(*backward), reference_backward(*backward, NO_SOFTCAP), strict=True
     ):
         torch.testing.assert_close(actual, expected)
 
@@ -129,6 +129,24 @@ def test_operator_passes_torchs_own_checks() -> None:
     layer = per_document.prepare(batch, frozenset(), CPU)
     arguments = (*inputs[:3], layer.cu_seqlens, inputs[3], None, NO_WINDOW, SCALE, NO_SOFTCAP, 3)
     torch.library.opcheck(torch.ops.fastpack.per_document_attention.default, arguments)
+
+
+def test_eager_function_and_operator_give_the_same_bits() -> None:
+    """Eager mode leaves the operator out; a FLOP counter (or the compiler) sees it."""
+    batch = PackedBatch.from_lengths(LENGTHS)
+    inputs = make_inputs(batch, torch.float32, sinks=True)
+    layer = per_document.prepare(batch, frozenset({4}), CPU)
+
+    def attend(tensors: list[Tensor]) -> Tensor:
+        return layer.attend(*tensors[:3], scale=SCALE, window=4, sinks=tensors[3])
+
+    eager = run(attend, inputs)
+    assert "_Eager" in type(attend(inputs).grad_fn).__name__
+    with FlopCounterMode(display=False):
+        observed = run(attend, inputs)
+        assert "per_document_attention" in type(attend(inputs).grad_fn).__name__
+    for ours, operator in zip(eager, observed, strict=True):
+        assert torch.equal(ours, operator)
 
 
 def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fastpack_trl.attention.per_document import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -187,7 +187,7 @@ def _twin_forward(
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         out, lse = reference_forward(q, k, v, cu_seqlens, None, _band(window, max_seqlen), window, scale, NO_SOFTCAP)
-    return out[0], lse[0]
+    return out[0], lse[0].contiguous()
 
 
 def _twin_backward(
