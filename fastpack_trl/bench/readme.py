@@ -1,0 +1,100 @@
+"""The tables of the README from the JSON files of the runs behind them: ``python -m fastpack_trl.bench.readme``.
+
+Run in a checkout. Rewrites what stands between the marks; a test fails when README and files disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+
+
+def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
+    """Every record in `folder`, by file name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The Markdown between the marks: one table per record, with command, versions and hardware."""
+    parts = [_TABLES[record["case"]](name, record) for name, record in results.items() if record["case"] in _TABLES]
+    return "\n\n".join(parts) if parts else "Not measured yet."
+
+
+def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of the README with its numbers replaced.
+
+    Raises:
+        ValueError: the README lacks a mark.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the README has no {BEGIN} ... {END}: put both marks where its numbers belong")
+    return f"{before}{BEGIN}\n{numbers(results)}\n{END}{after}"
+
+
+def _ratio(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
+    machine, versions = record["machine"], record["versions"]
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
+    return (
+        f"`{command}`: {machine['processor']}, {machine['threads']} threads, {packages}; "
+        f"`fastpack_trl/bench/results/{name}`."
+    )
+
+
+def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
+    work = record["settings"]
+    documents = work["documents"]
+    coverage = min(row["ratio"]["coverage"] for row in record["rows"])
+    head = (
+        f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
+        f"{work['hidden']}, {work['heads']} heads, documents of {documents['shortest']} to {documents['longest']} tokens "
+        f"({documents['distribution']}), one row per step, {work['pairs']} alternating pairs; ratio with its {coverage:.0%} interval."
+    )
+    lines = [
+        "| row, tokens | setting | stock, tokens/s | fastpack, tokens/s | ratio |",
+        "| ---: | --- | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
+    made = _made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
+    return "\n".join([head, "", *lines, "", made])
+
+
+def _collator(name: str, record: Mapping[str, Any]) -> str:
+    head = "**Fetching and collating packed rows, one core, `PackingCollator` beside TRL's collator.**"
+    lines = [
+        "| row, tokens | TRL, tokens/s | fastpack, tokens/s | ratio |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
+        lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
+    return "\n".join([head, "", *lines, "", _made_by(name, record, "fastpack-trl bench --case collator")])
+
+
+_TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "packed_attention": _packed_attention,
+    "collator": _collator,
+}
+
+
+def main() -> None:
+    """Rewrite the README of this checkout."""
+    path = ROOT / "README.md"
+    path.write_text(with_numbers(path.read_text(encoding="utf-8"), load_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Every number of the README has the JSON file of its run behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastpack_trl.bench.readme import BEGIN, END, load_results, numbers, with_numbers
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_readme_and_results_agree() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_numbers(readme, load_results()) == readme, "run: python -m fastpack_trl.bench.readme"
+
+
+def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
+    for name, record in load_results().items():
+        assert record["complete"], name
+        assert name.startswith(f"{record['case']}_{record['machine']['device']}_")
+        assert not record["source"]["modified"], f"{name} was measured on changes that no commit has"
+        assert "/" not in str(record["machine"].values())
+
+
+def test_without_results_nothing_is_claimed() -> None:
+    assert numbers({}) == "Not measured yet."
+    assert with_numbers(f"a {BEGIN} 9x faster {END} b", {}) == f"a {BEGIN}\nNot measured yet.\n{END} b"
+    with pytest.raises(ValueError, match="put both marks"):
+        with_numbers("no marks", {})
