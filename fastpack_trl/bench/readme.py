@@ -53,13 +53,13 @@ def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
 
 
 def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
-    work = record["settings"]
-    documents = work["documents"]
+    work, documents = record["settings"], record["settings"]["documents"]
+    lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
     coverage = min(row["ratio"]["coverage"] for row in record["rows"])
     head = (
         f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
-        f"{work['hidden']}, {work['heads']} heads, documents of {documents['shortest']} to {documents['longest']} tokens "
-        f"({documents['distribution']}), one row per step, {work['pairs']} alternating pairs; ratio with its {coverage:.0%} interval."
+        f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
+        f"alternating pairs; ratio with its {coverage:.0%} interval."
     )
     lines = [
         "| row, tokens | setting | stock, tokens/s | fastpack, tokens/s | ratio |",
