@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when torch is loaded: threads that wait for work sleep instead of spinning, which on a busy machine of two cores
 # makes small steps several times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A machine that only runs the tests of a device may lack what the others need.
+collect_ignore = [
+    file.name
+    for file in Path(__file__).parent.glob("test_*.py")
+    if find_spec("hypothesis") is None and "from hypothesis import" in file.read_text(encoding="utf-8")
+]
+
+
+def pytest_report_header() -> str | None:
+    """Name what is left out: no test may be missing in silence."""
+    return f"not collected without hypothesis: {', '.join(collect_ignore)}" if collect_ignore else None
 
 
 @pytest.fixture(scope="session")

@@ -144,19 +144,33 @@ def test_operators_of_this_torch_take_the_arguments_that_are_given() -> None:
         assert {"scale", "window_size_left", "window_size_right"} <= keywords
 
 
+class NoExperts(torch.nn.Module):
+    """In the place of a mixture of experts, whose own synchronisations are not attention's."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return 0.5 * hidden, None
+
+
 @pytest.mark.cuda
-def test_no_synchronisation_in_forward_and_backward_of_a_model() -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> None:
     from fastpack_trl.attention.seam import packed_attention
     from fastpack_trl.packing.packed_batch import to_transformers_kwargs
     from fastpack_trl.testing import tiny_model
 
-    model = tiny_model("gpt_oss", head_dim=64, hidden_size=64).cuda()
-    batch = PackedBatch.from_lengths((9, 1, 14, 6)).to("cuda")
+    model = tiny_model(family)
+    if family == "gpt_oss":
+        for layer in model.model.layers:
+            layer.mlp = NoExperts()
+    model.cuda()
     ids = torch.randint(3, 96, (1, 30), device="cuda")
+    # The first pass compiles and warms up; the second has a batch of its own, for which everything is built anew.
+    batches = [PackedBatch.from_lengths(lengths).to("cuda") for lengths in ((9, 1, 14, 6), (2, 20, 8))]
     with packed_attention(model, compute_dtype=torch.bfloat16) as attention:
         assert attention.path == "varlen", attention.choice.reason
-        for checked in (False, True):  # the first pass compiles and caches
-            torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        for batch, mode in zip(batches, ("default", "error"), strict=True):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
             try:
                 with torch.autocast("cuda", torch.bfloat16):
                     hidden = model.model(

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines
 from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
-NOISE_CORES = 0.1
-"""Cores kept busy by other processes above which the table says that a row was not measured alone."""
 
 COLLATOR_TOKENS = 8192
 COLLATOR_ROUNDS = 7
@@ -36,8 +34,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--list", action="store_true", help="list the cases and stop")
     add("--json", metavar="FILE", help="write every figure, every single time, settings and versions to FILE")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
-    add("--pairs", metavar="N", type=int, help="timed pairs per row length; 6 or more for an interval of 95 %%")
+    add("--pairs", metavar="N", type=int, help="timed pairs (rounds) per row; 6 or more for an interval of 95 %%")
     add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
+    add(
+        "--seconds",
+        metavar="S",
+        type=float,
+        help="time for the whole call, where the case has a budget (attention, and packed_attention with --model; "
+        "default: 480); what finds no time is named",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        nargs="+",
+        help="packed_attention: these models' public shapes with random weights, beside stock and beside metadata "
+        "rebuilt in each layer: qwen3-0.6b, llama-3.2-1b, gpt-oss-20b, small",
+    )
+    add("--layers", metavar="N", type=int, help="with --model: only its first N decoder layers (stated in the row)")
+    add("--no-checkpointing", action="store_true", help="with --model: no gradient checkpointing on any side")
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2)")
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it, else the CPU"
@@ -72,12 +86,53 @@ def run(args: Namespace) -> int:
     return 0 if record["complete"] else EXIT_INTERRUPTED
 
 
-def _packed_attention(args: Namespace) -> dict[str, Any]:
+def _device(args: Namespace) -> str:
     import torch
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else str(args.device)
+
+
+def _without(args: Namespace, *names: str) -> None:
+    """Raise for an option that was given and that the case does not have."""
+    for name in names:
+        if getattr(args, name) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} does not go with this case: leave it out")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others keep the default of what they are handed to."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _attention(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import attention
+
+    _without(args, "model", "layers", "no_checkpointing", "quick")
+    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
+    return attention.measure(device=_device(args), seed=args.seed, progress=True, **given)
+
+
+def _models(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import model_steps
+    from fastpack_trl.bench.model_shapes import shape_of
+
+    _without(args, "quick")
+    shapes = {name: shape_of(name).cut_to(args.layers) for name in args.model}
+    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
+    return model_steps.measure(
+        shapes, checkpointing=not args.no_checkpointing, device=_device(args), seed=args.seed, progress=True, **given
+    )
+
+
+def _packed_attention(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.bench import packed_attention
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    device = _device(args)
+    if args.model:
+        return _models(args)
+    _without(args, "layers", "no_checkpointing", "seconds")
     return packed_attention.measure(
         tokens=args.tokens,
         pairs=packed_attention.DEFAULT_PAIRS if args.pairs is None else args.pairs,
@@ -95,6 +150,7 @@ def _collator(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.bench import collator
     from fastpack_trl.bench.record import OtherLoad, make_record
 
+    _without(args, "model", "layers", "no_checkpointing", "seconds")
     if args.device == "cuda" or (args.threads or 1) != 1:
         raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
     rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs
@@ -137,6 +193,9 @@ CASES = {
     "packed_attention": Case(
         "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
     ),
+    "attention": Case(
+        "attention alone, forward and backward: every backend that loads, on packed rows of several shapes", _attention
+    ),
     "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
 }
 
@@ -147,12 +206,16 @@ def table(record: Mapping[str, Any]) -> str:
     out = [f"{record['case']}: {CASES[record['case']].help}", *_facts(record)]
     if not record["complete"]:
         out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
+    if record["case"] == "attention":
+        return "\n".join([*out, *attention_lines(rows)])
+    if any("sides" in row for row in rows):
+        return "\n".join([*out, *model_lines(rows)])
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
-        out += ["", setting, *_aligned(_rate_cells(chosen)), *_disturbances(chosen)]
+        out += ["", setting, *aligned(_rate_cells(chosen)), *disturbances(chosen)]
     phased = [row for row in rows if "phases" in row["fastpack"]]
     if phased:
-        out += ["", "where a step goes (median ms)", *_aligned(_phase_cells(phased))]
+        out += ["", "where a step goes (median ms)", *aligned(_phase_cells(phased))]
     return "\n".join(out)
 
 
@@ -190,14 +253,6 @@ def _rate_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     return cells
 
 
-def _disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{row['tokens']:,} tokens: other processes kept {row['other_load']:.1f} cores busy; repeat on a quiet machine"
-        for row in rows
-        if (row["other_load"] or 0.0) > NOISE_CORES
-    ]
-
-
 def _verdict(row: Mapping[str, Any]) -> str:
     if row["target"] is None:
         return "reported only"
@@ -214,16 +269,3 @@ def _phase_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
                 [f"{row['tokens']:,}", row["setting"], side, *(f"{seconds * 1000:,.1f}" for seconds in phases.values())]
             )
     return cells
-
-
-def _aligned(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # Figures to the right, words to the left, by what stands below the heading.
-    left = [not cell[:1].isdigit() or " " in cell for cell in cells[-1]]
-    return [
-        "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in cells
-    ]

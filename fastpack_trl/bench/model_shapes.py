@@ -22,6 +22,7 @@ class ModelShape:
         weights: dtype in which stock trains it: fp32 as TRL loads a model by default; bf16 for a mixture of experts,
             whose checkpoint is bf16 at the most.
         layers: decoder layers that a run without ``--layers`` has; fewer than the config's where all would not fit.
+        published_layers: of the public model; set by `cut_to`.
         leaks: whether stock lets packed documents see each other.
     """
 
@@ -29,11 +30,12 @@ class ModelShape:
     fields: dict[str, Any]
     weights: torch.dtype = torch.float32
     layers: int | None = None
+    published_layers: int = 0
     leaks: bool = False
 
     @property
-    def all_layers(self) -> int:
-        return int(self.fields["num_hidden_layers"])
+    def has_experts(self) -> bool:
+        return "num_experts_per_tok" in self.fields
 
     def cut_to(self, layers: int | None) -> ModelShape:
         """The same model with its first `layers` layers (None: what this shape runs by default).
@@ -41,13 +43,14 @@ class ModelShape:
         Raises:
             UserError: below 1 or more than the model has.
         """
-        chosen = layers if layers is not None else self.layers or self.all_layers
-        if not 1 <= chosen <= self.all_layers:
-            raise UserError(f"layers={chosen} is outside of 1 to {self.all_layers}, the layers of this model")
+        published = self.published_layers or int(self.fields["num_hidden_layers"])
+        chosen = layers if layers is not None else self.layers or published
+        if not 1 <= chosen <= published:
+            raise UserError(f"layers={chosen} is outside of 1 to {published}, the layers of this model")
         fields = dict(self.fields, num_hidden_layers=chosen)
         if "layer_types" in fields:
             fields["layer_types"] = fields["layer_types"][:chosen]
-        return replace(self, fields=fields, layers=chosen)
+        return replace(self, fields=fields, layers=chosen, published_layers=published)
 
 
 MODELS = {

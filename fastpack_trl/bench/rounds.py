@@ -12,9 +12,9 @@ from fastpack_trl.bench.timing import Clock, Interval, WallClock, median_interva
 
 T = TypeVar("T")
 
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ImportError, AssertionError, NotImplementedError)
-"""What a kernel, a compiler or an operator raises that cannot do what it is asked; torch's out of memory is among them.
-An interrupt is not."""
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError)
+"""What a kernel, a compiler or an operator raises that cannot do what it is asked, or that an older torch lacks. Out of
+memory on a device is among them; an interrupt is not."""
 
 _REASON = 300  # characters: a compiler's message can be pages long
 

@@ -56,11 +56,15 @@ class Side:
         self._forward_end = self.clock.mark()
         return loss
 
+    def fetch(self) -> tuple[Any, Any]:
+        """The next batch as `train` gets it: a list of one, and the number of its labels."""
+        return self.trainer.get_batch_samples(self.batches, 1, self.trainer.args.device)
+
     def step(self) -> Step:
         """The next batch through forward, backward, clipping and the optimizer."""
         trainer, mark = self.trainer, self.clock.mark
         marks = [mark()]
-        (inputs,), items = trainer.get_batch_samples(self.batches, 1, trainer.args.device)
+        (inputs,), items = self.fetch()
         marks.append(mark())
         input_ids, documents = inputs["input_ids"], len(inputs["cu_seq_lens_q"]) - 1
         loss = trainer.training_step(self.model, inputs, items)

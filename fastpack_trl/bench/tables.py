@@ -1,0 +1,110 @@
+"""Measurements as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+NOISE_CORES = 0.1
+"""Cores kept busy by other processes above which the table says that a row was not measured alone."""
+
+_GIB = 1 << 30
+
+
+def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line per row beside which other processes kept cores busy."""
+    return [
+        f"{row['tokens']:,} tokens: other processes kept {row['other_load']:.1f} cores busy; repeat on a quiet machine"
+        for row in rows
+        if (row.get("other_load") or 0.0) > NOISE_CORES
+    ]
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width each; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # Figures to the right, words to the left, by what stands below the heading.
+    left = [not cell[:1].isdigit() or " " in cell for cell in cells[-1]]
+    return [
+        "  ".join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def model_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per model: every side's rate, step and memory, and how much faster fastpack is; then what could not be timed."""
+    out: list[str] = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        chosen = [row for row in rows if row["setting"] == setting]
+        cells = [["tokens", "side", "tok/s", "ms", "peak GiB", "fastpack is", "interval", "path"]]
+        notes = []
+        for row in chosen:
+            if "skipped" in row:
+                notes.append(f"{row['tokens']:,} tokens: skipped: {row['skipped']}")
+            for name, side in row["sides"].items():
+                label = [f"{row['tokens']:,}", name]
+                if "failed" in side:
+                    notes.append(f"{row['tokens']:,} tokens, {name}: {side['failed']}")
+                    continue
+                ratio = row["ratios"].get(name)
+                memory = side["memory"]
+                cells.append(
+                    [
+                        *label,
+                        f"{side['tokens_per_second']['median']:,.0f}",
+                        f"{side['seconds']['median'] * 1000:,.1f}",
+                        "-" if memory is None else f"{memory['peak_bytes'] / _GIB:.2f}",
+                        "-" if ratio is None else f"{ratio['median']:.2f}x",
+                        "-" if ratio is None else _interval(ratio),
+                        side["path"],
+                    ]
+                )
+            for side in (row.get("gate") or {}).get("sides", {}).values():
+                notes += [f"{row['tokens']:,} tokens: {side['leaks']}"] if "leaks" in side else []
+            if row.get("rebuild_seconds"):
+                each = row["rebuild_seconds"]["median"] * 1000
+                notes.append(f"{row['tokens']:,} tokens: one rebuild of metadata and mask takes {each:.3f} ms")
+        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(chosen)]
+    return out
+
+
+def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per row length and heads: forward and backward of each backend; then, once each, what could not be timed."""
+    out = ["TFLOP/s count half of the squared document lengths (causal_half); 'attended' also leaves out the window"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        chosen = [row for row in rows if row["setting"] == setting]
+        cells = [
+            ["documents", "window", "backend", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "attended", "GiB"]
+        ]
+        notes: dict[str, None] = {}
+        for row in chosen:
+            label = [f"{row['documents']} ({len(row['lengths'])})", str(row["window"] or "none")]
+            if "skipped" in row:
+                notes[f"{' window '.join(label)}: skipped: {row['skipped']}"] = None
+            for name, backend in row["backends"].items():
+                reason = next((backend[key] for key in ("refused", "wrong", "failed") if backend.get(key)), None)
+                if reason is not None:
+                    notes[f"{name}: {reason}"] = None
+                    continue
+                forward, backward, memory = backend["forward"], backend["backward"], backend["memory"]
+                cells.append(
+                    [
+                        *label,
+                        name,
+                        f"{forward['seconds']['median'] * 1000:.3f}",
+                        f"{forward['tflops']['causal_half']['median']:.3g}",
+                        f"{backward['seconds']['median'] * 1000:.3f}",
+                        f"{backward['tflops']['causal_half']['median']:.3g}",
+                        f"{forward['tflops']['attended']['median']:.3g}/{backward['tflops']['attended']['median']:.3g}",
+                        "-" if memory is None else f"{(memory['peak_bytes'] - memory['before_bytes']) / _GIB:.2f}",
+                    ]
+                )
+        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *notes]
+    return out
+
+
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})"
