@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -208,8 +210,10 @@ def test_the_attention_table_and_command_line(
     monkeypatch.setattr(attention, "CPU", replace(PLAN, layers=PLAN.layers[:1], dtypes=(torch.float32,)))
     file = tmp_path / "attention.json"
     arguments = ["bench", "--case", "attention", "--tokens", "160", "--pairs", "1", "--threads", "1", "--device", "cpu"]
-    assert cli.main([*arguments, "--seconds", "20", "--json", str(file)]) == 0
+    only = ["--backends", "per_document", "varlen"]
+    assert cli.main([*arguments, *only, "--seconds", "20", "--json", str(file)]) == 0
     out = capsys.readouterr().out
+    assert "sdpa" not in out
     assert "160 tokens, 4/2 heads x 16, float32" in out
     assert "causal_half" in out
     assert "varlen: varlen needs CUDA" in out
@@ -329,7 +333,7 @@ def test_all_sides_are_right_and_timed(models: dict[str, Any]) -> None:
     assert "leaks" not in dense["gate"]["sides"]["stock"]
     assert "documents see each other" in experts["gate"]["sides"]["stock"]["leaks"]
     out = command.table(models)
-    assert "2 of 28 layers" not in out  # `small` has 2 of 2 here
+    assert "small, 2 of 2 layers, float32 weights, bf16, checkpointing" in out
     assert "documents see each other in stock gpt_oss" in out
     assert "one rebuild of metadata and mask takes" in out
 
@@ -352,6 +356,22 @@ def test_sides_share_one_set_of_parameters_and_one_optimizer(tmp_path: Path) -> 
         names = [side.trainer.model.config._attn_implementation for side in sides.values()]
         assert names == ["sdpa", "fastpack_over_torch", "fastpack_over_torch"]
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_of_a_row_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next row must not run beside this one's memory."""
+    built: list[weakref.ref[Any]] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = build_model(*args, **kwargs)
+        built.append(weakref.ref(next(model.parameters())))
+        return model
+
+    monkeypatch.setattr(model_steps, "build_model", build)
+    shapes = {"small": tiny_shape("small")}
+    model_steps.measure(shapes, tokens=[128], rounds=1, threads=1, documents=(8, 40), checkpointing=False)
+    gc.collect()
+    assert [reference() for reference in built] == [None]
 
 
 def test_a_side_that_is_wrong_is_a_row_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +421,7 @@ def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pyte
         (["--case", "packed_attention", "--layers", "2"], "--layers does not go with this case"),
         (["--case", "attention", "--model", "small"], "--model does not go with this case"),
         (["--case", "attention", "--pairs", "0"], "rounds=0"),
+        (["--case", "attention", "--backends", "varlan"], "did you mean 'varlen'?"),
         (["--case", "collator", "--seconds", "3"], "--seconds does not go with this case"),
     ],
 )

@@ -25,7 +25,7 @@ from fastpack_trl.bench.record import OtherLoad, make_record
 from fastpack_trl.bench.rounds import PeakMemory, attempt, free_memory, take_turns
 from fastpack_trl.bench.steps import limited_threads
 from fastpack_trl.bench.timing import Clock, CudaClock, Interval, WallClock, median_interval
-from fastpack_trl.errors import UserError
+from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 CASE = "attention"
@@ -127,6 +127,7 @@ def document_lengths(tokens: int, mean: int | None, seed: int) -> tuple[int, ...
 def measure(
     *,
     tokens: Sequence[int] | None = None,
+    backends: Sequence[str] | None = None,
     rounds: int = DEFAULT_ROUNDS,
     seconds: float = DEFAULT_SECONDS,
     threads: int = 2,
@@ -139,6 +140,7 @@ def measure(
 
     Args:
         tokens: row lengths; by default those of the plan.
+        backends: only these; all by default. flex compiles for each kind of layer, which can take most of the budget.
         rounds: timed passes per backend at most; 6 or more give an interval of 95 %.
         seconds: for the whole call; each row may use an equal share of what is left, and a row that finds no time is
             skipped, named.
@@ -154,12 +156,16 @@ def measure(
         ``wrong`` (over twice the error of dense attention, not timed) or ``failed`` (it raised).
 
     Raises:
-        UserError: no round, no time, a row length below 1.
+        UserError: no round, no time, a row length below 1, a backend that does not exist.
     """
     if rounds < 1 or threads < 1 or seconds <= 0:
         raise UserError(f"rounds={rounds}, threads={threads}, seconds={seconds:g}: each must be above 0")
     if tokens and min(tokens) < 1:
         raise UserError(f"tokens={min(tokens)} is below 1: a row has at least one token")
+    chosen = tuple(backends or NAMES)
+    for name in chosen:
+        if name not in NAMES:
+            raise UserError(f"there is no backend {name!r}{did_you_mean(name, NAMES)} (backends: {', '.join(NAMES)})")
     plan = plan or (CUDA if device == "cuda" else CPU)
     if tokens:
         plan = Plan(tuple(tokens), plan.layers, plan.windows, plan.dtypes)
@@ -177,7 +183,7 @@ def measure(
                     rows.append({**row, "skipped": f"no time left of {seconds:g} s", "backends": {}})
                     continue
                 share = left / (len(planned) - index)
-                found, failure = attempt(partial(_measure_row, configuration, checks, rounds, share, seed))
+                found, failure = attempt(partial(_measure_row, configuration, chosen, checks, rounds, share, seed))
                 rows.append({**row, **(found or {"skipped": failure, "backends": {}})})
                 # After a fault of the device every call fails; what was measured before it is kept.
                 attempt(partial(free_memory, device))
@@ -188,6 +194,7 @@ def measure(
         settings={
             "rounds": rounds,
             "seconds": seconds,
+            "backends": list(chosen),
             "documents": {name: mean or "one per row" for name, mean in DOCUMENTS.items()},
             "flops": {
                 "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
@@ -209,6 +216,7 @@ def measure(
 
 def _measure_row(
     configuration: Configuration,
+    names: Sequence[str],
     checks: dict[tuple[str, Layer], dict[str, Any]],
     rounds: int,
     seconds: float,
@@ -225,7 +233,7 @@ def _measure_row(
     clock: Clock = CudaClock() if device == "cuda" else WallClock()
     backends: dict[str, dict[str, Any]] = {}
     sides = {}
-    for name in NAMES:
+    for name in names:
         reason = refusal(name, layer)
         if reason:
             backends[name] = {"refused": reason}

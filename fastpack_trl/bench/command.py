@@ -50,6 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="packed_attention: these models' public shapes with random weights, beside stock and beside metadata "
         "rebuilt in each layer: qwen3-0.6b, llama-3.2-1b, gpt-oss-20b, small",
     )
+    add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
     add("--layers", metavar="N", type=int, help="with --model: only its first N decoder layers (stated in the row)")
     add("--no-checkpointing", action="store_true", help="with --model: no gradient checkpointing on any side")
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2)")
@@ -111,14 +112,14 @@ def _attention(args: Namespace) -> dict[str, Any]:
 
     _without(args, "model", "layers", "no_checkpointing", "quick")
     given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    return attention.measure(device=_device(args), seed=args.seed, progress=True, **given)
+    return attention.measure(backends=args.backends, device=_device(args), seed=args.seed, progress=True, **given)
 
 
 def _models(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.bench import model_steps
     from fastpack_trl.bench.model_shapes import shape_of
 
-    _without(args, "quick")
+    _without(args, "quick", "backends")
     shapes = {name: shape_of(name).cut_to(args.layers) for name in args.model}
     given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
     return model_steps.measure(
@@ -132,7 +133,7 @@ def _packed_attention(args: Namespace) -> dict[str, Any]:
     device = _device(args)
     if args.model:
         return _models(args)
-    _without(args, "layers", "no_checkpointing", "seconds")
+    _without(args, "layers", "no_checkpointing", "seconds", "backends")
     return packed_attention.measure(
         tokens=args.tokens,
         pairs=packed_attention.DEFAULT_PAIRS if args.pairs is None else args.pairs,
@@ -150,7 +151,7 @@ def _collator(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.bench import collator
     from fastpack_trl.bench.record import OtherLoad, make_record
 
-    _without(args, "model", "layers", "no_checkpointing", "seconds")
+    _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
     if args.device == "cuda" or (args.threads or 1) != 1:
         raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
     rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs

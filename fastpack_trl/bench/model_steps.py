@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +109,7 @@ def measure(
         ``gate``: the errors that were allowed and found; ``rebuild_seconds``: of one rebuild by itself.
 
     Raises:
-        UserError: a row shorter than the longest document, no round, no time.
+        UserError: a row shorter than the longest document, no round, no time, more than one CUDA device.
     """
     if rounds < 1 or threads < 1 or seconds <= 0:
         raise UserError(f"rounds={rounds}, threads={threads}, seconds={seconds:g}: each must be above 0")
@@ -118,6 +117,11 @@ def measure(
         raise UserError(
             f"tokens={min(tokens)} is shorter than the longest document ({documents[1]} tokens), which would be cut: "
             f"give {documents[1]} or more"
+        )
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"torch sees {torch.cuda.device_count()} CUDA devices, and the trainers would split each batch: set "
+            "CUDA_VISIBLE_DEVICES=0"
         )
     run = Run(rounds, checkpointing, device, seed, documents)
     plan = [(name, shape, length) for name, shape in shapes.items() for length in tokens]
@@ -134,7 +138,8 @@ def measure(
                     continue
                 found, failure = attempt(partial(_measure_row, shape, length, run, left / (len(plan) - index)))
                 rows.append({**row, "layers": shape.layers, **(found or {"skipped": failure, "sides": {}})})
-                # After a fault of the device every call fails; what was measured before it is kept.
+                # The sides hold cycles, and the next row must not run beside their memory. After a fault of the device
+                # every call fails; what was measured before it is kept.
                 attempt(partial(free_memory, device))
         except KeyboardInterrupt:
             complete = False
@@ -188,7 +193,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
             clean=clean,
         )
         other_load = load.cores()
-        row = {
+        return {
             "weights": str(shape.weights).removeprefix("torch."),
             "attention": model.config._attn_implementation,
             "experts": getattr(model.config, "_experts_implementation", None) if shape.has_experts else None,
@@ -206,8 +211,6 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
             "order": found.order,
             "other_load": other_load,
         }
-    gc.collect()  # the sides hold cycles; the next row must not run beside their memory
-    return row
 
 
 def _sides(
