@@ -11,6 +11,7 @@ from fastpack_trl._version import __version__
 
 if TYPE_CHECKING:
     from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.callbacks import ThroughputCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
@@ -22,6 +23,7 @@ _HOME = {
     "FastSFTTrainer": "trainer",
     "PackedBatch": "packing.packed_batch",
     "PackingCollator": "packing.collator",
+    "ThroughputCallback": "callbacks",
     "packed_attention": "attention.seam",
     "verify_packing": "verify",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "FastSFTTrainer",
     "PackedBatch",
     "PackingCollator",
+    "ThroughputCallback",
     "__version__",
     "packed_attention",
     "verify_packing",

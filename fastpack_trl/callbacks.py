@@ -1,0 +1,294 @@
+"""Callbacks for `FastSFTTrainer` and for the stock `SFTTrainer`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+from trl.trainer.utils import get_peak_flops
+
+from fastpack_trl.attention.model_features import text_model
+from fastpack_trl.packing.dataset import DatasetFacts
+from fastpack_trl.step.flops import ModelFlops, model_flops
+from fastpack_trl.step.tokens import TokenCounter, TokenSums
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What happened in a window or a session; times in seconds."""
+
+    tokens: TokenSums = field(default_factory=TokenSums)
+    seconds: float = 0.0
+    data_wait: float = 0.0
+    steps: int = 0
+
+    def add(self, other: _Totals) -> None:
+        self.tokens.add(other.tokens)
+        self.seconds += other.seconds
+        self.data_wait += other.data_wait
+        self.steps += other.steps
+
+
+class ThroughputCallback(TrainerCallback):
+    """Throughput, utilisation and memory in the training log, for `FastSFTTrainer` and the stock `SFTTrainer`.
+
+    ``SFTTrainer(..., callbacks=[ThroughputCallback()])``. The figures are added to the trainer's own log call, so that
+    every `report_to` target and ``trainer.state.log_history`` get them; no key or value of stock changes. Each
+    covers the steps since the last log; with ``session/`` before its name, the steps of this call of `train`, a
+    resumed one from where it resumed. The last log of a run (`train_runtime`) has the session's.
+
+    All figures are of *this* device: of the process that logs, divided by its devices under `DataParallel`.
+
+    - ``tokens/capacity_per_s``: positions that the model computed, padding included, per second.
+    - ``tokens/nonpad_per_s``: of these, tokens of documents (see `TokenSums.nonpad` for what stock does not tell).
+    - ``tokens/loss_per_s``: of these, tokens that the loss counts. Left out where the model gets no labels.
+    - ``mfu``: per cent of the device's peak, as TRL's own: operations that the mathematics needs for the tokens of the
+      documents (`StepFlops.model`), without padding and recompute.
+    - ``hfu``: per cent, with padding, the recompute of checkpointed layers and of the chunked loss
+      (`StepFlops.hardware`); attention is counted within documents, whatever the kernel computes.
+    - ``step_time_ms``: per optimizer step, `data_wait_ms` included.
+    - ``data_wait_ms``: per optimizer step, from the end of a step to the begin of the next: what stock fetches and
+      copies for it.
+    - ``memory/peak_gib``: peak of memory allocated on the device since the process started or its statistics were
+      reset. ``memory/pinned_gib``: page-locked host memory held by torch now. CUDA only.
+    - ``packing/fill``: share of rows x `max_length` that holds tokens; ``packing/truncated_tokens``: tokens that
+      `max_length` cut off. Both of the whole training set, known with `FastSFTTrainer` where it prepared the set.
+
+    Time in evaluation, prediction and saving is not counted. The session starts with its first step, after
+    the workers of the loader and the batches that a resumed run skips. Nothing is read from the device between two
+    logs: token counts come from shapes and from the batch's `PackedBatch`, else from sums that stay on the device
+    until the trainer has read its loss. A CUDA device may still work on the last step when an evaluation or a save
+    starts: what is left of it is then not counted.
+
+    Args:
+        peak_flops: operations per second of one device at the run's precision, for `mfu` and `hfu`; default:
+            `trl.trainer.utils.get_peak_flops`. Where it knows none (a CPU, fp32), both are left out, which is said
+            once.
+
+    Raises:
+        ValueError: `peak_flops` is not positive.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops={peak_flops} is not positive: give FLOP/s of one device, e.g. 989e12")
+        self.peak_flops = peak_flops
+        self._said: set[str] = set()
+        self._handler: CallbackHandler | None = None
+        self._place: int | None = None
+        self._hook: Any = None
+        self._counter: TokenCounter | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Read the model's shapes; start a session."""
+        self._restore()  # what an exception in an earlier run left behind
+        self._handler, facts = self._find_trainer()
+        if self._handler is None:
+            self._say(state, "ThroughputCallback: no callback handler calls it; reporters before it miss its figures")
+        self._facts = facts
+        self._device = args.device
+        self._devices = max(1, args.n_gpu)
+        self._flops = self._read_flops(model, state)
+        self._peak = self._find_peak(args, model, state) if self._flops is not None else None
+        self._counter = TokenCounter(self._flops.windows if self._flops is not None else ())
+        if args.torch_compile:
+            # The compiled graph of the whole model would have the hook of one batch baked in.
+            self._counter = None
+            self._say(state, "tokens/*, mfu, hfu: left out (torch_compile=True hides the batches from hooks)")
+        self._session, self._window = _Totals(), _Totals()
+        self._mark: float | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The batches of the step are there."""
+        self._restore()
+        now = time.perf_counter()
+        if self._mark is not None:
+            self._window.data_wait += now - self._mark
+            self._window.seconds += now - self._mark
+        self._mark = now
+        self._watch(model)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The next micro-batch of the same step follows."""
+        self._watch(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step is done, and may be logged next."""
+        self._count_time()
+        self._window.steps += 1
+        self._go_first()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the figures to a log of training; others pass."""
+        last = logs is not None and "train_runtime" in logs
+        if logs is None or self._mark is None or not (last or "loss" in logs):
+            return
+        # The trainer has just read its loss: the device is done with these steps.
+        if not last:
+            self._count_time()
+        if self._counter is not None:
+            self._window.tokens = self._counter.take()
+        window, self._window = self._window, _Totals()
+        self._session.add(window)
+        figures = {} if last else self._figures(window) | self._state_figures()
+        figures |= {f"session/{name}": value for name, value in self._figures(self._session).items()}
+        figures = {name: value for name, value in figures.items() if name not in logs}
+        logs.update(figures)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)  # written before callbacks are called
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Time since the last step was not training."""
+        self._skip_time()
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """Time since the last step was not training."""
+        self._skip_time()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Time since the last step was not training."""
+        self._skip_time()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the trainer as it was."""
+        self._restore()
+        self._handler = self._counter = self._mark = None
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        assert self._mark is not None, "a step ended that never began"
+        self._window.seconds += now - self._mark
+        self._mark = now
+
+    def _skip_time(self) -> None:
+        if getattr(self, "_mark", None) is not None:
+            self._mark = time.perf_counter()
+
+    def _watch(self, model: nn.Module) -> None:
+        """See the next batch: a hook for one forward, so that none is left in evaluation or after an exception."""
+        self._unwatch()
+        counter = self._counter
+        if counter is None:
+            return
+
+        def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if not self._replicated:
+                self._unwatch()
+            with torch.no_grad():
+                counter.count({**kwargs, "input_ids": args[0]} if args else kwargs)
+
+        self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
+
+    @property
+    def _replicated(self) -> bool:
+        return self._devices > 1  # `DataParallel` copies the hook into a replica per device
+
+    def _unwatch(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _go_first(self) -> None:
+        """Stand before the reporters while a log may come: they are callbacks too, and stand before the user's."""
+        handler = self._handler
+        if handler is None or self._place is not None or self not in handler.callbacks:
+            return
+        self._place = handler.callbacks.index(self)
+        # A new list: the handler walks the old one right now.
+        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
+
+    def _restore(self) -> None:
+        self._unwatch()
+        handler, place, self._place = self._handler, self._place, None
+        if handler is not None and place is not None and self in handler.callbacks:
+            others = [other for other in handler.callbacks if other is not self]
+            handler.callbacks = [*others[:place], self, *others[place:]]
+
+    def _find_trainer(self) -> tuple[CallbackHandler | None, DatasetFacts | None]:
+        """The handler that calls this callback, and what `FastSFTTrainer` knows of its data.
+
+        Callbacks are handed neither. The frames of the caller are looked at, once, and nothing in them is changed.
+        """
+        handler: CallbackHandler | None = None
+        frame = inspect.currentframe()
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if handler is None and isinstance(owner, CallbackHandler) and self in owner.callbacks:
+                handler = owner
+            if handler is not None and isinstance(owner, Trainer):
+                facts = getattr(owner, "_fastpack_facts", None)
+                return handler, facts if isinstance(facts, DatasetFacts) else None
+            frame = frame.f_back
+        return handler, None
+
+    def _read_flops(self, model: nn.Module, state: Any) -> ModelFlops | None:
+        try:
+            flops = model_flops(model)
+        except ValueError as error:
+            self._say(state, f"mfu, hfu: left out ({error})")
+            return None
+        for name in flops.inexact:
+            self._say(state, f"mfu, hfu: not exact ({name})")
+        return flops
+
+    def _find_peak(self, args: Any, model: nn.Module, state: Any) -> float | None:
+        if self.peak_flops is not None:
+            return self.peak_flops
+        dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(text_model(model).dtype)[len("torch.") :]
+        cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if cuda else self._device.type
+        peak: float | None = get_peak_flops(name, dtype)
+        if peak is None:
+            remedy = "ThroughputCallback(peak_flops=...) sets it"
+            self._say(state, f"mfu, hfu: left out (no peak is known for {name} in {dtype}; {remedy})")
+        return peak
+
+    def _say(self, state: Any, message: str) -> None:
+        if message not in self._said and state.is_world_process_zero:
+            logger.warning(message)
+        self._said.add(message)
+
+    def _figures(self, totals: _Totals) -> dict[str, float]:
+        if not totals.steps or not totals.seconds:
+            return {}
+        tokens, seconds = totals.tokens, totals.seconds
+        figures = {
+            "step_time_ms": 1e3 * seconds / totals.steps,
+            "data_wait_ms": 1e3 * totals.data_wait / totals.steps,
+        }
+        if self._counter is None:
+            return figures
+        rates = {"capacity": tokens.capacity, "nonpad": tokens.nonpad, "loss": tokens.loss}
+        figures |= {
+            f"tokens/{name}_per_s": count / seconds / self._devices
+            for name, count in rates.items()
+            if count is not None
+        }
+        if self._flops is None or self._peak is None:
+            return figures
+        needed = self._flops.count(tokens.nonpad, tokens.pairs, tokens.scored)
+        done = self._flops.count(tokens.capacity, tokens.pairs, tokens.scored)
+        share = 100 / (seconds * self._peak * self._devices)
+        return figures | {"mfu": needed.model * share, "hfu": done.hardware * share}
+
+    def _state_figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if self._device.type == "cuda":
+            figures["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+            if pinned is not None:
+                figures["memory/pinned_gib"] = pinned / 2**30
+        if self._facts is not None:
+            figures["packing/truncated_tokens"] = self._facts.truncated_tokens
+            if self._facts.fill is not None:
+                figures["packing/fill"] = self._facts.fill
+        return figures

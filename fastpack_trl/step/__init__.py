@@ -1,0 +1,1 @@
+"""What happens once per training step, and what it costs."""

@@ -1,0 +1,365 @@
+"""`ThroughputCallback` counts what runs, asks the device nothing between two logs, and changes nothing of stock."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from trainer_material import make_dataset, make_tokenizer, settings, train
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTTrainer, PackedBatch, ThroughputCallback
+from fastpack_trl.step.flops import attention_pairs, model_flops
+from fastpack_trl.step.tokens import TokenCounter
+from fastpack_trl.testing import tiny_model
+
+BOTH = pytest.mark.parametrize("cls", [SFTTrainer, FastSFTTrainer], ids=["stock", "ours"])
+PEAK = 1e9
+TIMED = {
+    "tokens/capacity_per_s", "tokens/nonpad_per_s", "tokens/loss_per_s", "mfu", "hfu", "step_time_ms", "data_wait_ms",
+}  # fmt: skip
+
+
+class Reporter(TrainerCallback):
+    """Stands where a target of `report_to` stands: before the user's callbacks."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def run(cls: type[SFTTrainer], folder: Path, callback: TrainerCallback | None, **more: Any) -> tuple[Any, Reporter]:
+    reporter = Reporter()
+    callbacks = [reporter] if callback is None else [reporter, callback]
+    trainer = train(cls, folder, trainer={"callbacks": callbacks, **more.pop("trainer", {})}, **more)
+    return trainer, reporter
+
+
+@BOTH
+def test_every_reporter_gets_every_figure(cls: type[SFTTrainer], tmp_path: Path) -> None:
+    trainer, reporter = run(cls, tmp_path, ThroughputCallback(PEAK), packing=True)
+    rows = [row for row in reporter.logs if "loss" in row]
+    assert len(rows) == 4
+    ours = {"packing/fill", "packing/truncated_tokens"} if cls is FastSFTTrainer else set()
+    for row in rows:
+        added = {key for key in row if "/" in key or key in TIMED}
+        assert added == TIMED | {f"session/{key}" for key in TIMED} | ours
+        assert all(math.isfinite(row[key]) and row[key] >= 0 for key in added)
+        assert row["mfu"] <= row["hfu"]
+    last = next(row for row in reporter.logs if "train_runtime" in row)
+    assert {f"session/{key}" for key in TIMED} <= last.keys()
+    assert not any("/" in key for row in reporter.logs if "eval_loss" in row for key in row)
+    assert [row for row in trainer.state.log_history if "mfu" in row]
+    if ours:
+        assert rows[0]["packing/truncated_tokens"] == trainer._fastpack_facts.truncated_tokens
+        assert 0 < rows[0]["packing/fill"] <= 1
+
+
+@BOTH
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_tokens_equal_a_hand_count_over_accumulation_epochs_and_evaluation(
+    cls: type[SFTTrainer], packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[Any] = []
+    take = TokenCounter.take
+    monkeypatch.setattr(TokenCounter, "take", lambda self: counted.append(take(self)) or counted[-1])
+    batches: list[dict[str, Any]] = []
+    step = cls.training_step
+
+    @functools.wraps(step)  # a foreign `training_step` would keep the padding
+    def kept(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append({name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "training_step", kept)
+    # 5 micro-batches per epoch: its last step has one, of 2 rows.
+    trainer = cls(
+        tiny_model("qwen3"),
+        args=SFTConfig(**settings(
+            tmp_path, packing=packing, max_steps=6, gradient_accumulation_steps=2, logging_steps=2, eval_steps=1
+        )),
+        train_dataset=make_dataset("prompt_completion", 18), eval_dataset=make_dataset("prompt_completion", 8, seed=7),
+        processing_class=make_tokenizer(), callbacks=[ThroughputCallback(PEAK)],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.epoch >= 2
+    assert len(counted) == 4  # three logs, and the last of the run
+    assert sum(part.capacity for part in counted) == sum(batch["input_ids"].numel() for batch in batches)
+    labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    assert sum(part.loss for part in counted) == labels
+    nonpad = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
+    assert sum(part.nonpad for part in counted) == nonpad
+    assert (nonpad < sum(part.capacity for part in counted)) == (cls is SFTTrainer and not packing)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_pairs_are_the_same_from_lengths_positions_and_masks(window: int | None) -> None:
+    lengths = (5, 1, 8)
+    expected = attention_pairs(lengths, window)
+    batch = PackedBatch.from_lengths(lengths, labels=torch.arange(14))
+    ids = torch.zeros(1, 14, dtype=torch.long)
+    mask = torch.tensor([[1] * length + [0] * (8 - length) for length in lengths])
+    labels = torch.where(mask.bool(), mask, -100)
+    for inputs in (
+        {"input_ids": ids, "packed_batch": batch},
+        {"input_ids": ids, "position_ids": batch.position_ids, "labels": ids},
+        {"input_ids": mask, "attention_mask": mask, "labels": labels},
+        {"input_ids": mask.flip(1), "attention_mask": mask.flip(1), "labels": labels.flip(1)},
+    ):
+        counter = TokenCounter((window,))
+        counter.count(inputs)
+        sums = counter.take()
+        assert sums.pairs == {window: expected}
+        assert sums.nonpad == 14
+    assert attention_pairs([4], None) == 8.0
+    assert attention_pairs([4], 2) == 4 * 2 - 2
+    assert attention_pairs([4, 2], 3, causal_half=False) == 4 * 3 + 2 * 2
+
+
+@BOTH
+def test_nothing_of_stock_changes(cls: type[SFTTrainer], tmp_path: Path) -> None:
+    _, plain = run(cls, tmp_path / "plain", None, gradient_accumulation_steps=2)
+    _, watched = run(cls, tmp_path / "watched", ThroughputCallback(PEAK), gradient_accumulation_steps=2)
+    assert len(plain.logs) == len(watched.logs)
+    for row, with_figures in zip(plain.logs, watched.logs, strict=True):
+        assert row.keys() <= with_figures.keys()
+        for key in row:
+            if "runtime" not in key and "per_second" not in key:
+                assert row[key] == with_figures[key], key
+
+
+class Syncs(TorchDispatchMode):
+    """Reads of a tensor by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class SyncsPerStep(TrainerCallback):
+    def __init__(self) -> None:
+        self.mode = Syncs()
+        self.steps: list[int] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(self.mode.count)
+
+
+@BOTH
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_no_host_sync_is_added_between_two_logs(cls: type[SFTTrainer], packing: bool, tmp_path: Path) -> None:
+    counts = []
+    for callbacks in ([], [ThroughputCallback(PEAK)]):
+        watcher = SyncsPerStep()
+        with watcher.mode:
+            train(
+                cls, tmp_path, packing=packing, max_steps=6, logging_steps=6, eval_strategy="no",
+                gradient_accumulation_steps=2, trainer={"callbacks": [*callbacks, watcher]},
+            )  # fmt: skip
+        counts.append([after - before for before, after in zip(watcher.steps, watcher.steps[1:], strict=False)])
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 5
+
+
+def hooks(model: torch.nn.Module) -> int:
+    """Stock leaves one of its own behind, under gradient checkpointing."""
+    every = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return sum("ThroughputCallback" in getattr(hook, "__qualname__", "") for hook in every)
+
+
+class Failing(TrainerCallback):
+    """Raises in the third step, at an event or in the backward pass of the loss."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 2 or self.where == "on_step_end":
+            return
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("broken")
+
+        if self.where == "forward":
+            self.handle = model.get_input_embeddings().register_forward_hook(fail)
+        else:
+            self.handle = model.get_input_embeddings().weight.register_hook(fail)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise RuntimeError("broken")
+
+
+class Watching(TrainerCallback):
+    """How many hooks of ours are on the model when a step begins."""
+
+    most = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.most = max(self.most, hooks(model))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "on_step_end"])
+def test_the_model_is_clean_after_an_exception(where: str, tmp_path: Path) -> None:
+    failing, callback = Failing(where), ThroughputCallback(PEAK)
+    trainer = SFTTrainer(
+        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path)), train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(), callbacks=[callback, failing],
+    )  # fmt: skip
+    order = list(trainer.callback_handler.callbacks)
+    seen = Watching()
+    trainer.add_callback(seen)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    if where != "on_step_end":
+        failing.handle.remove()
+    assert hooks(trainer.model) == 0
+    assert seen.most == 1
+    trainer.remove_callback(failing)
+    trainer.remove_callback(seen)
+    order.remove(failing)
+    trainer.train()
+    assert hooks(trainer.model) == 0
+    assert trainer.callback_handler.callbacks == order
+
+
+def test_evaluation_takes_no_time(tmp_path: Path) -> None:
+    class SlowEvaluation(TrainerCallback):
+        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.25)
+
+    reporter = Reporter()
+    train(
+        SFTTrainer,
+        tmp_path,
+        trainer={"callbacks": [ThroughputCallback(PEAK), SlowEvaluation(), reporter]},
+        eval_steps=1,
+    )
+    steps = [row["step_time_ms"] for row in reporter.logs if "step_time_ms" in row]
+    assert len(steps) == 4
+    assert all(row["eval_runtime"] > 0.7 for row in reporter.logs if "eval_loss" in row)  # three batches
+    assert sorted(steps)[1] < 700
+
+
+def test_resume_starts_a_session(tmp_path: Path) -> None:
+    run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), save_strategy="steps", save_steps=2, max_steps=2)
+    reporter = Reporter()
+    trainer = SFTTrainer(
+        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path)), train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(),
+        callbacks=[reporter, ThroughputCallback(PEAK)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rows = [row for row in reporter.logs if "mfu" in row]
+    assert len(rows) == 2
+    assert rows[0]["session/tokens/loss_per_s"] == pytest.approx(rows[0]["tokens/loss_per_s"])
+
+
+def test_an_unknown_peak_is_said_once_and_leaves_two_figures_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = ThroughputCallback()
+    with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks"):
+        for _ in range(2):
+            _, reporter = run(SFTTrainer, tmp_path, callback, max_steps=2)
+    assert sum("no peak is known for cpu" in record.message for record in caplog.records) == 1
+    rows = [row for row in reporter.logs if "loss" in row]
+    assert all("step_time_ms" in row and "mfu" not in row and "hfu" not in row for row in rows)
+    with pytest.raises(ValueError, match="peak_flops=0 is not positive"):
+        ThroughputCallback(peak_flops=0)
+
+
+def _frozen_layers() -> Any:
+    model = tiny_model("qwen3", num_hidden_layers=3, attn_implementation="eager")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    return model
+
+
+def _lora(targets: Any, family: str = "qwen3", **more: Any) -> Any:
+    model = tiny_model(family, attn_implementation="eager")
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, **more))
+
+
+def _family(name: str, **more: Any) -> Any:
+    model = tiny_model(name, attn_implementation="eager", **more)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # torch's counter does not know grouped products
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "grouped_keys": lambda: _family("qwen3"),
+    "tied": lambda: _family("llama", tie_word_embeddings=True),
+    "frozen_layers": _frozen_layers,
+    "moe": lambda: _family("qwen3_moe"),
+    "latent_attention_shared_experts": lambda: _family("deepseek_v3"),
+    "transposed_experts": lambda: _family("gpt_oss"),
+    "norms_after_products": lambda: _family("olmo2"),
+    "fused_projections": lambda: _family("phi3"),
+    "products_in_the_layer": lambda: _family("opt"),
+    "lora_all": lambda: _lora("all-linear"),
+    "lora_query_value": lambda: _lora(["q_proj", "v_proj"]),
+    "lora_and_saved_head": lambda: _lora(["q_proj", "down_proj"], modules_to_save=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_equal_the_counter_of_torch(name: str, checkpointing: bool) -> None:
+    model = MODELS[name]()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if name.startswith("lora"):
+            model.enable_input_require_grads()
+    ids = torch.randint(3, 90, (2, 9))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    flops = model_flops(model)
+    # torch counts a causal mask as the full square, and eager attention computes it, windows too.
+    pairs = {window: 2 * attention_pairs([9], causal_half=False) for window in flops.windows}
+    count = flops.count(18, pairs, 18, chunked_head=False)
+    assert count.hardware == counter.get_total_flops()
+    assert (count.recompute > 0) == checkpointing
+    assert flops.inexact == ()
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_the_head_of_the_chunked_loss_is_three_products_and_a_recompute(frozen_head: bool, tmp_path: Path) -> None:
+    model = tiny_model("llama", attn_implementation="eager")
+    model.lm_head.requires_grad_(not frozen_head)
+    trainer = train(SFTTrainer, tmp_path, model=model, max_steps=1, eval_strategy="no")
+    ids = torch.randint(3, 90, (2, 9))
+    # Written in place, which torch's counter leaves out.
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    with counter:
+        trainer.model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss.backward()
+    flops = model_flops(trainer.model)
+    pairs = {window: 2 * attention_pairs([9], causal_half=False) for window in flops.windows}
+    # On the CPU all positions but the last of each row are scored.
+    assert flops.count(18, pairs, 16).hardware == counter.get_total_flops()
+
+
+def test_what_is_not_counted_is_named() -> None:
+    assert "attention of bloom" in model_flops(tiny_model("bloom")).inexact[0]
+    with pytest.raises(ValueError, match="Linear is no transformers model"):
+        model_flops(torch.nn.Linear(2, 2))
