@@ -132,7 +132,7 @@ def _stock_module(layer: Layer) -> Any:
     heads = layer.heads
     fields = {
         "num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim,
-        "hidden_size": 8, "num_hidden_layers": 1, "attention_dropout": 0.0,
+        "hidden_size": heads.heads, "num_hidden_layers": 1, "attention_dropout": 0.0,  # no projection of it is used
     }  # fmt: skip
     if not heads.sinks:
         return LlamaAttention(LlamaConfig(**fields), 0)
