@@ -48,11 +48,12 @@ class ThroughputCallback(TrainerCallback):
 
     All figures are of *this* device: of the process that logs, divided by its devices under `DataParallel`.
 
-    - ``tokens/capacity_per_s``: positions that the model computed, padding included, per second.
+    - ``tokens/capacity_per_s``: positions handed to the model, padding included, per second. What `padded_rows`
+      pads once more inside of the model is in no figure.
     - ``tokens/nonpad_per_s``: of these, tokens of documents (see `TokenSums.nonpad` for what stock does not tell).
     - ``tokens/loss_per_s``: of these, tokens that the loss counts. Left out where the model gets no labels.
     - ``mfu``: per cent of the device's peak, as TRL's own: operations that the mathematics needs for the tokens of the
-      documents (`StepFlops.model`), without padding and recompute.
+      documents (`StepFlops.model`), without padding and recompute. `ModelFlops` says what is not exact.
     - ``hfu``: per cent, with padding, the recompute of checkpointed layers and of the chunked loss
       (`StepFlops.hardware`); attention is counted within documents, whatever the kernel computes.
     - ``step_time_ms``: per optimizer step, `data_wait_ms` included.
@@ -137,6 +138,8 @@ class ThroughputCallback(TrainerCallback):
             self._count_time()
         if self._counter is not None:
             self._window.tokens = self._counter.take()
+            if self._window.tokens.loss is None:
+                self._say(state, "tokens/loss_per_s: left out (the model is called without labels)")
         window, self._window = self._window, _Totals()
         self._session.add(window)
         figures = {} if last else self._figures(window) | self._state_figures()

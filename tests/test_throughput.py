@@ -342,6 +342,22 @@ def test_flops_equal_the_counter_of_torch(name: str, checkpointing: bool) -> Non
     assert flops.inexact == ()
 
 
+def test_four_bit_weights_count_by_their_features() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plain = _lora(["q_proj", "v_proj"])
+    base = tiny_model("qwen3", attn_implementation="eager")
+    for module in list(base.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                packed = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, bias=False)
+                packed.weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False)
+                setattr(module, name, packed.to("cpu"))
+    quantised = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    assert quantised.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    # torch's counter does not see bitsandbytes' own product; the products are those of the plain model.
+    assert model_flops(quantised).tokens == model_flops(plain).tokens
+
+
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_the_head_of_the_chunked_loss_is_three_products_and_a_recompute(frozen_head: bool, tmp_path: Path) -> None:
     model = tiny_model("llama", attn_implementation="eager")

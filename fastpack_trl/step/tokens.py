@@ -18,7 +18,7 @@ class TokenSums:
     """Sums over batches of one device.
 
     Attributes:
-        capacity: positions that the model computed, padding included.
+        capacity: positions handed to the model, padding included.
         nonpad: of these, tokens of documents. TRL's own padding-free rows do not say what `pad_to_multiple_of` added:
             there it counts as tokens.
         loss: tokens that the loss counts; None where a batch came without labels.
