@@ -88,6 +88,8 @@ class ThroughputCallback(TrainerCallback):
         self._place: int | None = None
         self._hook: Any = None
         self._counter: TokenCounter | None = None
+        self._started = False
+        self._mark: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Read the model's shapes; start a session."""
@@ -106,10 +108,13 @@ class ThroughputCallback(TrainerCallback):
             self._counter = None
             self._say(state, "tokens/*, mfu, hfu: left out (torch_compile=True hides the batches from hooks)")
         self._session, self._window = _Totals(), _Totals()
-        self._mark: float | None = None
+        self._mark = None
+        self._started = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """The batches of the step are there."""
+        if not self._started:  # added while training runs
+            self.on_train_begin(args, state, control, model)
         self._restore()
         now = time.perf_counter()
         if self._mark is not None:
@@ -120,10 +125,13 @@ class ThroughputCallback(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """The next micro-batch of the same step follows."""
-        self._watch(model)
+        if self._mark is not None:
+            self._watch(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step is done, and may be logged next."""
+        if self._mark is None:
+            return  # added in the middle of this step
         self._count_time()
         self._window.steps += 1
         self._go_first()
@@ -165,6 +173,7 @@ class ThroughputCallback(TrainerCallback):
         """Leave the trainer as it was."""
         self._restore()
         self._handler = self._counter = self._mark = None
+        self._started = False
 
     def _count_time(self) -> None:
         now = time.perf_counter()
@@ -173,7 +182,7 @@ class ThroughputCallback(TrainerCallback):
         self._mark = now
 
     def _skip_time(self) -> None:
-        if getattr(self, "_mark", None) is not None:
+        if self._mark is not None:
             self._mark = time.perf_counter()
 
     def _watch(self, model: nn.Module) -> None:
