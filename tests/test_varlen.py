@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
+from test_seam import HOPPER
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LENGTHS = (1, 7, 20, 2)
@@ -89,6 +94,52 @@ def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pyt
     ]
     for one, several in zip(*results, strict=True):
         torch.testing.assert_close(several, one)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "whole_row"),
+    [
+        ((4096, 4200), {}, False),
+        ((8192,), {}, False),
+        ((8000, 100, 92), {}, True),
+        ((1500, 1600), {}, True),
+        ((8192,), {"windows": frozenset({128})}, True),
+        ((8192,), {"sinks": True}, True),
+        ((8192,), {"capability": (8, 0)}, True),
+    ],
+)
+def test_long_documents_go_to_the_kernel_that_was_faster_on_the_device(
+    lengths: tuple[int, ...], changes: dict[str, Any], whole_row: bool
+) -> None:
+    batch = PackedBatch.from_lengths(lengths)
+    layer = BACKENDS["varlen"].prepare(batch, replace(HOPPER, **changes), torch.device("cpu"))
+    assert isinstance(layer, varlen.VarlenLayer) == whole_row
+
+
+@pytest.mark.cuda
+def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention() -> None:
+    batch = PackedBatch.from_lengths((4096, 4100))
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, batch.total_tokens, 64) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_() for shape in shapes]
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    layer = BACKENDS["varlen"].prepare(batch, HOPPER, device)
+    assert not isinstance(layer, varlen.VarlenLayer)
+    whole = varlen.prepare(batch, device, 4 * 64)
+    mask = dense_mask(batch, None, device)
+
+    def dense(tensors: list[Tensor]) -> Tensor:
+        q, k, v = tensors
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=SCALE).transpose(1, 2)
+
+    def ours(tensors: list[Tensor], layer: Any) -> Tensor:
+        return layer.attend(*tensors, scale=SCALE)
+
+    exact, budget = run(dense, exact_inputs), run(dense, inputs)
+    for chosen in (layer, whole):
+        actual = run(lambda tensors, chosen=chosen: ours(tensors, chosen), inputs)
+        assert (errors(actual, exact) <= 2 * errors(budget, exact) + 2**-8).all()
 
 
 def test_bounds_of_the_int32_guard() -> None:

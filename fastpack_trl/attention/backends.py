@@ -17,6 +17,16 @@ RIGHT_PADDED = "padded_rows"
 """Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""
 
 
+LONG_DOCUMENTS: dict[tuple[int, ...], int] = {(9, 0): 4096}
+"""Per compute capability: mean tokens per document from which one call per document beats one over the row.
+
+On Hopper torch's varlen is FlashAttention-2, and `scaled_dot_product_attention` of a whole document has a faster kernel:
+forward and backward of one document of 8,192 tokens take 3.8 ms against 6.9 (32/8 heads of 128), of 32,768 tokens 54
+against 95; at a mean of 1,500 tokens varlen is ahead (2.1 against 2.5 ms at 8,192 tokens, 7.6 against 16 at 32,768).
+From ``bench/results/attention_cuda_2026-11-20.json``.
+"""
+
+
 class PackedLayer(Protocol):
     """What `prepare` returns: tensors and ints that cross a layer boundary, and the attention that reads them."""
 
@@ -81,6 +91,10 @@ class Varlen:
         return f"torch's flash kernel, {dtype}, sm{''.join(map(str, features.capability or ()))}; {_needs(features)}"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        long_from = LONG_DOCUMENTS.get(features.capability or ())
+        plain = not features.windows and not features.sinks
+        if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
+            return per_document.prepare(batch, features.windows, device)
         rounded = -(-features.head_dim // 32) * 32
         return varlen.prepare(batch, device, features.num_heads * rounded)
 
