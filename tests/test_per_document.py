@@ -47,7 +47,7 @@ def dense_attention(batch: PackedBatch, inputs: list[Tensor], window: int | None
 
 def run(function: Any, inputs: list[Tensor]) -> list[Tensor]:
     out = function(inputs)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out, *torch.autograd.grad(out, inputs, upstream)]
 
 
