@@ -33,7 +33,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test-gpu:
-	python3 -m pytest -m cuda $(ARGS)
+	$(PYTHON) -m pytest -m cuda $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -15,6 +15,8 @@ from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
+PADDING_FREE_COLUMNS = COLUMNS[:2]
+"""Without packing stock reads a row as one document, whatever else the data set says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,14 @@ def vocabulary(model: Any) -> int:
 
 def fast_view(trainer: Any, dataset: Any) -> Any:
     """A map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
-    if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
+    if not isinstance(dataset, Dataset):
+        return dataset
+    columns = COLUMNS if trainer.padding_free else PADDING_FREE_COLUMNS
+    dataset = dataset.remove_columns([name for name in COLUMNS if name in dataset.column_names and name not in columns])
+    if dataset.format["type"] is not None:
         return dataset
     plain = getattr(trainer.args, "train_sampling_strategy", "random") in ("random", "sequential")
     samplers = all(_is_ours(getattr(type(trainer), name)) for name in ("_get_train_sampler", "_get_eval_sampler"))
-    if not (plain and samplers and is_token_lists(dataset, COLUMNS)):
+    if not (plain and samplers and is_token_lists(dataset, columns)):
         return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
-    return ArrowRows(dataset, COLUMNS)
+    return ArrowRows(dataset, columns)

@@ -73,13 +73,19 @@ class FastSFTConfig(SFTConfig):
         default=DEFAULT_PADDED_ROWS_LIMIT,
         metadata={
             "help": "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into "
-            "padded rows; above it training stops with the remedy."
+            "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
         },
     )
 
     def __post_init__(self) -> None:
         self.packed_attention = normalise_choice("packed_attention", self.packed_attention, PACKED_ATTENTION_CHOICES)
         self.verify_packing = normalise_choice("verify_packing", self.verify_packing, VERIFY_CHOICES)
+        try:
+            self.padded_rows_limit = float(self.padded_rows_limit)
+        except (TypeError, ValueError):
+            raise ValueError(f"padded_rows_limit={self.padded_rows_limit!r} is not a number, e.g. 4") from None
+        if self.max_length is not None and not int(self.max_length) >= 1:
+            raise ValueError(f"max_length={self.max_length} is below 1: give tokens per row, or None for no limit")
         if not self.padded_rows_limit >= 1:
             raise ValueError(
                 f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"

@@ -12,7 +12,7 @@ Status = Literal["on", "off", "stock"]
 
 @dataclass(frozen=True, slots=True)
 class FeatureLine:
-    """One row of the banner: ``packed_attention  on  per_document  (CPU tensors, fp32)``."""
+    """One row of the banner: ``packed_attention  on  per_document  cpu; window 128, sinks``."""
 
     feature: str
     status: Status
@@ -32,7 +32,7 @@ class FeatureReport:
 
     lines: list[FeatureLine] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Figures beside the lines: packing fill, documents, truncated tokens, proof."""
+    """Figures beside the lines: packing fill, documents, truncated tokens."""
 
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
         """Set the line of `feature`; a later line replaces an earlier one."""

@@ -245,14 +245,14 @@ def _progress() -> Any:
 
 @contextmanager
 def _nothing_left_behind(folder: Path) -> Iterator[None]:
-    """When the run is refused, folders that did not exist before and are empty are removed again.
+    """When the run is refused or interrupted, folders that did not exist before and are empty are removed again.
 
     `Trainer.__init__` makes ``output_dir``; what is found wrong later must not leave an empty folder.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except UserError:
+    except BaseException:
         for path in missing:  # innermost first
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()

@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
@@ -89,6 +90,9 @@ class FastSFTTrainer(SFTTrainer):
         train_dataset = given.get("train_dataset")
         if isinstance(train_dataset, Dataset) and not len(train_dataset):
             raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
+        model = given["model"]
+        if isinstance(model, PreTrainedModel) and not model.can_generate():
+            raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
         super().__init__(*args, **kwargs)
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
         self._fastpack_choice = choose(
@@ -154,6 +158,8 @@ class FastSFTTrainer(SFTTrainer):
         if facts.fill is not None:
             out["packing fill"] = f"{facts.fill:.1%} of {facts.rows:,} rows x {args.max_length} tokens"
         out["truncated tokens"] = facts.truncation(args.max_length)
+        if not facts.loss_tokens:
+            out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
 
     def _prepare_dataset(
@@ -167,6 +173,9 @@ class FastSFTTrainer(SFTTrainer):
             or not len(dataset)
         ):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        dataset_facts.check_source(
+            dataset, args.dataset_text_field, formatted=formatting_func is not None, name=dataset_name
+        )
         # In two passes of stock's own preparation, so that the lengths before truncation can be read in between.
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
@@ -237,8 +246,10 @@ class FastSFTTrainer(SFTTrainer):
         with contextlib.ExitStack() as stack:
             if self._fastpack_plan.kind != "stock":
                 self._fastpack_install(stack, prove=announce)
+            elif announce and self.padding_free:
+                self._fastpack_prove_stock()
             elif announce:
-                self.fastpack_report.add("verify_packing", "off", "not run", "documents are not packed by us")
+                self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
             if announce:
                 self._fastpack_announce()
             self._fastpack_entered = True
@@ -299,7 +310,7 @@ class FastSFTTrainer(SFTTrainer):
         except PackingError:
             raise
         except _CANNOT_RUN as error:
-            # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing=True` insists.
+            # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing="on"` insists.
             if self._fastpack_setting("verify_packing", "auto") == "on" or isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
@@ -307,6 +318,27 @@ class FastSFTTrainer(SFTTrainer):
             return
         self.fastpack_proof = proof
         self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+
+    def _fastpack_prove_stock(self) -> None:
+        """Packed documents under stock's own attention: a leak is said, and stops a run that asked for the proof."""
+        if not self._fastpack_proof_due():
+            return
+        insists = self._fastpack_setting("verify_packing", "auto") == "on"
+        try:
+            with self.accelerator.autocast():
+                proof = verify_packing(self.model, implementation="off")
+        except _CANNOT_RUN as error:
+            if insists:
+                raise
+            reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+            self.fastpack_report.add("verify_packing", "off", "not run", reason)
+            return
+        self.fastpack_proof = proof
+        self.fastpack_report.add("verify_packing", "on", "proof of stock", str(proof))
+        if insists:
+            proof.raise_if_failed()
+        if not proof.proven:
+            logger.warning(f"packed documents see each other under stock: {proof}; set packed_attention='auto'")
 
     @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -63,7 +63,8 @@ class PackingProof:
         loss = f"loss differs by {self.difference:.1e} from separate documents"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
-        return f"{'proven' if self.proven else 'FAILED'}: no document sees another; {loss} ({bound}){skipped}"
+        verdict = "proven: no document sees another" if self.proven else "FAILED: packed is not what it must be"
+        return f"{verdict}; {loss} ({bound}){skipped}"
 
     def raise_if_failed(self) -> PackingProof:
         """Return self, or raise.
@@ -73,7 +74,9 @@ class PackingProof:
         """
         if self.proven:
             return self
-        remedy = "packed_attention='padded_rows'" if self.path != "padded_rows" else "packing=False"
+        remedy = {"stock": "packed_attention='auto'", "padded_rows": "packing=False"}.get(
+            self.path, "packed_attention='padded_rows'"
+        )
         raise PackingError(f"packing proof with {self.path}: {self}; set {remedy}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
+from transformers import BertConfig, BertModel
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, batching
@@ -391,6 +392,41 @@ def test_where_stock_packs_right_the_limit_of_padded_rows_takes_nothing_away(tmp
     assert "stock keeps this model's documents apart, proven" in line.reason
 
 
+def test_lengths_of_a_row_are_read_only_where_stock_reads_them(tmp_path: Path) -> None:
+    """Without packing, stock takes a row as one document, whatever a column `seq_lengths` says."""
+    rows = Dataset.from_dict({"input_ids": [list(range(3, 43))] * 8, "seq_lengths": [[20, 20]] * 8})
+
+    def run(cls: type[SFTTrainer]) -> SFTTrainer:
+        args = SFTConfig(**settings(tmp_path, eval_strategy="no"))
+        runner = cls(tiny_model("qwen3"), args=args, train_dataset=rows, processing_class=make_tokenizer())
+        runner.train()
+        return runner
+
+    assert_same_log(run(FastSFTTrainer), run(SFTTrainer))
+
+
+def test_packing_under_stock_is_proven_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    off = {"packed_attention": "off"}
+    right = train(FastSFTTrainer, tmp_path, packing=True, fast=off)
+    assert right.fastpack_report["verify_packing"].path == "proof of stock"
+    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
+    leaking = train(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no", fast=off)
+    assert leaking.fastpack_report["verify_packing"].reason.startswith("LEAK")
+    with pytest.raises(PackingError, match=r"packing proof with stock: LEAK.*set packed_attention='auto'"):
+        train(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, fast={**off, "verify_packing": "on"})
+
+
+def test_data_without_a_loss_is_named(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"input_ids": [[5], [6], [7], [8]]})
+    trainer = make_trainer(tmp_path, rows, args={"packing": True})
+    assert trainer.fastpack_report.facts["loss tokens"].startswith("none")
+    counted = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True})
+    assert "loss tokens" not in counted.fastpack_report.facts
+    expected = sum(len(row) - 1 for row in make_dataset("tokens")["input_ids"])
+    assert counted._fastpack_facts is not None
+    assert counted._fastpack_facts.loss_tokens == expected
+
+
 def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = train(FastSFTTrainer, tmp_path, packing=True, max_length=16)
     printed = capsys.readouterr().out
@@ -444,7 +480,9 @@ def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrain
         ({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}, "row 0 .* has 2 labels for 3 input_ids"),
         ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
         ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids', outside"),
-        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "labels has token id 500, outside"),
+        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels', outside"),
+        ({"text": ["w1 w2", None]}, r"row 1 of the train data set has no 'text' \(null\)"),
+        ({"body": ["w1 w2"]}, "has the columns body: name the text column with dataset_text_field"),
     ],
 )
 def test_bad_data_is_named_before_the_first_step(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
@@ -467,6 +505,12 @@ def test_attention_dropout_and_wrong_choices(tmp_path: Path) -> None:
         )
     with pytest.raises(ValueError, match=r"packed_attention='flahs'.*use one of"):
         make_trainer(tmp_path, data, fast={"packed_attention": "flahs"})
+    with pytest.raises(ValueError, match="padded_rows_limit='four' is not a number"):
+        make_trainer(tmp_path, data, fast={"padded_rows_limit": "four"})
+    with pytest.raises(ValueError, match="max_length=0 is below 1"):
+        make_trainer(tmp_path, data, args={"max_length": 0})
+    with pytest.raises(ValueError, match="BertModel has no causal language model head"):
+        make_trainer(tmp_path, data, model=BertModel(BertConfig(hidden_size=8, num_attention_heads=1, vocab_size=96)))
     with pytest.raises(ValueError, match=r"padded_rows_limit=0\.5 is below 1"):
         make_trainer(tmp_path, data, fast={"padded_rows_limit": 0.5})
 

@@ -253,7 +253,7 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
         refusal = BACKENDS[requested].refuses(features)
         if refusal:
             raise ValueError(
-                f"packed_attention={requested!r} would be wrong here: {refusal}; use packed_attention='auto'"
+                f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
             )
         return Choice(requested, f"asked for; {BACKENDS[requested].reason(features)}", BACKENDS[requested])
     if stock_requested == "sdpa" and not BACKENDS["sdpa"].refuses(features):

@@ -85,7 +85,7 @@ def packed_attention(
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        implementation: ``auto``, ``per_document``, ``padded_rows``, ``sdpa`` or ``off``.
+        implementation: a value of `FastSFTConfig.packed_attention`: ``auto``, ``varlen``, ``per_document``, ...
         padded_rows_limit: highest ratio of padded to real tokens that ``padded_rows`` accepts for a batch.
         stock_requested: the `attn_implementation` that the user asked for by name, which ``auto`` respects.
         compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.

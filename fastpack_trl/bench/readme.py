@@ -53,6 +53,8 @@ def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
 
 
 def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
+    if "models" in record["settings"]:
+        return _models(name, record)
     work, documents = record["settings"], record["settings"]["documents"]
     lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
     coverage = min(row["ratio"]["coverage"] for row in record["rows"])
@@ -70,6 +72,35 @@ def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
         lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
     made = _made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
     return "\n".join([head, "", *lines, "", made])
+
+
+def _models(name: str, record: Mapping[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    coverage = min(ratio["coverage"] for row in record["rows"] for ratio in row["ratios"].values())
+    head = (
+        f"**Whole training step of public shapes (random weights) on one {machine['gpu']}.** One packed row per step; "
+        f"*stock*: as installed; *rebuild*: dense mask and metadata made again in each layer; ratio of step times with "
+        f"its interval of at least {coverage:.0%}; peak memory of both."
+    )
+    lines = [
+        head,
+        "",
+        "| model and setting | row, tokens | stock, tok/s | fastpack, tok/s | over stock | over rebuild | peak GiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        sides, ratios = row["sides"], row["ratios"]
+        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        peaks = " / ".join(f"{sides[side]['memory']['peak_bytes'] / 2**30:.1f}" for side in ("stock", "fastpack"))
+        cells = [*rates, *(_ratio(ratios[side]) for side in ("stock", "rebuild")), peaks]
+        lines.append(f"| {row['setting']} | {row['tokens']:,} | {' | '.join(cells)} |")
+    names = " ".join(record["settings"]["models"])
+    plain = "" if record["settings"]["checkpointing"] else " --no-checkpointing"
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
+    lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
+    command = f"fastpack-trl bench --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
+    made = f"`{command}`: driver {machine['driver']}, {packages}; `fastpack_trl/bench/results/{name}`."
+    return "\n".join([*lines, "", made])
 
 
 def _collator(name: str, record: Mapping[str, Any]) -> str:

@@ -66,6 +66,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
             raise ValueError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} is below 1: give a number of tokens, or None"
             )
+        if self.pad_to_multiple_of is not None and not isinstance(self.pad_token_id, int):
+            raise ValueError(f"pad_token_id={self.pad_token_id!r} cannot pad: set tokenizer.pad_token")
         if self.vocab_size is not None:
             if self.vocab_size < 1:
                 raise ValueError(f"vocab_size={self.vocab_size} is below 1: give the rows of the embedding, or None")

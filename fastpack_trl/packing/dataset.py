@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, List
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ class DatasetFacts:
         truncated_documents, truncated_tokens: lost to `max_length`.
         longest: tokens of the longest document: the `max_length` that truncates nothing.
         rows: rows after packing; None where rows are documents.
+        loss_tokens: tokens of the prepared data set that the loss counts.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None where nothing is packed.
     """
 
@@ -35,6 +37,7 @@ class DatasetFacts:
     truncated_documents: int
     truncated_tokens: int
     longest: int
+    loss_tokens: int
     rows: int | None = None
     fill: float | None = None
 
@@ -69,6 +72,36 @@ def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
+def check_source(dataset: Dataset, text_field: str, *, formatted: bool, name: str = "train") -> None:
+    """Check the columns that preparation will read, before it reads them.
+
+    Args:
+        dataset: as the user gave it.
+        text_field: name of the column of plain text.
+        formatted: whether a formatting function makes the text.
+        name: of the data set, for the message.
+
+    Raises:
+        ValueError: none of the columns that TRL reads, or an empty cell in one; names what is there and the row.
+    """
+    columns = set(dataset.column_names)
+    known = {"input_ids", "messages", "conversations", "prompt", text_field}
+    if formatted:
+        return
+    if not known & columns:
+        raise ValueError(
+            f"the {name} data set has the columns {', '.join(sorted(columns))}: name the text column with "
+            f"dataset_text_field, or give messages, prompt and completion, or input_ids"
+        )
+    for column in sorted((known | {"completion"}) & columns):
+        row = 0
+        for chunk in _chunks(dataset, column):
+            if chunk.null_count:
+                row += int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
+                raise ValueError(f"row {row} of the {name} data set has no {column!r} (null): fill it or drop the row")
+            row += len(chunk)
+
+
 def check_lengths(dataset: Dataset, name: str = "train") -> None:
     """Check that a tokenized data set has one label per token.
 
@@ -88,19 +121,42 @@ def check_lengths(dataset: Dataset, name: str = "train") -> None:
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> None:
-    """Check every token id of a tokenized data set, once, on the host. Labels are checked as they are collated.
+    """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:
         ValueError: an id outside [0, vocab_size); names it.
     """
-    for chunk in _chunks(dataset, "input_ids"):
-        extremes = pc.min_max(chunk.flatten()).as_py()
-        for value in (extremes["min"], extremes["max"]):
-            if value is not None and not 0 <= value < vocab_size:
-                raise ValueError(
-                    f"the {name} data set has {int(value)} in 'input_ids', outside the model's vocabulary of "
-                    f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
-                )
+    for column in ("input_ids", "labels"):
+        for chunk in _chunks(dataset, column) if column in dataset.column_names else ():
+            values = chunk.flatten()
+            if column == "labels":  # the first of a row is never counted, whatever it says
+                first: NDArray[np.bool_] = np.zeros(len(values), dtype=bool)
+                first[np.minimum(chunk.offsets.to_numpy()[:-1] - chunk.offsets[0].as_py(), len(values) - 1)] = True
+                counted = pc.and_(pc.not_equal(values, IGNORE_INDEX), pa.array(~first))
+                values = values.filter(counted)
+            extremes = pc.min_max(values).as_py()
+            for value in (extremes["min"], extremes["max"]):
+                if value is not None and not 0 <= value < vocab_size:
+                    raise ValueError(
+                        f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of "
+                        f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
+                    )
+
+
+def counted_tokens(dataset: Dataset) -> int:
+    """Tokens that a loss counts, the first of each document left out."""
+    column = "labels" if "labels" in dataset.column_names else "input_ids"
+    counted = [
+        pc.fill_null(pc.not_equal(chunk.flatten(), IGNORE_INDEX), False).to_numpy(zero_copy_only=False)
+        for chunk in _chunks(dataset, column)
+    ]
+    hits = np.concatenate(counted) if counted else np.zeros(0, dtype=bool)
+    if "seq_lengths" in dataset.column_names:
+        lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in _chunks(dataset, "seq_lengths")])
+    else:
+        lengths = column_lengths(dataset, column)
+    lengths = lengths[lengths > 0]
+    return int(hits.sum()) - int(hits[np.cumsum(lengths) - lengths].sum())
 
 
 def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
@@ -142,6 +198,7 @@ def measure(
         truncated_documents=int((lost > 0).sum()),
         truncated_tokens=int(lost.sum()),
         longest=int(lengths.max()) if lengths.size else 0,
+        loss_tokens=counted_tokens(prepared),
         rows=rows,
         fill=fill,
     )
