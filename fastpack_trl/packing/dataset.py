@@ -126,37 +126,45 @@ def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> 
     Raises:
         ValueError: an id outside [0, vocab_size); names it.
     """
-    for column in ("input_ids", "labels"):
-        for chunk in _chunks(dataset, column) if column in dataset.column_names else ():
-            values = chunk.flatten()
-            if column == "labels":  # the first of a row is never counted, whatever it says
-                first: NDArray[np.bool_] = np.zeros(len(values), dtype=bool)
-                first[np.minimum(chunk.offsets.to_numpy()[:-1] - chunk.offsets[0].as_py(), len(values) - 1)] = True
-                counted = pc.and_(pc.not_equal(values, IGNORE_INDEX), pa.array(~first))
-                values = values.filter(counted)
-            extremes = pc.min_max(values).as_py()
-            for value in (extremes["min"], extremes["max"]):
-                if value is not None and not 0 <= value < vocab_size:
-                    raise ValueError(
-                        f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of "
-                        f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
-                    )
+    for chunk in _chunks(dataset, "input_ids"):
+        _check_range(chunk.flatten(), "input_ids", vocab_size, name)
+    if "labels" in dataset.column_names:
+        for values, counted in _counted(dataset, "labels"):
+            _check_range(values.filter(pa.array(counted)), "labels", vocab_size, name)
+
+
+def _check_range(values: Any, column: str, vocab_size: int, name: str) -> None:
+    extremes = pc.min_max(values).as_py()
+    for value in (extremes["min"], extremes["max"]):
+        if value is not None and not 0 <= value < vocab_size:
+            raise ValueError(
+                f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of {vocab_size}: "
+                f"tokenize it with the model's own tokenizer, or resize the model's embeddings"
+            )
 
 
 def counted_tokens(dataset: Dataset) -> int:
     """Tokens that a loss counts, the first of each document left out."""
     column = "labels" if "labels" in dataset.column_names else "input_ids"
-    counted = [
-        pc.fill_null(pc.not_equal(chunk.flatten(), IGNORE_INDEX), False).to_numpy(zero_copy_only=False)
-        for chunk in _chunks(dataset, column)
-    ]
-    hits = np.concatenate(counted) if counted else np.zeros(0, dtype=bool)
+    return sum(int(counted.sum()) for _, counted in _counted(dataset, column))
+
+
+def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
+    """Labels piece by piece, and which of them a loss counts: not ignored, and not the first of a document."""
     if "seq_lengths" in dataset.column_names:
         lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in _chunks(dataset, "seq_lengths")])
     else:
         lengths = column_lengths(dataset, column)
     lengths = lengths[lengths > 0]
-    return int(hits.sum()) - int(hits[np.cumsum(lengths) - lengths].sum())
+    starts = np.cumsum(lengths) - lengths
+    offset = 0
+    for chunk in _chunks(dataset, column):
+        values = chunk.flatten()
+        counted = np.array(pc.fill_null(pc.not_equal(values, IGNORE_INDEX), False).to_numpy(zero_copy_only=False))
+        here = starts[(starts >= offset) & (starts < offset + len(values))]
+        counted[here - offset] = False
+        offset += len(values)
+        yield values, counted
 
 
 def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
