@@ -11,7 +11,8 @@ PACKED_ATTENTION_CHOICES = (
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "flex", "xformers", "sdpa", "off",
 )  # fmt: skip
-VERIFY_CHOICES = ("auto", "on", "off")
+SWITCH_CHOICES = ("auto", "on", "off")
+_CHOICES = {"packed_attention": PACKED_ATTENTION_CHOICES, "verify_packing": SWITCH_CHOICES}
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
 
@@ -78,8 +79,8 @@ class FastSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        self.packed_attention = normalise_choice("packed_attention", self.packed_attention, PACKED_ATTENTION_CHOICES)
-        self.verify_packing = normalise_choice("verify_packing", self.verify_packing, VERIFY_CHOICES)
+        for name, choices in _CHOICES.items():
+            setattr(self, name, normalise_choice(name, getattr(self, name), choices))
         try:
             self.padded_rows_limit = float(self.padded_rows_limit)
         except (TypeError, ValueError):

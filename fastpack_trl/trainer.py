@@ -33,6 +33,7 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.switches import SWITCHES
 from fastpack_trl.verify import PackingProof, verify_packing
 
 logger = get_logger(__name__)
@@ -250,6 +251,8 @@ class FastSFTTrainer(SFTTrainer):
                 self._fastpack_prove_stock()
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
+            for switch in SWITCHES:
+                stack.enter_context(switch(self))
             if announce:
                 self._fastpack_announce()
             self._fastpack_entered = True
