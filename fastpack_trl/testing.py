@@ -1,4 +1,4 @@
-"""Tiny random models of real families, and the comparisons that this project's tests and yours can share."""
+"""Tiny random models of real families, and the checks that this project's tests and yours can share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fastpack_trl.host_syncs import HostSync, HostSyncs, count_host_syncs
+
+__all__ = [
+    "FAMILIES",
+    "HostSync",
+    "HostSyncs",
+    "assert_gradients_close",
+    "count_host_syncs",
+    "gradients",
+    "tiny_model",
+]
 
 _COMMON = {
     "vocab_size": 96,

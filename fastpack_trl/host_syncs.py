@@ -1,0 +1,246 @@
+"""Where the host waits for the device: `count_host_syncs` counts such operations, each with its call site."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind = Literal["sync", "copy", "host"]
+
+_TORCH = str(Path(torch.__file__).parent)
+# Frames below these hold tensors that stay on the host in every run: the step counters of torch's optimizers, and what
+# samplers and collators make.
+_HOST_ROOMS = (f"{_TORCH}/optim/", f"{_TORCH}/utils/data/")
+_LOADER = "accelerate/data_loader.py"
+_CUDA_MESSAGE = "called a synchronizing CUDA operation"
+
+_ALWAYS = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
+    "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+}  # fmt: skip
+"""Names in aten whose CUDA kernels read a number back, to return it or to size their result."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSync:
+    """One call site: ``HostSync("_local_scalar_dense", "sync", ".../sft_trainer.py", 1643, "...item()...", 4)``."""
+
+    op: str
+    """The operation in aten or of `torch.Tensor`; ``synchronize`` on CUDA, which does not name it."""
+    kind: Kind
+    """``sync``: the host reads from the device. ``copy``: a copy to the device that the host waits for. ``host``:
+    a read of a tensor that is never on the device (collator, optimizer step counters); nobody waits."""
+    file: str
+    """Of the first frame outside of torch."""
+    line: int
+    code: str
+    """That line of the file."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.op} ({self.kind}) at {self.file}:{self.line}: {self.code}"
+
+
+@dataclass(slots=True)
+class HostSyncs:
+    """What `count_host_syncs` has seen so far; may be read inside of the block."""
+
+    backend: Literal["cuda", "dispatch"]
+    """``cuda``: torch's own sync debug mode. ``dispatch``: on the CPU, the operations that would wait on CUDA."""
+    _seen: Counter[tuple[str, Kind, str, int]] = field(default_factory=Counter)
+
+    @property
+    def entries(self) -> list[HostSync]:
+        """All call sites, the most frequent first."""
+        return [
+            HostSync(op, kind, file, line, linecache.getline(file, line).strip(), count)
+            for (op, kind, file, line), count in self._seen.most_common()
+        ]
+
+    @property
+    def total(self) -> int:
+        """Operations that the host waits for: ``sync`` and ``copy``, not ``host``."""
+        return sum(count for (_, kind, _, _), count in self._seen.items() if kind != "host")
+
+    def of(self, *kinds: Kind) -> list[HostSync]:
+        """The call sites of these kinds, e.g. ``of("sync")``."""
+        return [entry for entry in self.entries if entry.kind in kinds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"backend": self.backend, "total": self.total, "entries": [asdict(entry) for entry in self.entries]}
+
+    def __str__(self) -> str:
+        lines = [str(entry) for entry in self.of("sync", "copy")]
+        return "\n".join(lines) if lines else "no host sync"
+
+
+@contextmanager
+def count_host_syncs(
+    *, device: torch.device | str | None = None, error: bool = False, host: Sequence[str] = ()
+) -> Iterator[HostSyncs]:
+    """Count the operations inside of the block for which the host waits for the device.
+
+    ``with count_host_syncs() as syncs: trainer.train()`` and then ``assert syncs.total == 0, syncs``.
+
+    On CUDA, `torch.cuda.set_sync_debug_mode` reports them (it knows copies and read-backs; an explicit
+    `torch.cuda.synchronize` or `Event.synchronize` is not reported). A wait in the backward pass is attributed to the
+    line that started that pass. On the CPU, a dispatch mode counts the operations that would wait on CUDA; the
+    operations are those of this process and thread, and compiled functions run uncompiled.
+
+    Args:
+        device: where the model is; default: CUDA where there is one. Give ``"cpu"`` for a CPU run on a CUDA machine.
+        error: raise at the first one, so that the traceback shows it.
+        host: parts of file names (``"my_project/sampler.py"``) whose tensors are never on the device; counted as
+            ``host`` in a CPU run.
+
+    Yields:
+        The counts, filled while the block runs.
+
+    Raises:
+        RuntimeError: with ``error=True``, from the operation itself.
+    """
+    where = torch.device(device) if device is not None else None
+    on_cuda = torch.cuda.is_available() if where is None else where.type == "cuda"
+    syncs = HostSyncs("cuda" if on_cuda else "dispatch")
+    with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, tuple(host)):
+        yield syncs
+
+
+@contextmanager
+def _cuda_warnings(syncs: HostSyncs, error: bool) -> Iterator[None]:
+    previous = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_CUDA_MESSAGE)
+        show = warnings.showwarning
+
+        def record(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if _CUDA_MESSAGE not in str(message):
+                show(message, *args, **kwargs)
+                return
+            file, line, _ = _call_site(sys._getframe(1))
+            syncs._seen["synchronize", "sync", file, line] += 1
+
+        warnings.showwarning = record
+        torch.cuda.set_sync_debug_mode("error" if error else "warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(previous)
+
+
+@contextmanager
+def _dispatch(syncs: HostSyncs, error: bool, host: tuple[str, ...]) -> Iterator[None]:
+    def record(op: str, kind: Kind, loader_only: bool = False) -> None:
+        file, line, rooms = _call_site(sys._getframe(2))
+        if loader_only and not any(room.endswith(_LOADER) for room in rooms):
+            return
+        if any(part in room for room in rooms for part in (*_HOST_ROOMS, *host)):
+            kind = "host"
+        if error and kind != "host":
+            raise RuntimeError(f"{op} at {file}:{line} would make the host wait for the device")
+        syncs._seen[op, kind, file, line] += 1
+
+    with _Functions(record), _Operations(record):
+        yield
+
+
+def _call_site(frame: FrameType | None) -> tuple[str, int, list[str]]:
+    """File and line of the first frame outside of torch, and the files of all frames."""
+    site: tuple[str, int] | None = None
+    files: list[str] = []
+    while frame is not None:
+        name = frame.f_code.co_filename
+        files.append(name)
+        ours = name in (__file__, warnings.__file__) or name.startswith((_TORCH, "<"))
+        if site is None and not ours:
+            site = (name, frame.f_lineno)
+        frame = frame.f_back
+    return *(site or ("<unknown>", 0)), files
+
+
+class _Operations(TorchDispatchMode):
+    """Sees what reaches the kernels, also in the backward pass, which the CPU runs in the calling thread."""
+
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "aten":
+            name = func._schema.name.removeprefix("aten::")
+            if name in _ALWAYS or _waits(name, args, kwargs):
+                self._record(name, "sync")
+        return func(*args, **kwargs)
+
+
+def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Operations that wait only for some of their arguments."""
+    if name == "where":
+        return len(args) == 1
+    if name == "index":
+        return _has_mask(args[1])
+    if name in ("index_put", "index_put_", "_index_put_impl_"):
+        # A single value goes through `masked_fill`, which sizes nothing.
+        return _has_mask(args[1]) and args[2].numel() != 1
+    if name == "repeat_interleave":
+        has_size = kwargs.get("output_size") is not None or (len(args) > 1 and isinstance(args[1], int))
+        return not has_size and isinstance(args[0], torch.Tensor)
+    if name == "histc":
+        low = kwargs.get("min", args[2] if len(args) > 2 else 0)
+        high = kwargs.get("max", args[3] if len(args) > 3 else 0)
+        return bool(low == high)  # the range is read from the data
+    if name == "_to_copy":
+        target = kwargs.get("device")
+        return target is not None and torch.device(target).type == "cpu" and args[0].device.type != "cpu"
+    return False
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class _Functions(TorchFunctionMode):
+    """Sees calls that make no operation where everything is on the CPU: ``tensor.tolist()``, ``tensor.cpu()``."""
+
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.tolist or func is torch.Tensor.cpu:
+            self._record(func.__name__, "sync")
+        elif func is torch.Tensor.to:
+            target = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(target, str) and target == "cpu":
+                self._record("to", "sync")
+            elif isinstance(target, torch.device) and not _non_blocking(args, kwargs):
+                # Elsewhere `to` may name the device that the tensor is on; in accelerate's loader it moves a batch.
+                self._record("to", "copy", loader_only=True)
+        elif func is torch.tensor and isinstance(kwargs.get("device"), torch.device):
+            # A device object, not the text "cpu": where another tensor lives. The host waits for this copy.
+            self._record("tensor", "copy")
+        return func(*args, **kwargs)
+
+
+def _non_blocking(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # Tensor.to(device, dtype, non_blocking) or Tensor.to(device, non_blocking=...)
+    return bool(kwargs.get("non_blocking", args[3] if len(args) > 3 else args[2] is True if len(args) > 2 else False))

@@ -1,0 +1,210 @@
+"""`count_host_syncs` sees what would make the host wait for a GPU, where it is, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from trainer_material import train
+from trl import SFTTrainer
+
+from fastpack_trl.testing import HostSyncs, count_host_syncs
+
+X = torch.arange(6.0)
+MASK = X > 2
+LENGTHS = torch.tensor([1, 2, 3])
+
+WAITS: dict[str, Callable[[], object]] = {
+    "item": lambda: X.sum().item(),
+    "float": lambda: float(X.sum()),
+    "truth": lambda: bool(MASK.any()),
+    "nonzero": lambda: MASK.nonzero(),
+    "where": lambda: torch.where(MASK),
+    "mask as index": lambda: X[MASK],
+    "mask as index, set": lambda: X.clone().__setitem__(MASK, torch.ones(3)),
+    "masked_select": lambda: X.masked_select(MASK),
+    "unique": lambda: X.unique(),
+    "unique_consecutive": lambda: X.unique_consecutive(),
+    "bincount": lambda: LENGTHS.bincount(),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "repeat_interleave": lambda: torch.repeat_interleave(LENGTHS),
+    "histc": lambda: X.histc(4),
+    "tolist": lambda: X.tolist(),
+    "cpu": lambda: X.cpu(),
+    "to cpu": lambda: X.to("cpu"),
+    "new on the device": lambda: torch.tensor(3, device=X.device),
+}
+DOES_NOT: dict[str, Callable[[], object]] = {
+    "sum": lambda: X.sum(),
+    "slice": lambda: X[2:4],
+    "indices": lambda: X[LENGTHS],
+    "masked_fill": lambda: X.clone().__setitem__(MASK, 0.0),
+    "where": lambda: torch.where(MASK, X, 0.0),
+    "repeat_interleave": lambda: torch.repeat_interleave(LENGTHS, output_size=6),
+    "histc": lambda: X.histc(4, 0, 5),
+    "shape": lambda: X.size(0) + X.numel(),
+    "to dtype": lambda: X.to(torch.float64),
+    "to where it is": lambda: X.to(LENGTHS.device),
+    "new on the host": lambda: torch.tensor(3),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_operation_that_waits_is_counted_once_at_its_line(name: str, inference: bool) -> None:
+    with torch.inference_mode(inference), count_host_syncs(device="cpu") as syncs:
+        WAITS[name]()
+    (entry,) = syncs.entries
+    assert syncs.total == entry.count == 1
+    assert Path(entry.file) == Path(__file__)
+    assert f'"{name}"' in entry.code, entry
+
+
+@pytest.mark.parametrize("name", DOES_NOT)
+def test_an_operation_that_does_not_wait_is_not_counted(name: str) -> None:
+    with count_host_syncs(device="cpu") as syncs:
+        DOES_NOT[name]()
+    assert not syncs.entries
+    assert str(syncs) == "no host sync"
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * float(grad.sum())
+
+
+def test_a_wait_in_the_backward_pass_is_counted() -> None:
+    loss = _ReadsInBackward.apply(X.clone().requires_grad_()).sum()
+    with count_host_syncs(device="cpu") as syncs:
+        loss.backward()
+    assert [entry.code for entry in syncs.entries] == ["return grad * float(grad.sum())"]
+
+
+def test_counts_add_up_per_call_site_and_can_be_read_inside() -> None:
+    with count_host_syncs(device="cpu") as syncs:
+        for expected in range(1, 4):
+            X.sum().item()
+            assert syncs.total == expected
+        bool(MASK.any())
+    assert [(entry.op, entry.count) for entry in syncs.entries] == [
+        ("_local_scalar_dense", 3),
+        ("_local_scalar_dense", 1),
+    ]
+    assert syncs.entries[0].line + 2 == syncs.entries[1].line
+    figures = syncs.to_dict()
+    assert figures["total"] == 4
+    assert figures["entries"][0]["count"] == 3
+    assert figures["entries"][0]["kind"] == "sync"
+
+
+def _collate(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows)[:, : int(torch.stack(rows).max())]
+
+
+def test_tensors_of_the_host_are_told_apart() -> None:
+    weight = torch.nn.Parameter(X.clone())
+    weight.grad = X.clone()
+    # The plain loop reads its step counter, a CPU tensor also where the weights are on a GPU.
+    optimizer = torch.optim.AdamW([weight], foreach=False, fused=False)
+    with count_host_syncs(device="cpu") as syncs:
+        optimizer.step()
+        next(iter(DataLoader([X, X], batch_size=2, shuffle=True, collate_fn=_collate)))
+    assert syncs.total == 0, syncs
+    assert not syncs.of("sync", "copy")
+    assert {Path(entry.file) for entry in syncs.of("host")} == {Path(__file__)}
+    assert any("torch.stack(rows)" in entry.code for entry in syncs.entries)
+
+
+def test_files_named_by_the_caller_are_of_the_host() -> None:
+    with count_host_syncs(device="cpu", host=["tests/test_host_syncs"]) as syncs:
+        X.sum().item()
+    assert syncs.total == 0
+    assert len(syncs.of("host")) == 1
+
+
+def test_an_error_is_raised_by_the_operation_and_nothing_stays_installed() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"_local_scalar_dense at .*test_host_syncs.py:\d+ would make the host wait"),
+        count_host_syncs(device="cpu", error=True) as syncs,
+    ):
+        X.sum().item()
+    X.sum().item()
+    assert syncs.total == 0
+
+
+def _trained(tmp_path: Path, steps: int) -> HostSyncs:
+    with count_host_syncs(device="cpu") as syncs:
+        train(
+            SFTTrainer, tmp_path / str(steps), packing=True, eval_strategy="no", logging_steps=100, max_steps=steps,
+            per_device_train_batch_size=1, optim="adamw_torch",
+        )  # fmt: skip
+    return syncs
+
+
+def test_the_stock_step_reads_eight_numbers_and_copies_each_tensor_of_its_batch(tmp_path: Path) -> None:
+    short, long = _trained(tmp_path, 2), _trained(tmp_path, 4)
+
+    def reads(syncs: HostSyncs) -> int:
+        return sum(entry.count for entry in syncs.of("sync"))
+
+    # entropy 2, accuracy 2, number of tokens 1, NaN filter 2, packed mask 1
+    assert reads(long) - reads(short) == 2 * 8
+    per_file = {Path(entry.file).name for entry in long.of("sync")}
+    assert per_file == {"sft_trainer.py", "trainer.py", "masking_utils.py"}
+    batch = {entry.op: entry.count for entry in long.of("copy") if entry.file.endswith("operations.py")}
+    assert batch == {"to": 4 * 6}
+    assert any(entry.file.endswith("sft_trainer.py") for entry in long.of("host"))
+
+
+@pytest.mark.cuda
+def test_cuda_reports_read_backs_and_blocking_copies_at_their_line() -> None:
+    x, pinned = X.cuda(), X.pin_memory()
+    torch.cuda.synchronize()
+    with count_host_syncs() as syncs:
+        x.sum().item()
+        x[x > 2].sum()
+        pinned.to("cuda", non_blocking=True)
+        (x * 2).sum()
+        X.to("cuda")
+    assert syncs.backend == "cuda"
+    assert [entry.code for entry in sorted(syncs.entries, key=lambda entry: entry.line)] == [
+        "x.sum().item()", "x[x > 2].sum()", 'X.to("cuda")',
+    ]  # fmt: skip
+    assert {Path(entry.file) for entry in syncs.entries} == {Path(__file__)}
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.cuda
+def test_cuda_attributes_a_wait_in_backward_to_the_line_that_started_it() -> None:
+    loss = _ReadsInBackward.apply(X.cuda().requires_grad_()).sum()
+    with count_host_syncs() as syncs:
+        loss.backward()
+    assert syncs.total >= 1
+    assert {entry.code for entry in syncs.entries} <= {"loss.backward()", "return grad * float(grad.sum())"}
+
+
+@pytest.mark.cuda
+def test_cuda_raises_at_the_operation_and_restores_the_mode() -> None:
+    x = X.cuda()
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"), count_host_syncs(error=True):
+        x.sum().item()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    x.sum().item()
+
+
+def test_the_documented_use_is_the_real_one() -> None:
+    assert "assert syncs.total == 0, syncs" in (inspect.getdoc(count_host_syncs) or "")
+    with count_host_syncs(device="cpu") as syncs:
+        X.sum()
+    assert syncs.total == 0, syncs
