@@ -31,6 +31,7 @@ COMMANDS = {
     "quickstart": Command("fastpack_trl.quickstart", "fine-tune a small model on real text, offline"),
     "sft": Command("fastpack_trl.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
     "verify": Command("fastpack_trl.verify_command", "prove that packed documents do not see each other"),
+    "doctor": Command("fastpack_trl.doctor", "what this machine has, what a config would run and why, where it waits"),
     "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ def _train(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None)
     training = arguments.training
     with _nothing_left_behind(Path(str(training.output_dir))):
         with preparing():
-            trainer = _make_trainer(arguments, callbacks)
+            trainer = make_trainer(arguments, callbacks)
         progress = _progress()
         trainer.add_callback(progress)
         # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
@@ -160,7 +160,17 @@ def _train(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None)
     return trainer
 
 
-def _make_trainer(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None) -> FastSFTTrainer:
+def make_trainer(
+    arguments: SftArguments,
+    callbacks: Sequence[TrainerCallback] | None = None,
+    trainer_class: Callable[..., Any] | None = None,
+) -> Any:
+    """Check, load and construct: the trainer before its first step, of `trainer_class` (default: `FastSFTTrainer`).
+
+    Raises:
+        UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
+            `preparing` turns it into one.
+    """
     from trl import get_peft_config, get_quantization_config
 
     from fastpack_trl import sft_checks
@@ -183,7 +193,7 @@ def _make_trainer(arguments: SftArguments, callbacks: Sequence[TrainerCallback] 
     given = dict(training.model_init_kwargs or {})
     training.model_init_kwargs = init
     try:
-        return FastSFTTrainer(
+        return (trainer_class or FastSFTTrainer)(
             model=name,
             args=training,
             train_dataset=train_dataset,

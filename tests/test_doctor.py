@@ -1,0 +1,208 @@
+"""``fastpack-trl doctor``: what it prints, what an audit counts, and every config it cannot run on one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sft_material import Material, write_jsonl
+
+from fastpack_trl import cli, doctor
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: object) -> int:
+    return cli.main(["doctor", *map(str, arguments)])
+
+
+def audited(material: Material, *flags: object, **settings: object) -> dict[str, Any]:
+    file = material.folder / "doctor.json"
+    assert run("--config", material.yaml(**settings), "--audit", "--json", file, *flags) == 0
+    return dict(json.loads(file.read_text()))
+
+
+def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "doctor.json"
+    assert run("--json", file) == 0
+    out = capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["error"] is None
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["attention"]["per_document"] == "available"
+    for row in record["missing"]:
+        assert row["install"] in out
+        assert row["install"].startswith("pip install ")
+    for name, value in record["versions"].items():
+        assert any(line.split() == [name, *value.split()] for line in out.splitlines()), name
+
+
+def test_a_module_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", {"qlora": ("no_such_module", "4-bit base weights")})
+    rows = {row["name"]: row for row in doctor._missing()}
+    assert rows["no_such_module"] == {
+        "name": "no_such_module", "needed_for": "4-bit base weights", "install": "pip install 'fastpack-trl[qlora]'",
+    }  # fmt: skip
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: " ".join(lines) for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    assert extras.keys() == doctor.EXTRAS.keys()
+    for extra, (module, _) in doctor.EXTRAS.items():
+        assert module.replace("_", "-") in extras[extra]
+
+
+def test_a_config_shows_the_report_of_the_trainer_it_would_make(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = material.folder / "doctor.json"
+    assert run("--config", material.yaml(packed_attention="sdpa"), "--json", file) == 0
+    features = json.loads(file.read_text())["config"]["features"]
+    assert features["packed_attention"]["path"] == "sdpa"
+    assert features["verify_packing"]["path"] == "proof"
+    out = capsys.readouterr().out
+    for name, line in features.items():
+        assert f"{name} " in out
+        assert line["reason"] in out
+    assert not material.out.exists()
+
+
+def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = audited(material, gradient_accumulation_steps=2, logging_steps=100, output_dir=str(material.out))
+    audit = record["audit"]
+    assert audit["micro_batches_per_step"] == 2
+    assert audit["backend"] == ("cuda" if torch.cuda.is_available() else "dispatch")
+    assert audit["sides"]["stock"]["error"] is audit["sides"]["fastpack"]["error"] is None
+    calls = [call for call in audit["calls"] if call["kind"] != "host"]
+    accuracy = [call for call in calls if '"mean_token_accuracy"' in call["code"]]
+    assert sum(call["stock"] for call in accuracy) == 2 * 2
+    assert accuracy[0]["file"] == "trl/trainer/sft_trainer.py"
+    for side in ("stock", "fastpack"):
+        assert sum(call[side] for call in calls) == pytest.approx(audit["sides"][side]["total"])
+    assert audit["sides"]["fastpack"]["total"] < audit["sides"]["stock"]["total"]
+    out = capsys.readouterr().out
+    for call in calls:
+        assert f"{call['file']}:{call['line']} " in out
+    assert not material.out.exists()
+
+
+def test_an_audit_counts_the_logging_that_the_config_asks_for(material: Material) -> None:
+    def read(record: dict[str, Any]) -> float:
+        loss = [c for c in record["audit"]["calls"] if "nested_gather" in c["code"] and c["kind"] == "sync"]
+        return sum(float(call["stock"]) for call in loss)
+
+    assert read(audited(material, "--steps", 2, logging_steps=1)) == 1
+    assert read(audited(material, "--steps", 2, logging_steps=2)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_name_or_path": "./nowhere"}, "'./nowhere' is not a folder"),
+        ({"dataset_name": "nothing.jsonl"}, "data 'nothing.jsonl' does not exist"),
+        ({"packed_attention": "varlne"}, "did you mean 'varlen'"),
+        ({"learning_rate": "fast"}, "learning_rate"),
+    ],
+)
+def test_a_config_that_cannot_be_loaded_is_one_line_and_loses_nothing(
+    material: Material, capsys: pytest.CaptureFixture[str], settings: dict[str, object], message: str
+) -> None:
+    file = material.folder / "doctor.json"
+    assert run("--config", material.yaml(**settings), "--audit", "--json", file) == cli.EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("fastpack-trl doctor: error")]
+    assert message in line
+    assert "Traceback" not in captured.err
+    record = json.loads(file.read_text())
+    assert message in record["error"]
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_a_step_that_fails_is_one_line_and_both_sides_are_kept(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Read when training starts, later than everything that is checked before.
+    path = material.yaml(lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such_option": 3})
+    file = material.folder / "doctor.json"
+    assert run("--config", path, "--audit", "--json", file) == cli.EXIT_USER_ERROR
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("fastpack-trl doctor: error")]
+    assert "cannot be audited: stock: " in line
+    assert "no_such_option" in line
+    record = json.loads(file.read_text())
+    assert set(record["audit"]["sides"]) == {"stock", "fastpack"}
+    assert record["config"]["features"]["packed_attention"]["status"] == "on"
+
+
+def test_one_side_that_fails_leaves_the_other(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl import doctor_audit
+
+    class Failing(doctor_audit.SFTTrainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no kernel image is available")
+
+    figures: dict[str, Any] = {"steps": 2, "backend": None}
+    path = str(material.yaml())
+    folder = str(material.folder / "runs")
+    sides = {
+        "stock": doctor_audit._side(Failing, path, folder, 2, figures),
+        "fastpack": doctor_audit._side(doctor_audit.SFTTrainer, path, folder, 2, figures),
+    }
+    assert sides["stock"]["error"] == "RuntimeError: no kernel image is available"
+    assert sides["fastpack"]["total"] > 0
+    shown = doctor_audit.table(figures | {"sides": sides, "calls": doctor_audit._calls(sides)})
+    assert "failed" in shown.splitlines()[-2] + shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--audit"], "give --config FILE"),
+        (["--steps", "0"], "give 1 or more"),
+        (["--jsom", "x"], "did you mean '--json'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert run(*arguments) == cli.EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from fastpack_trl.cli import main; main(['doctor', '--help']); assert 'torch' not in sys.modules"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert "--audit" in ran.stdout
+
+
+def test_data_of_one_row_trains_through_its_epochs(material: Material) -> None:
+    data = write_jsonl(material.folder / "one.jsonl", [{"text": "a b c d e f g"}])
+    record = audited(material, "--steps", 3, dataset_name=str(data))
+    assert record["audit"]["steps"] == 3
+    assert record["audit"]["sides"]["stock"]["total"] > 0
+
+
+@pytest.mark.cuda
+def test_transfer_rates_are_measured_on_cuda(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    assert run("--json", file) == 0
+    device = json.loads(file.read_text())["device"]
+    for name in ("pageable to device", "pinned to device", "device to pinned"):
+        assert float(device[name].split()[0]) > 0
+    assert float(device["pinned to device"].split()[0]) >= 0.5 * float(device["pageable to device"].split()[0])
