@@ -1,0 +1,56 @@
+"""Moving rows between tokens and their routed slots, as gathers in both directions.
+
+A token has k slots; sorted by expert they lie anywhere. Both ways are gathers, so nothing is accumulated by index:
+`index_put(accumulate=True)` would sort again on CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+
+def combine(
+    rows_sh: Tensor,
+    inverse_tk: Tensor,
+    weights_tk: Tensor | None = None,
+    *,
+    bias_eh: Tensor | None = None,
+    ids_tk: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Per token the sum over its k slots of ``weight * (row + bias)``, accumulated in fp32.
+
+    Args:
+        rows_sh: (S, H), rows sorted by expert.
+        inverse_tk: (T, k) int32, where slot (t, j) lies among the rows.
+        weights_tk: (T, k) routing weights; 1 where None.
+        bias_eh: (E, H), bias of the down projection, with `ids_tk`.
+        ids_tk: (T, k), expert of each slot.
+        dtype: of the result; default that of the rows.
+
+    Returns:
+        (T, H).
+    """
+    dtype = dtype or rows_sh.dtype
+    if (weights_tk is None or weights_tk.dtype == rows_sh.dtype) and dtype == rows_sh.dtype:
+        # Gather and sum in one; rounds once.
+        out = F.embedding_bag(inverse_tk, rows_sh, per_sample_weights=weights_tk, mode="sum")
+        if bias_eh is not None and ids_tk is not None:
+            out += F.embedding_bag(ids_tk, bias_eh, per_sample_weights=weights_tk, mode="sum")
+        return out
+    tokens, top_k = inverse_tk.shape
+    slots = rows_sh.index_select(0, inverse_tk.reshape(-1)).view(tokens, top_k, -1)
+    wide = torch.promote_types(rows_sh.dtype, torch.float32)
+    if bias_eh is not None and ids_tk is not None:
+        slots = slots + bias_eh.index_select(0, ids_tk.reshape(-1)).view_as(slots)
+    if weights_tk is not None:
+        slots = slots.to(wide) * weights_tk.unsqueeze(-1)
+    return slots.sum(1, dtype=wide).to(dtype)
+
+
+def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
+    """The bias' part of the routing weights' gradient, (T, k): the token's gradient times its slot's bias."""
+    wide = torch.promote_types(grad_th.dtype, torch.float32)
+    return (grad_th @ bias_eh.t()).gather(1, ids_tk.long()).to(wide)

@@ -1,0 +1,80 @@
+"""Products of row groups with one matrix each: torch's grouped GEMM where it runs, else one product per group."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16
+"""Bytes that each stride of an operand of torch's grouped GEMM must be a multiple of."""
+
+
+def aligned_rank(rank: int, dtype: torch.dtype) -> int:
+    """`rank` rounded up so that a row of that many elements is a multiple of 16 bytes: 4 in bf16 becomes 8."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-rank // step) * step
+
+
+def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
+    """Rows of group e times matrix e.
+
+    Args:
+        x_sk: (S, K), rows sorted by group.
+        weight_ekn: (E, K, N), of the dtype of `x_sk`; may be a transposed view.
+        offsets_e: (E,) int32, end of each group's rows; the last one is S.
+
+    Returns:
+        (S, N) in the same dtype.
+    """
+    if _torch_takes(x_sk, weight_ekn):
+        return cast("Tensor", _torch_grouped_mm(x_sk, weight_ekn, offsets_e))
+    out = x_sk.new_empty(x_sk.shape[0], weight_ekn.shape[2])
+    for expert, (start, end) in enumerate(_bounds(offsets_e)):
+        torch.mm(x_sk[start:end], weight_ekn[expert], out=out[start:end])
+    return out
+
+
+def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Tensor) -> Tensor:
+    """``x^T y`` of each group's rows: (E, K, N), zero for a group without rows.
+
+    Args:
+        x_sk: (S, K), rows sorted by group.
+        y_sn: (S, N), of the same dtype.
+        offsets_e: (E,) int32, end of each group's rows.
+    """
+    if _torch_takes(x_sk, y_sn):
+        return cast("Tensor", _torch_grouped_mm(x_sk.t(), y_sn, offsets_e))
+    out = x_sk.new_empty(offsets_e.shape[0], x_sk.shape[1], y_sn.shape[1])
+    for expert, (start, end) in enumerate(_bounds(offsets_e)):
+        torch.mm(x_sk[start:end].t(), y_sn[start:end], out=out[expert])
+    return out
+
+
+def grouped_sum(x_sn: Tensor, offsets_e: Tensor, weights_s: Tensor | None = None) -> Tensor:
+    """Sum of each group's rows, weighted on request: (E, N). Deterministic, accumulated in fp32 by the grouped GEMM."""
+    # As a product with one column, padded to the alignment: an `index_add` would be non-deterministic on CUDA.
+    column = x_sn.new_zeros(x_sn.shape[0], aligned_rank(1, x_sn.dtype))
+    column[:, 0] = 1 if weights_s is None else weights_s
+    return grouped_outer(column, x_sn, offsets_e)[:, 0]
+
+
+def _torch_takes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype in _GROUPED_DTYPES and all(
+        stride * tensor.element_size() % ALIGNMENT == 0
+        for tensor in (a, b)
+        for stride in tensor.stride()
+        if stride != 1
+    )
+
+
+def _torch_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    public = getattr(torch.nn.functional, "grouped_mm", None)
+    return public(a, b, offs=offsets) if public is not None else torch._grouped_mm(a, b, offs=offsets)
+
+
+def _bounds(offsets_e: Tensor) -> list[tuple[int, int]]:
+    ends = offsets_e.tolist()  # asks the device: only fp64 and unaligned shapes come here
+    return list(zip([0, *ends], ends, strict=False))

@@ -1,0 +1,1 @@
+"""LoRA projections without glue: dense layers and expert stacks."""

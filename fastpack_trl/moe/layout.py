@@ -1,0 +1,75 @@
+"""What an experts module of transformers is, read from its flags and tried on its own gate; never from shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.kernels.gate import Gate, gate_forward
+
+_FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that transformers dispatches through its experts interface, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, flag) for flag in _FLAGS) and hasattr(module, "_apply_gate")
+    }
+
+
+def not_covered(module: Any) -> str:
+    """Why this module keeps stock's path; empty where ours covers it. Older transformers lack some of the flags."""
+    if not module.has_gate:
+        return "experts without a gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
+    if getattr(module, "_is_expert_parallel", False):
+        return "expert parallel"
+    if any(True for _ in _gate_parameters(module)):
+        return "the gate has parameters of its own"
+    for name in ("gate_up_proj", "down_proj"):
+        parameter = getattr(module, name, None)
+        if parameter is None or parameter.ndim != 3:
+            return f"{name} is no stack of matrices"
+        if parameter.dtype not in _DTYPES:
+            return f"{name} is in {str(parameter.dtype).removeprefix('torch.')}"
+        if type(parameter.data).__name__ == "DTensor":
+            return f"{name} is a DTensor"
+    return ""
+
+
+def _gate_parameters(module: nn.Module) -> Any:
+    for child in module.children():
+        if not isinstance(child, nn.ModuleDict):  # parametrizations of the stacks
+            yield from child.parameters()
+
+
+def read_gate(module: Any) -> Gate:
+    """The formula of the module's gate, where one of ours gives the same values; else the module's own function."""
+    alpha = float(_first(module, ("alpha", "swiglu_alpha"), 1.0))
+    limit = float(_first(module, ("limit", "swiglu_limit"), 7.0))
+    known = [Gate("silu")]
+    known += [Gate("clamped", interleaved=interleaved, alpha=alpha, limit=limit) for interleaved in (True, False)]
+    probe = torch.linspace(-3 * limit, 3 * limit, 254).view(2, 127).repeat(1, 2)[:, :252]
+    probe = probe[:, torch.randperm(252, generator=torch.Generator().manual_seed(0))]
+    expert = torch.zeros(2, dtype=torch.int32)
+    with torch.no_grad():
+        expected: Tensor = module._apply_gate(probe)
+        for gate in known:
+            found = gate_forward(probe, None, expert, gate)
+            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                return gate
+    return Gate("own", own=module._apply_gate)
+
+
+def _first(module: Any, names: tuple[str, ...], default: float) -> float:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int | float):
+            return value
+    return default

@@ -1,0 +1,143 @@
+"""Plans that outlive a checkpointed forward: the recompute of a layer re-uses the plan that its forward made.
+
+The plans hang on the checkpoint call itself, so the recompute finds its own whatever the order of backward passes, and
+they die with the graph of an aborted step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.moe.routing import RoutingPlan, routing_plan
+
+
+class PlanTape:
+    """The plans of one checkpointed call, in the order in which its experts blocks ran."""
+
+    def __init__(self) -> None:
+        self.plans: list[RoutingPlan] = []
+        self.place = 0
+
+    def next(self, ids_tk: Tensor, make: Callable[[], RoutingPlan]) -> tuple[RoutingPlan, bool]:
+        """The plan of the block that runs now, and whether it was made by an earlier run of the same call."""
+        place, self.place = self.place, self.place + 1
+        if place < len(self.plans) and self.plans[place].inverse.shape == ids_tk.shape:
+            return self.plans[place], True
+        plan = make()
+        self.plans[place:] = [plan]  # what followed belongs to other activations
+        return plan, False
+
+
+class PlanKeeper:
+    """Hands an experts block its plan: a new one, or that of the forward that is being recomputed.
+
+    Attributes:
+        sorts: how many plans were made.
+        tape: of the checkpointed call that runs now, else None.
+        check: compare a re-used plan with the expert ids; asks the device, for debugging.
+    """
+
+    def __init__(self, num_experts: int, *, check: bool = False) -> None:
+        self.num_experts = num_experts
+        self.check = check
+        self.sorts = 0
+        self.tape: PlanTape | None = None
+
+    def plan(self, ids_tk: Tensor) -> RoutingPlan:
+        """The plan for these (T, k) expert ids.
+
+        Raises:
+            RuntimeError: with `check`, the recompute routed tokens differently from the forward.
+        """
+        if self.tape is None or torch.compiler.is_compiling():  # a compiled graph holds its own sort
+            return self._make(ids_tk)
+        plan, reused = self.tape.next(ids_tk, partial(self._make, ids_tk))
+        if reused and self.check and not plan.matches(ids_tk):
+            raise RuntimeError(
+                "the recompute of a checkpointed layer routed tokens to other experts than its forward: the layer is "
+                "not deterministic; set preserve_rng_state=True, or train without gradient checkpointing"
+            )
+        return plan
+
+    def _make(self, ids_tk: Tensor) -> RoutingPlan:
+        if not torch.compiler.is_compiling():
+            self.sorts += 1
+        return routing_plan(ids_tk, self.num_experts)
+
+
+class _Checkpointed:
+    """A layer's `_gradient_checkpointing_func` with a tape around each call of it."""
+
+    def __init__(self, stock: Callable[..., Any], keepers: Sequence[PlanKeeper]) -> None:
+        self.stock = stock
+        self.keepers = keepers
+        self.active = True
+        update_wrapper(self, stock, updated=())
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active or torch.compiler.is_compiling():
+            return self.stock(function, *args, **kwargs)
+        return self.stock(partial(_run, self.keepers, PlanTape(), function), *args, **kwargs)
+
+
+def _run(keepers: Sequence[PlanKeeper], tape: PlanTape, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs in forward and again in the recompute, with the same tape."""
+    outer = [keeper.tape for keeper in keepers]
+    tape.place = 0
+    for keeper in keepers:
+        keeper.tape = tape
+    try:
+        return function(*args, **kwargs)
+    finally:  # also when the recompute stops early, which it does by an exception
+        for keeper, before in zip(keepers, outer, strict=True):
+            keeper.tape = before
+
+
+@contextlib.contextmanager
+def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterator[None]:
+    """Give every checkpointed layer of `model` that holds experts a tape per call.
+
+    Checkpointing may be switched on later (a trainer does so when training begins), so each forward looks again.
+
+    Args:
+        model: the whole model; its forward is where the look happens.
+        keepers: per experts module.
+    """
+    held = [
+        (layer, [keepers[module] for module in layer.modules() if module in keepers])
+        for layer in model.modules()
+        if hasattr(layer, "gradient_checkpointing")
+    ]
+    layers = [(layer, own) for layer, own in held if own]
+    installed: list[tuple[Any, _Checkpointed]] = []
+
+    def look(_module: nn.Module, _args: Any) -> None:
+        for layer, own in layers:
+            stock = getattr(layer, "_gradient_checkpointing_func", None)
+            if stock is not None and not _holds_ours(stock):
+                layer._gradient_checkpointing_func = _Checkpointed(stock, own)
+                installed.append((layer, layer._gradient_checkpointing_func))
+
+    hook = model.register_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for layer, ours in reversed(installed):
+            ours.active = False  # where somebody wrapped it since, it passes calls through
+            if layer._gradient_checkpointing_func is ours:
+                layer._gradient_checkpointing_func = ours.stock
+
+
+def _holds_ours(function: Any) -> bool:
+    while function is not None:
+        if isinstance(function, _Checkpointed):
+            return function.active
+        function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
+    return False

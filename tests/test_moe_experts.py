@@ -1,0 +1,241 @@
+"""The experts block against float64 and against stock, in every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
+from torch import Tensor
+
+from fastpack_trl.moe.apply import NAME, apply_moe, fastpack_experts
+from fastpack_trl.testing import assert_gradients_close, gradients
+
+
+def _run(module: Any, function: Any, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Output and all gradients of an experts module."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    module.zero_grad()
+    out = function(x, ids, weights)
+    out.backward(grad)
+    assert x.grad is not None
+    assert weights.grad is not None
+    return {"out": out.detach(), "dx": x.grad, "dweights": weights.grad, **gradients(module)}
+
+
+def _eager(module: Any) -> Any:
+    """Stock's loop over the experts."""
+
+    def run(*args: Any) -> Tensor:
+        name = module.config._experts_implementation_internal
+        module.config._experts_implementation_internal = "eager"
+        try:
+            return module(*args)
+        finally:
+            module.config._experts_implementation_internal = name
+
+    return run
+
+
+def _case(family: str, dtype: torch.dtype, tokens: int = 40, **how: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    model = moe_model(family)
+    module = experts_of(model)
+    ids, weights = routed(tokens, how.pop("top_k", 2), 4, **how)
+    x, grad = torch.randn(tokens, 32) * 2, torch.randn(tokens, 32)
+    apply_moe(model)
+    return module.to(dtype), (x.to(dtype), ids, weights.to(dtype), grad.to(dtype))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("skew", ["uniform", "hot", "empty"])
+def test_block_equals_float64_in_output_and_every_gradient(family: str, skew: str) -> None:
+    module, (x, ids, weights, grad) = _case(family, torch.float32, skew=skew)
+    ours = _run(module, module, x, ids, weights, grad)
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    assert ours.keys() == exact.keys()
+    for name, value in exact.items():
+        assert norm_of_difference(ours[name], value) <= 1e-6, name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_block_is_as_exact_as_eager_in_half_precision(family: str, dtype: torch.dtype) -> None:
+    module, (x, ids, weights, grad) = _case(family, dtype, tokens=400)
+    ours = _run(module, module, x, ids, weights, grad)
+    eager = _run(module, _eager(module), x, ids, weights, grad)
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    for name, value in exact.items():
+        bound = 1.1 * norm_of_difference(eager[name], value)
+        assert norm_of_difference(ours[name], value) <= bound, name
+
+
+def test_fp32_input_and_weights_beside_bf16_experts_follow_stock() -> None:
+    module, (x, ids, weights, grad) = _case("qwen3_moe", torch.bfloat16)
+    x, weights, grad = x.float(), weights.float(), grad.float()
+    ours = _run(module, module, x, ids, weights, grad)
+    stock = _run(module, lambda *a: _stock(module, *a), x, ids, weights, grad)
+    for name, value in stock.items():
+        assert ours[name].dtype == value.dtype
+        assert norm_of_difference(ours[name], value) <= 1e-2, name
+
+
+def _stock(module: Any, *args: Tensor) -> Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward(module, *args)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_gradcheck(family: str) -> None:
+    module, (x, ids, weights, _grad) = _case(family, torch.float64, tokens=5)
+    x, weights = (x[:, :] * 0.3).requires_grad_(), weights.requires_grad_()
+    parameters = [parameter.requires_grad_() for parameter in module.parameters()]
+
+    def run(x: Tensor, weights: Tensor, *_parameters: Tensor) -> Tensor:
+        return fastpack_experts(module, x, ids, weights)
+
+    assert torch.autograd.gradcheck(run, (x, weights, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_no_token_gives_an_empty_output_and_zero_gradients(family: str) -> None:
+    module, (x, ids, weights, grad) = _case(family, torch.float32, tokens=0)
+    ours = _run(module, module, x, ids, weights, grad)
+    assert ours["out"].shape == (0, 32)
+    assert ours.keys() >= {name for name, _ in module.named_parameters()}
+    assert not any(value.any() for value in ours.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_one_token_and_every_expert(tokens: int, top_k: int) -> None:
+    module, (x, ids, weights, grad) = _case("gpt_oss", torch.float32, tokens=tokens, top_k=top_k)
+    ours = _run(module, module, x, ids, weights, grad)
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    for name, value in exact.items():
+        assert ours[name].shape == value.shape
+        assert norm_of_difference(ours[name], value) <= 1e-6, name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_nan_of_a_token_stays_in_that_token(family: str) -> None:
+    module, (x, ids, weights, grad) = _case(family, torch.float32)
+    module.requires_grad_(False)
+    x[7] = float("nan")
+    ours = _run(module, module, x, ids, weights, grad)
+    for name in ("out", "dx"):
+        rows = ours[name].isnan().any(1)
+        assert rows[7]
+        assert rows.sum() == 1
+
+
+def test_frozen_experts_get_no_gradient_and_save_the_input_the_pre_activation_and_the_plan_only() -> None:
+    module, (x, ids, weights, _grad) = _case("qwen3_moe", torch.float32)
+    module.requires_grad_(False)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda t: t):
+        out = module(x.requires_grad_(), ids, weights.requires_grad_())
+    slots, inner = ids.numel(), module.gate_up_proj.shape[1]
+    frozen = {id(parameter) for parameter in module.parameters()}
+    sizes = sorted(tensor.numel() * tensor.element_size() for tensor in saved if id(tensor) not in frozen)
+    assert sum(sizes) == 4 * (x.numel() + slots * inner + weights.numel() + 3 * slots + module.num_experts)
+    out.sum().backward()
+    assert not gradients(module)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_model_equals_stock_and_is_restored(family: str) -> None:
+    model = moe_model(family)
+    ids = input_ids()
+    stock_name = model.config._experts_implementation
+
+    def step() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        return out.logits.detach(), gradients(model)
+
+    logits, grads = step()
+    report = apply_moe(model)
+    assert report.active == len(report.layers) == 2, report
+    assert model.config._experts_implementation == NAME
+    ours, our_grads = step()
+    assert norm_of_difference(ours, logits) <= 1e-5
+    assert_gradients_close(our_grads, grads, rtol=2e-5)
+    assert report.sorts == 2
+    report.revert()
+    assert model.config._experts_implementation == stock_name
+    assert not any(hasattr(module, "_fastpack_moe") for module in model.modules())
+    again, _ = step()
+    assert torch.equal(again, logits)
+
+
+def test_generate_is_stock_bit_for_bit_in_its_decode_steps() -> None:
+    model = moe_model("gpt_oss").eval()
+    ids = input_ids(6)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    stock = model.generate(ids, return_dict_in_generate=True, **options)
+    with apply_moe(model):
+        ours = model.generate(ids, return_dict_in_generate=True, **options)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, stock.logits, strict=True))
+
+
+def test_more_slots_than_experts_raises_as_in_stock() -> None:
+    model = moe_model("qwen3_moe", num_experts_per_tok=5)
+    with apply_moe(model), pytest.raises(RuntimeError, match="selected index k out of range"):
+        model(input_ids=input_ids())
+
+
+def test_an_implementation_that_the_user_chose_is_kept_unless_forced() -> None:
+    model = moe_model("qwen3_moe")
+    model.set_experts_implementation("batched_mm")
+    report = apply_moe(model)
+    assert report.active == 0
+    assert "experts_implementation='batched_mm' was chosen" in str(report)
+    assert model.config._experts_implementation == "batched_mm"
+    with apply_moe(model, force=True) as forced:
+        assert forced.active == 2
+    assert model.config._experts_implementation == "batched_mm"
+
+
+def test_what_is_not_covered_keeps_stock_by_name_and_reason() -> None:
+    model = moe_model("qwen3_moe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    first.has_post_expert_norm = True
+    with apply_moe(model) as report:
+        assert [(line.path, line.reason) for line in report.layers] == [
+            ("stock", "a norm follows each expert"), (NAME, ""),
+        ]  # fmt: skip
+        first.has_post_expert_norm = False
+        ids, weights = routed(5, 2, 4)
+        x = torch.randn(5, 32)
+        assert torch.equal(first(x, ids, weights), _stock(first, x, ids, weights))
+    for flag, value, reason in (("has_gate", False, "without a gate"), ("_is_expert_parallel", True, "parallel")):
+        before = getattr(second, flag)
+        setattr(second, flag, value)
+        with apply_moe(model) as report:
+            assert reason in report.layers[1].reason
+        setattr(second, flag, before)
+
+
+def test_a_gate_of_the_models_own_is_called_and_differentiated() -> None:
+    model = moe_model("qwen3_moe", hidden_act="gelu")
+    ids = input_ids()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_moe(model) as report:
+        assert {layer.reason for layer in report.layers} == {"the model's own gate"}
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert_gradients_close(gradients(model), expected)
+
+
+def test_a_dense_model_is_left_alone() -> None:
+    from fastpack_trl.testing import tiny_model
+
+    report = apply_moe(tiny_model("qwen3"))
+    assert not report.layers
+    assert str(report) == "no experts"
+    report.revert()

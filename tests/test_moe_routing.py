@@ -1,0 +1,117 @@
+"""The routing plan and the tape that carries it into a checkpoint's recompute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_material import experts_of, input_ids, moe_model, routed
+
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.plans import PlanKeeper, PlanTape
+from fastpack_trl.moe.routing import routing_plan
+from fastpack_trl.testing import assert_gradients_close, gradients
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.integers(0, 40), experts=st.integers(1, 9), top_k=st.integers(1, 4), seed=st.integers(0, 99))
+def test_plan_groups_slots_by_expert_keeps_their_order_and_inverts(
+    tokens: int, experts: int, top_k: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, experts, (tokens, top_k), generator=generator)  # more slots than experts included
+    plan = routing_plan(ids, experts)
+    flat = ids.reshape(-1).tolist()
+    assert plan.perm.tolist() == sorted(range(len(flat)), key=lambda slot: flat[slot])
+    assert plan.expert.tolist() == sorted(flat)
+    assert plan.offsets.tolist() == [sum(e <= expert for e in flat) for expert in range(experts)]
+    assert plan.token.tolist() == [slot // top_k for slot in plan.perm.tolist()]
+    assert plan.inverse.shape == ids.shape
+    assert plan.perm.index_select(0, plan.inverse.reshape(-1)).tolist() == list(range(len(flat)))
+    assert {tensor.dtype for tensor in plan.tensors()} == {torch.int32}
+    assert plan.matches(ids)
+
+
+def test_example_of_the_docstring() -> None:
+    plan = routing_plan(torch.tensor([[1, 0], [1, 2]]), 3)
+    assert [tensor.tolist() for tensor in plan.tensors()] == [[1, 0, 2, 3], [[1, 0], [2, 3]], [0, 1, 1, 2], [1, 3, 4]]
+    assert plan.token.tolist() == [0, 0, 1, 1]
+
+
+def test_tape_replays_in_order_and_makes_what_a_forward_that_stopped_did_not() -> None:
+    keeper = PlanKeeper(4)
+    keeper.tape = PlanTape()
+    first, _ = routed(5, 2, 4, seed=1)
+    second, _ = routed(5, 2, 4, seed=2)
+    plans = [keeper.plan(first), keeper.plan(second)]
+    keeper.tape.place = 0
+    assert [keeper.plan(first), keeper.plan(second)] == plans
+    assert keeper.plan(first) not in plans  # a third block: its forward never ran
+    assert keeper.sorts == 3
+
+
+def test_check_names_a_recompute_that_routes_differently() -> None:
+    keeper = PlanKeeper(4, check=True)
+    keeper.tape = PlanTape()
+    keeper.plan(torch.tensor([[0, 1], [2, 3]]))
+    keeper.tape.place = 0
+    with pytest.raises(RuntimeError, match="routed tokens to other experts than its forward"):
+        keeper.plan(torch.tensor([[0, 1], [3, 2]]))
+
+
+def _losses(model: torch.nn.Module) -> list[torch.Tensor]:
+    batches = [input_ids(seed=1), input_ids(seed=2)]
+    return [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("order", ["ffbb", "ffbb-reversed", "fbfb"])
+def test_one_sort_per_layer_and_forward_and_the_recompute_finds_its_own_plan(order: str, reentrant: bool) -> None:
+    model = moe_model("qwen3_moe")
+    model.enable_input_require_grads()
+    for loss in _losses(model):
+        loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_moe(model, check_plans=True) as report:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # after: as a trainer does
+        if order == "fbfb":
+            for seed in (1, 2):
+                ids = input_ids(seed=seed)
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        else:
+            losses = _losses(model)
+            for loss in losses if order == "ffbb" else losses[::-1]:
+                loss.backward()
+        assert report.sorts == 2 * 2  # layers x forwards; none in the recompute
+        assert_gradients_close(gradients(model), expected)
+
+
+def test_an_aborted_step_leaves_nothing_for_the_next_one() -> None:
+    model = moe_model("qwen3_moe")
+    ids = input_ids()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_moe(model, check_plans=True):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=input_ids(seed=5), use_cache=False)
+        hook.remove()
+        assert experts_of(model)._fastpack_moe.keeper.tape is None
+        model(input_ids=input_ids(tokens=7, seed=6), use_cache=False)  # a forward whose backward never comes
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert_gradients_close(gradients(model), expected)
+
+
+def test_checkpoint_functions_are_given_back() -> None:
+    model = moe_model("qwen3_moe")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = list(model.model.layers)
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    with apply_moe(model):
+        model(input_ids=input_ids(), use_cache=False)
+        assert [layer._gradient_checkpointing_func for layer in layers] != before
+    assert [layer._gradient_checkpointing_func for layer in layers] == before
