@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastpack_trl.attention.seam import packed_attention
     from fastpack_trl.callbacks import ThroughputCallback
     from fastpack_trl.config import FastSFTConfig
+    from fastpack_trl.lora.linear import apply_lora
     from fastpack_trl.moe.apply import apply_moe
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
@@ -25,6 +26,7 @@ _HOME = {
     "PackedBatch": "packing.packed_batch",
     "PackingCollator": "packing.collator",
     "ThroughputCallback": "callbacks",
+    "apply_lora": "lora.linear",
     "apply_moe": "moe.apply",
     "packed_attention": "attention.seam",
     "verify_packing": "verify",
@@ -37,6 +39,7 @@ __all__ = [
     "PackingCollator",
     "ThroughputCallback",
     "__version__",
+    "apply_lora",
     "apply_moe",
     "packed_attention",
     "verify_packing",

@@ -63,6 +63,7 @@ class FastSFTTrainer(SFTTrainer):
     Attributes:
         fastpack_report: what runs and why; `FeatureReport.to_dict()` for machines. Complete once training has started.
         fastpack_proof: the packing proof of the last training start; None where none ran.
+        fastpack_trains: whether what runs, or ran last, is `train` and not an evaluation by itself.
 
     Raises:
         ValueError: beside those of `SFTTrainer`: an attention that would be wrong for the model, token ids outside of
@@ -77,6 +78,7 @@ class FastSFTTrainer(SFTTrainer):
         self.fastpack_report = FeatureReport()
         self.fastpack_proof: PackingProof | None = None
         self._fastpack_facts: dataset_facts.DatasetFacts | None = None
+        self.fastpack_trains = False
         self._fastpack_entered = False
         self._fastpack_shown = ""
         self._fastpack_own_collator = given.get("data_collator") is not None
@@ -98,7 +100,7 @@ class FastSFTTrainer(SFTTrainer):
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
         self._fastpack_choice = choose(
             self._fastpack_setting("packed_attention", "auto"),
-            read_features(self.model, self._fastpack_dtype),
+            read_features(self.model, self.fastpack_compute_dtype),
             stock_requested=asked_for(self.model, by_name if isinstance(given["model"], str) else None),
         )
         self._fastpack_describe()
@@ -111,7 +113,8 @@ class FastSFTTrainer(SFTTrainer):
         return float(self._fastpack_setting("padded_rows_limit", DEFAULT_PADDED_ROWS_LIMIT))
 
     @property
-    def _fastpack_dtype(self) -> torch.dtype | None:
+    def fastpack_compute_dtype(self) -> torch.dtype | None:
+        """The autocast dtype of the run; None where it computes in the dtype of the weights."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     def _fastpack_describe(self) -> None:
@@ -251,6 +254,7 @@ class FastSFTTrainer(SFTTrainer):
                 self._fastpack_prove_stock()
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
+            self.fastpack_trains = announce
             for switch in SWITCHES:
                 stack.enter_context(switch(self))
             if announce:
@@ -294,7 +298,7 @@ class FastSFTTrainer(SFTTrainer):
             self.model,
             path,
             padded_rows_limit=float("inf") if measured else self._fastpack_limit,
-            compute_dtype=self._fastpack_dtype,
+            compute_dtype=self.fastpack_compute_dtype,
         )
 
     def _fastpack_proof_due(self) -> bool:

@@ -1,0 +1,96 @@
+"""Adapters in the compute dtype, cast once per forward of the backbone instead of once per projection.
+
+PEFT keeps adapters in fp32 beside a 16-bit base, and autocast casts each matrix where it is used: two small kernels per
+projection forward, two backward, and again on recompute. Here all of them are cast together, the scaling multiplied
+into B on the way, and their gradients are cast back together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CastAdapter(NamedTuple):
+    """The adapter of one projection as its forward reads it."""
+
+    a: Tensor
+    """(rank, in_features) in the compute dtype."""
+    b: Tensor
+    """(out_features, rank) in the compute dtype, times the scaling."""
+    made_from: tuple[Tensor, Tensor, int, int, float]
+    """The parameters A and B, their versions and the scaling at the time of the cast."""
+
+    def serves(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> bool:
+        """Whether it still is what a cast would give now."""
+        if self.a.dtype != dtype or self.made_from[0] is not a or self.made_from[1] is not b:
+            return False
+        if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
+            return True
+        return self.made_from[2:] == (a._version, b._version, scaling)
+
+
+def cast_here(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same for one projection alone: what a layer does that was not called through its backbone."""
+    return a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)
+
+
+def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
+    return a.dtype != dtype or scaling != 1
+
+
+def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
+    """Set ``module.fastpack_cast`` of each module; cleared again when the backward pass reaches the adapters.
+
+    Args:
+        modules: whose projections read the adapters.
+        adapters: (A, B, scaling) of each; parameters of one device each.
+        dtype: the compute dtype.
+    """
+    scalings = [scaling for _, _, scaling in adapters]
+    parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
+    held = [weakref.ref(module) for module in modules]  # the graph of a step must not keep a model alive
+    casts = _CastTogether.apply(dtype, scalings, held, *parameters)
+    for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
+        made_from = (a, b, a._version, b._version, scaling)
+        module.fastpack_cast = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from)
+
+
+def clear(modules: Sequence[Any]) -> None:
+    for module in modules:
+        module.fastpack_cast = None
+
+
+class _CastTogether(torch.autograd.Function):
+    """A_1, B_1, A_2, B_2, ... in `dtype`, every B times its scaling: a handful of multi-tensor kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, scalings: list[float], held: list[Any], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.scalings, ctx.held, ctx.dtypes = scalings, held, [tensor.dtype for tensor in parameters]
+        scaled = torch._foreach_mul(parameters[1::2], scalings)
+        sources = [tensor for pair in zip(parameters[::2], scaled, strict=True) for tensor in pair]
+        casts = [torch.empty_like(tensor, dtype=dtype) for tensor in sources]
+        torch._foreach_copy_(casts, sources)
+        return tuple(casts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        clear([module for reference in ctx.held if (module := reference()) is not None])
+        present = [index for index, grad in enumerate(grads) if grad is not None]
+        if not present:
+            return (None, None, None, *grads)
+        sources = [grads[index] for index in present]
+        out = [torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present]
+        torch._foreach_copy_(out, sources)
+        results = dict(zip(present, out, strict=True))
+        of_b = [index for index in present if index % 2]
+        if of_b:
+            torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
+        return (None, None, None, *[results.get(index) for index in range(len(grads))])

@@ -1,0 +1,342 @@
+"""`apply_lora`: PEFT's LoRA layers keep their parameters, names and files, and get a forward without glue.
+
+A layer is switched by its class, so that nothing is looked up at run time, a compiler sees an ordinary module, and
+what the fast forward does not cover is one `super().forward` away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as peft_layer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
+
+from fastpack_trl.attention.model_features import backbones, text_model
+from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
+from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.lora.projection import lora_projection, low_rank
+
+_AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+# By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
+_QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
+
+
+class FastLora(nn.Module):
+    """What is put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets the class of a layer."""
+
+    fastpack_cast: CastAdapter | None = None
+    """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
+    fastpack_dense: BaseWeight | None = None
+    """A copy of the frozen weight in the compute dtype that is kept for the run."""
+    fastpack_copied_from: Any = None
+    """The parameter that `fastpack_dense` was made from, and its version then."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = None if args or kwargs else self._fastpack_adapter(x)
+        if found is None:
+            out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
+            return out
+        a, b, scaling, dropout = found
+        dtype = _compute_dtype(x)
+        cast = self.fastpack_cast
+        a, b = cast[:2] if cast is not None and cast.serves(a, b, scaling, dtype) else cast_here(a, b, scaling, dtype)
+        return self._fastpack_product(x, x.to(dtype), a, b, dropout)
+
+    def _fastpack_product(self, x: Tensor, rows: Tensor, a: Tensor, b: Tensor, dropout: nn.Module | None) -> Tensor:
+        base: Any = self.base_layer
+        dropped = None if dropout is None else dropout(rows)
+        if type(base).__name__ == "Linear8bitLt":
+            result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
+            return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
+        weight, bias = base.weight, base.bias
+        if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, rows.dtype):
+            frozen = self.fastpack_dense
+        elif type(base).__name__ == "Linear4bit":
+            frozen = from_4bit(weight)
+        else:
+            frozen = BaseWeight((weight.t() if isinstance(base, Conv1D) else weight).to(rows.dtype))
+        out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(rows.dtype), dropped)
+        # bitsandbytes returns the dtype it was given, torch under autocast the compute dtype.
+        return out.to(x.dtype) if type(base).__name__ == "Linear4bit" else out
+
+    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        source, version = self.fastpack_copied_from
+        copied = self.fastpack_dense
+        assert copied is not None
+        assert copied.weight is not None
+        if source is not weight or copied.weight.dtype != dtype:
+            return False  # merged and unmerged since: bitsandbytes made a new parameter
+        return torch.compiler.is_compiling() or version == weight._version
+
+    def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, nn.Module | None] | None:
+        """A, B, scaling and an active dropout of the one adapter in use; None for all that PEFT is to do."""
+        layer: Any = self
+        if layer.disable_adapters or layer.merged or not (layer.training or torch.is_grad_enabled()):
+            return None
+        names = layer.active_adapters
+        if len(names) != 1:
+            return None
+        name = names[0]
+        if name not in layer.lora_A or name in layer.lora_variant or layer.lora_bias.get(name, False):
+            return None
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        dropout = layer.lora_dropout[name]
+        if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
+            dropout = None
+        if not _fits(x, a, b, layer.base_layer):
+            return None
+        return a, b, float(layer.scaling[name]), dropout
+
+
+def _fits(x: Tensor, a: Tensor, b: Tensor, base: Any) -> bool:
+    """Whether input, adapter and base are of the dtypes and on the device that the fast forward is written for."""
+    weight = base.weight
+    if weight.requires_grad or not (x.device == a.device == b.device == weight.device):
+        return False
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if x.dtype not in _AUTOCAST_INPUTS or a.dtype not in _AUTOCAST_INPUTS:
+            return False
+    else:
+        dtype = x.dtype
+        if not a.dtype == b.dtype == dtype:  # PEFT computes such an adapter in its own dtype
+            return False
+    kind = type(base).__name__
+    if kind == "Linear4bit":
+        state: Any = getattr(weight, "quant_state", None)
+        # Evaluation on the CPU packs the weight in a layout of its own, for good.
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            return False
+        return bool(base.compute_dtype == dtype and x.shape[-1] == state.shape[1])
+    return kind == "Linear8bitLt" or torch.is_autocast_enabled(device) or weight.dtype == dtype
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class FastLinear(FastLora, peft_layer.Linear):
+    """PEFT's LoRA layer over `nn.Linear` or `Conv1D`."""
+
+
+@cache
+def _fast_class(stock: Any) -> Any:
+    """The class to set: static for dense layers; made on use over PEFT's bitsandbytes layers, which are optional."""
+    if stock is peft_layer.Linear:
+        return FastLinear
+    return type(f"Fast{stock.__name__}", (FastLora, stock), {"__module__": __name__, "__doc__": FastLora.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    # A pickled copy of a model in training names its classes here.
+    if name in {f"Fast{stock}" for stock in _QUANTISED}:
+        from peft.tuners.lora import bnb
+
+        return _fast_class(getattr(bnb, name.removeprefix("Fast")))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclass(slots=True)
+class LoraReport:
+    """What `apply_lora` did: ``str(report)`` is one line, `revert` takes it back.
+
+    Attributes:
+        fast: names of the layers that have the fast forward.
+        handed_over: names of the LoRA layers that stay PEFT's, by reason.
+        cached_gib: frozen weights kept in the compute dtype.
+    """
+
+    fast: list[str] = field(default_factory=list)
+    handed_over: dict[str, list[str]] = field(default_factory=dict)
+    cached_gib: float = 0.0
+    cache_reason: str = ""
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def revert(self) -> None:
+        """Give every layer its class back and drop what was kept; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        if not self.fast and not self.handed_over:
+            return "no LoRA layers"
+        parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
+        if self.cache_reason:
+            parts.append(self.cache_reason)
+        parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
+        return "; ".join(parts)
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether any layer of the model is one of PEFT's LoRA layers."""
+    return any(isinstance(module, peft_layer.LoraLayer) for module in model.modules())
+
+
+def apply_lora(
+    model: nn.Module, *, cache_dequantized: str = "auto", compute_dtype: torch.dtype | None = None
+) -> LoraReport:
+    """Give the LoRA layers of a PEFT model a forward and a backward without glue; parameters and files stay.
+
+    ```python
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear"))
+    report = apply_lora(model)
+    ...
+    report.revert()
+    ```
+
+    Covered: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
+    alpha patterns; biases. PEFT's own forward runs, layer by layer and call by call, for what is not covered: DoRA and
+    the other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
+    dtype than the input outside of autocast, evaluation without gradients.
+
+    Args:
+        model: a PEFT model, or any module that contains PEFT LoRA layers.
+        cache_dequantized: keep frozen weights that are 4-bit, or in another dtype than the run computes in, as a copy
+            in the compute dtype: ``on``, ``off``, or ``auto`` (where the copies take at most a quarter of the free
+            device memory; never on the CPU).
+        compute_dtype: the autocast dtype of the run, e.g. ``torch.bfloat16`` under ``bf16=True``; None: none.
+
+    Returns:
+        What was done, with `LoraReport.revert`.
+
+    Raises:
+        ValueError: `cache_dequantized` is none of the three.
+    """
+    if cache_dequantized not in ("auto", "on", "off"):
+        raise ValueError(f"cache_dequantized={cache_dequantized!r} is not available: use auto, on or off")
+    report = LoraReport()
+    fast: list[Any] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, peft_layer.LoraLayer) or isinstance(module, FastLora):
+            continue
+        reason = _not_covered(module, compute_dtype)
+        if reason:
+            report.handed_over.setdefault(reason, []).append(name)
+            continue
+        stock: Any = type(module)
+        module.__class__ = _fast_class(stock)
+        report._undo.append(_Restore(module, stock))
+        report.fast.append(name)
+        fast.append(module)
+    _keep_copies(fast, cache_dequantized, compute_dtype, report)
+    for backbone in _backbones(model) if fast else []:
+        hook: RemovableHandle = backbone.register_forward_pre_hook(_CastHook(fast))
+        report._undo.append(hook.remove)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Restore:
+    module: Any
+    stock: type[nn.Module]
+
+    def __call__(self) -> None:
+        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from"):
+            self.module.__dict__.pop(name, None)
+        if isinstance(self.module, FastLora):
+            self.module.__class__ = self.stock
+
+
+class _CastHook:
+    """Before the backbone runs: cast the adapters of all its layers together, unless they just were."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
+
+    def __call__(self, backbone: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a model compiled as a whole fuses the casts by itself
+        if not torch.is_grad_enabled():
+            clear(self.modules)
+            return
+        todo, adapters = [], []
+        for module in self.modules:
+            pair = _pair(module)
+            if pair is None:
+                continue
+            a, b, scaling = pair
+            device = a.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.dtype
+            cast = module.fastpack_cast
+            if not needs_cast(a, scaling, dtype) or (cast is not None and cast.serves(a, b, scaling, dtype)):
+                continue
+            todo.append(module)
+            adapters.append((a, b, scaling))
+        if todo:
+            cast_together(todo, adapters, dtype)
+
+
+def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
+    names = layer.active_adapters
+    if len(names) != 1 or names[0] not in layer.lora_A or layer.disable_adapters or layer.merged:
+        return None
+    name = names[0]
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
+
+
+def _backbones(model: nn.Module) -> list[Any]:
+    base = text_model(model)
+    return backbones(model) if hasattr(base, "get_input_embeddings") else []
+
+
+def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
+    """Why this LoRA layer stays PEFT's for good; empty where the fast forward can serve it."""
+    kind, base = type(module), module.base_layer
+    if kind is not peft_layer.Linear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
+        return f"lora.{kind.__name__}"
+    base_kind = type(base)
+    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
+        return f"base of type {base_kind.__name__}"
+    if module.lora_variant:
+        return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
+    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook"):
+        return "hooks on the base layer"
+    if kind is peft_layer.Linear and type(base.weight.data) is not Tensor:
+        return f"weights of type {type(base.weight.data).__name__}"
+    if base_kind.__name__ == "Linear4bit" and compute_dtype and base.compute_dtype not in (None, compute_dtype):
+        return f"bnb_4bit_compute_dtype is {base.compute_dtype}, the run computes in {compute_dtype}"
+    return ""
+
+
+def _keep_copies(modules: list[Any], setting: str, compute_dtype: torch.dtype | None, report: LoraReport) -> None:
+    """Keep dense copies of the frozen weights where they fit; bit-equal to what each use would make."""
+    wanted = [(module, dtype) for module in modules if (dtype := _copy_dtype(module, compute_dtype)) is not None]
+    if not wanted or setting == "off":
+        return
+    gib = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted) / 2**30
+    device = wanted[0][0].base_layer.weight.device
+    if setting == "auto":
+        if device.type != "cuda":
+            report.cache_reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
+            return
+        free = torch.cuda.mem_get_info(device)[0] / 2**30
+        if gib > free / 4:
+            report.cache_reason = f"frozen weights are made per use: copies of {gib:.1f} GiB beside {free:.1f} GiB free"
+            return
+    for module, dtype in wanted:
+        weight = module.base_layer.weight
+        base = from_4bit(weight) if type(module.base_layer).__name__ == "Linear4bit" else BaseWeight(weight.data)
+        dense = base.dense(dtype)
+        module.fastpack_dense = BaseWeight(dense.t() if isinstance(module.base_layer, Conv1D) else dense)
+        module.fastpack_copied_from = (weight, weight._version)
+    report.cached_gib = gib
+    report.cache_reason = f"{gib:.2f} GiB of frozen weights kept in the compute dtype"
+
+
+def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a copy that saves work, None where there is none to save."""
+    base = module.base_layer
+    kind = type(base).__name__
+    if kind == "Linear4bit":
+        return compute_dtype or base.compute_dtype
+    if kind == "Linear8bitLt" or compute_dtype is None or base.weight.dtype == compute_dtype:
+        return None
+    return None if base.weight.requires_grad else compute_dtype

@@ -1,0 +1,114 @@
+"""One LoRA projection as two autograd functions: ``bias + (x A^T) B^T`` first, the base product accumulated into it.
+
+Two, because of activation checkpointing: the first saves all that backward needs, so the recompute of a layer's last
+projection stops before the base product (non-reentrant checkpoints end early). The first function's backward makes the
+whole gradient of the input, the base's part and the adapter's part in one buffer.
+
+Shapes: x (..., in_features); a (rank, in_features); b (out_features, rank), the scaling multiplied into it; all in one
+dtype. Source of the computation: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
+arXiv:2305.14314, equation 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastpack_trl.lora.base_weight import BaseWeight, accumulate, add_product, grad_input
+
+
+def lora_projection(
+    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
+) -> Tensor:
+    """``x W^T + bias + (x A^T) B^T``, saving x, x A^T and the adapter for backward and nothing of the base.
+
+    Args:
+        x: (..., in_features).
+        base: the frozen weight, (out_features, in_features) or 4-bit.
+        a: (rank, in_features).
+        b: (out_features, rank), times the scaling.
+        bias: (out_features,) or None.
+        dropped: what the adapter reads in place of x where dropout is on, shape of x.
+
+    Returns:
+        (..., out_features), contiguous, dtype of x.
+    """
+    low = _LowRank.apply(x, dropped, a, b, bias, *base)
+    out: Tensor = _AddBase.apply(low, x, *base)
+    return out
+
+
+def reference_projection(
+    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
+) -> Tensor:
+    """The same by torch's own operators and autograd: the oracle."""
+    adapter = torch.nn.functional.linear(torch.nn.functional.linear(x if dropped is None else dropped, a), b)
+    return torch.nn.functional.linear(x, base.dense(x.dtype), bias) + adapter
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
+    out: Tensor = _LowRank.apply(x, None, a, b, None, *BaseWeight())
+    return out
+
+
+class _LowRank(torch.autograd.Function):
+    """``bias + (x A^T) B^T``; the backward of the whole projection."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, *base: Any
+    ) -> Tensor:
+        source = x if dropped is None else dropped
+        reduced = _rows(source).mm(a.t())
+        low = reduced.mm(b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
+        ctx.save_for_backward(source, reduced, a, b)
+        # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
+        ctx.base, ctx.separate = base, dropped is not None
+        return torch.ops.aten._unsafe_view(low, (*x.shape[:-1], b.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        source, reduced, a, b = ctx.saved_tensors
+        needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
+        grad = _rows(grad_out)
+        grad_reduced = grad.mm(b)
+        grad_b = grad.t().mm(reduced) if needs_b else None
+        grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
+        grad_bias = grad.sum(0) if needs_bias else None
+        grad_x = grad_dropped = None
+        base = BaseWeight(*ctx.base)
+        if ctx.separate:
+            grad_x = grad_input(grad, base).view(source.shape) if needs_x else None
+            grad_dropped = grad_reduced.mm(a).view(source.shape) if needs_dropped else None
+        elif needs_x and base.present:
+            grad_x = accumulate(grad_input(grad, base), grad_reduced, a).view(source.shape)
+        elif needs_x:
+            grad_x = grad_reduced.mm(a).view(source.shape)
+        return (grad_x, grad_dropped, grad_a, grad_b, grad_bias, *[None] * len(ctx.base))
+
+
+class _AddBase(torch.autograd.Function):
+    """Adds ``x W^T`` to the output of `_LowRank`, in place; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, low: Tensor, x: Tensor, *base: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            ctx.mark_dirty(low)
+            add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
+            return low
+        out = add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
+        return torch.ops.aten._unsafe_view(out, low.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad_out, *[None] * (1 + len(BaseWeight._fields)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

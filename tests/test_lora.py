@@ -1,0 +1,464 @@
+"""`apply_lora` computes what PEFT computes, saves less for backward and leaves everything else to PEFT."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_material import (
+    adapted,
+    any_ids,
+    bf16_errors,
+    joint_error,
+    products_in_backward,
+    projection_errors,
+    saved_bytes,
+    step,
+)
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastpack_trl import apply_lora
+from fastpack_trl.lora.base_weight import BaseWeight
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.lora.projection import lora_projection, reference_projection
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12), (0, 12)])
+def test_projection_equals_the_reference_in_float64(bias: bool, dropped: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    leaves = {
+        "x": torch.randn(*shape, dtype=torch.float64),
+        "a": torch.randn(3, 12, dtype=torch.float64),
+        "b": torch.randn(7, 3, dtype=torch.float64),
+        "bias": torch.randn(7, dtype=torch.float64) if bias else None,
+    }
+    base = BaseWeight(torch.randn(7, 12, dtype=torch.float64))
+    keep = torch.rand(shape, dtype=torch.float64)
+    results = []
+    for function in (lora_projection, reference_projection):
+        own = {name: None if leaf is None else leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+        x = own["x"]
+        out = function(x, base, own["a"], own["b"], own["bias"], x * keep if dropped else None)
+        out.square().sum().backward()
+        results.append([out.detach(), *[leaf.grad for leaf in own.values() if leaf is not None]])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_projection_takes_an_input_that_is_not_contiguous() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 12, 6).transpose(1, 2).requires_grad_()
+    a, b, base = torch.randn(3, 12), torch.randn(7, 3), BaseWeight(torch.randn(7, 12))
+    out = lora_projection(x, base, a, b)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, reference_projection(x, base, a, b))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_equals_peft_over_20_steps_in_fp32(family: str) -> None:
+    models = [adapted(family), adapted(family)]
+    report = apply_lora(models[1])
+    assert report.fast
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=2e-4) for m in models]
+    for number in range(20):
+        ids = any_ids(seed=number)
+        losses = [float(step(model, ids)) for model in models]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        stock, fast = map(gradients, models)
+        assert joint_error(fast, stock) <= 5e-6
+        for name, grad in stock.items():
+            assert float((fast[name] - grad).norm()) <= 1e-4 * float(grad.norm()), (number, name)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("family", FAMILIES[:4])
+def test_fp32_error_against_float64_is_at_most_twice_that_of_peft(family: str) -> None:
+    exact, stock, fast = adapted(family).double(), adapted(family), adapted(family)
+    apply_lora(fast)
+    for model in (exact, stock, fast):
+        step(model, any_ids())
+    reference = gradients(exact)
+    assert joint_error(gradients(fast), reference) <= 2 * joint_error(gradients(stock), reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:4])
+def test_bf16_error_of_a_model_is_no_larger_than_that_of_peft(family: str) -> None:
+    # Most of it is made outside of the projections; what a draw of roundings adds is within two standard errors.
+    errors = torch.tensor([bf16_errors(family, seed) for seed in range(12)])
+    more = errors[:, 1] - errors[:, 0]
+    assert more.mean() <= 2 * more.std() / len(more) ** 0.5, errors.mean(0)
+    assert errors[:, 1].mean() <= 1.1 * errors[:, 0].mean()
+
+
+def test_bf16_error_of_a_projection_is_no_larger_than_that_of_peft() -> None:
+    """Output, dX, dA and dB of one layer against float64, over several draws."""
+    errors = torch.tensor([projection_errors(seed) for seed in range(8)]).mean(0)
+    for name, (stock, fast) in zip(("output", "dx", "da", "db"), errors.T.tolist(), strict=True):
+        assert fast <= 1.01 * stock, (name, stock, fast)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_dropout": 0.3},
+        {"use_rslora": True, "r": 6},
+        {"rank_pattern": {"q_proj": 2, "down_proj": 12}, "alpha_pattern": {"v_proj": 3}},
+        {"modules_to_save": ["lm_head"]},
+        {"bias": "lora_only"},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"target_modules": ["q_proj", "up_proj", "embed_tokens"]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_peft_give_its_gradients(settings: dict[str, Any]) -> None:
+    models = [adapted("llama", **settings), adapted("llama", **settings)]
+    report = apply_lora(models[1])
+    for model in models:
+        torch.manual_seed(3)  # dropout
+        step(model, any_ids())
+    assert_gradients_close(gradients(models[1]), gradients(models[0]))
+    if "use_dora" in settings:
+        assert not report.fast
+        assert "DoraLinearVariant" in str(report)
+    if "embed_tokens" in settings.get("target_modules", ()):
+        assert "lora.Embedding" in report.handed_over
+
+
+def test_a_bias_of_the_base_and_gpt2s_transposed_weights() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    torch.manual_seed(0)
+    stock = adapted(GPT2LMHeadModel(config), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+    fast = copy.deepcopy(stock)
+    assert len(apply_lora(fast).fast) == 8
+    for model in (stock, fast):
+        step(model, any_ids())
+    assert_gradients_close(gradients(fast), gradients(stock))
+
+
+def test_adapter_switch_disable_merge_and_unmerge_as_peft() -> None:
+    models = [adapted("llama"), adapted("llama")]
+    for model in models:
+        torch.manual_seed(5)
+        model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    apply_lora(models[1])
+    ids = any_ids()
+
+    def compare(what: str) -> None:
+        losses = [float(step(model, ids)) for model in models]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6), what
+        assert_gradients_close(gradients(models[1]), gradients(models[0]))
+        for model in models:
+            model.zero_grad()
+
+    compare("first adapter")
+    for model in models:
+        model.set_adapter("other")
+    compare("second adapter")
+    for model in models:
+        model.base_model.set_adapter(["default", "other"])
+    compare("two adapters at once")
+    for model in models:
+        model.set_adapter("default")
+        model.merge_adapter()
+    with torch.no_grad():
+        merged = [model(input_ids=ids).logits for model in models]
+    torch.testing.assert_close(merged[1], merged[0])
+    for model in models:
+        model.unmerge_adapter()
+    compare("unmerged")
+    with models[0].disable_adapter(), models[1].disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(models[1](input_ids=ids).logits, models[0](input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_saved_adapters_load_both_ways(tmp_path: Path) -> None:
+    stock, fast = adapted("llama"), adapted("llama", seed=1)
+    apply_lora(fast)
+    step(fast, any_ids())
+    torch.optim.SGD([p for p in fast.parameters() if p.requires_grad], lr=0.1).step()
+    assert fast.state_dict().keys() == stock.state_dict().keys()
+    fast.save_pretrained(tmp_path / "fast")
+    stock.save_pretrained(tmp_path / "stock")
+    for name, source in (("fast", fast), ("stock", stock)):
+        loaded = PeftModel.from_pretrained(tiny_model("llama", seed=int(name == "fast")), tmp_path / name)
+        apply_lora(loaded)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                loaded.eval()(input_ids=any_ids()).logits, source.eval()(input_ids=any_ids()).logits, rtol=0, atol=0
+            )
+
+
+def test_evaluation_and_generation_between_steps_are_bit_equal_to_peft() -> None:
+    models = [adapted("qwen3"), adapted("qwen3")]
+    apply_lora(models[1])
+    results = []
+    for model in models:
+        step(model, any_ids())
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=any_ids(seed=2)).logits
+        tokens = model.generate(input_ids=any_ids(length=5), max_new_tokens=4, do_sample=False)
+        model.train()
+        loss = step(model, any_ids())
+        results.append((logits, tokens, loss))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert float(results[1][2]) == pytest.approx(float(results[0][2]), rel=1e-6)
+
+
+def test_a_layer_called_alone_after_an_update_sees_the_update() -> None:
+    model = adapted("llama")
+    apply_lora(model)
+    projection = model.base_model.model.model.layers[0].self_attn.q_proj
+    ids = any_ids()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids)  # casts the adapters, and no backward pass drops them
+        with torch.no_grad():
+            projection.lora_A["default"].weight.add_(1.0)
+        x = torch.randn(4, 32)
+        fast = projection(x)
+        stock = type(projection).__mro__[2].forward(projection, x)
+    torch.testing.assert_close(fast, stock, rtol=0.02, atol=0.02)
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    models = [adapted("llama"), adapted("llama")]
+    apply_lora(models[1])
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [model(input_ids=any_ids(seed=s), labels=any_ids(seed=s), use_cache=False).loss for s in (0, 1)]
+        for loss in losses:
+            loss.backward()
+    assert joint_error(gradients(models[1]), gradients(models[0])) < 0.03
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_are_cast_once_per_step_and_not_per_layer(checkpointing: bool) -> None:
+    casts = []
+    for layers in (1, 3):
+        model = adapted("llama", dtype=torch.bfloat16, num_hidden_layers=layers)
+        for name, parameter in model.named_parameters():
+            assert (parameter.dtype == torch.float32) == ("lora_" in name)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        apply_lora(model)
+        with CountAdapterCasts(rank=8) as counted:
+            step(model, any_ids(), autocast=True)
+        casts.append(counted.count)
+        assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if "lora_" in n)
+    assert casts == [0, 0]
+
+
+class CountAdapterCasts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Casts of single matrices of the adapters' rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.count = rank, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and self.rank in args[0].shape:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_input_of_several_projections_is_saved_once() -> None:
+    """Beside one input per q/k/v, o, gate/up and down only x A^T and the adapters are kept, no fp32 copy of either."""
+    shape = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    tokens, kept = 512, {}
+    for name in ("none", "stock", "fast"):
+        per_layers = []
+        for layers in (1, 3):
+            model = adapted("qwen3", dtype=torch.bfloat16, num_hidden_layers=layers, **shape)
+            if name == "fast":
+                apply_lora(model)
+            elif name == "none":
+                model = model.unload()
+            per_layers.append(saved_bytes(model, any_ids(length=tokens)))
+        kept[name] = (per_layers[1] - per_layers[0]) // 2
+    # Inputs of q/k/v, gate/up and down; that of o is the output of attention, which its backward keeps anyway.
+    inputs = 2 * tokens * (256 + 256 + 768)
+    thin = 2 * 8 * (7 * tokens + 3 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 768))
+    assert kept["fast"] - kept["none"] <= inputs + 1.1 * thin
+    assert kept["stock"] - kept["none"] >= 1.7 * (kept["fast"] - kept["none"])
+
+
+def test_recompute_of_a_checkpointed_layer_leaves_its_last_base_product_out() -> None:
+    """The base product of `down_proj` runs once per step: its forward, and no second time for the backward pass."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256}
+    counts = {}
+    for name in ("stock", "fast"):
+        model = adapted("llama", target_modules=["down_proj"], **shape)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if name == "fast":
+            apply_lora(model)
+        counts[name] = products_in_backward(model, any_ids(length=32), width=256)
+    # dX of the base; the thin products of the adapter are counted apart.
+    assert counts["stock"] == counts["fast"] + 1, counts
+
+
+def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
+    model, stock = adapted("llama"), adapted("llama")
+    report = apply_lora(model, cache_dequantized="on", compute_dtype=torch.bfloat16)
+    assert report.cached_gib > 0
+    assert "kept" in str(report)
+    with CountWeightCasts((32, 48)) as counted:
+        for _ in range(2):
+            step(model, any_ids(), autocast=True)
+    assert counted.count == 0
+    with CountWeightCasts((32, 48)) as counted:
+        for _ in range(2):
+            step(stock, any_ids(), autocast=True)
+    assert counted.count >= 4
+    assert joint_error(gradients(model), gradients(stock)) < 0.03
+    with torch.no_grad():  # a changed weight makes the copy stale
+        model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.zero_()
+        stock.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.zero_()
+    losses = [float(step(each, any_ids(), autocast=True)) for each in (model, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    report.revert()
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("fastpack")]
+
+
+class CountWeightCasts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.shapes, self.count = (shape, shape[::-1]), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and tuple(args[0].shape) in self.shapes:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_revert_gives_every_layer_its_class_back() -> None:
+    model = adapted("llama")
+    before = [type(module) for module in model.modules()]
+    hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+    report = apply_lora(model)
+    assert any(isinstance(module, FastLora) for module in model.modules())
+    assert not apply_lora(model).fast  # a second call finds nothing to do
+    step(model, any_ids())
+    report.revert()
+    report.revert()
+    assert [type(module) for module in model.modules()] == before
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+
+
+def test_copies_and_pickles_of_a_model_in_training_go_on_working() -> None:
+    model = adapted("llama")
+    report = apply_lora(model)
+    expected = float(step(model, any_ids()))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    report.revert()
+    for twin in twins:
+        twin.zero_grad()
+        assert float(step(twin, any_ids())) == pytest.approx(expected, rel=1e-6)
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def trainable_base(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.base_layer.weight.requires_grad_()
+
+
+def base_with_hook(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.base_layer.register_forward_hook(lambda _module, _args, out: out * 2)
+
+
+def unknown_base(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.base_layer.__class__ = Doubling
+
+
+def adapters_in_another_dtype(model: Any) -> None:
+    model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+@pytest.mark.parametrize(
+    "change", [trainable_base, base_with_hook, unknown_base, adapters_in_another_dtype], ids=lambda f: f.__name__
+)
+def test_what_is_not_covered_runs_as_peft_bit_for_bit(change: Callable[[Any], None]) -> None:
+    models = [adapted("llama"), adapted("llama")]
+    for model in models:
+        change(model)
+    report = apply_lora(models[1])
+    for model in models:
+        step(model, any_ids())
+    for name, grad in gradients(models[0]).items():
+        assert torch.equal(grad, gradients(models[1])[name]), name
+    if change in (base_with_hook, unknown_base):
+        assert not report.fast
+        assert report.handed_over
+
+
+def test_mixed_adapters_in_one_batch_are_given_to_peft() -> None:
+    models = [adapted("llama").eval(), adapted("llama").eval()]
+    for model in models:
+        torch.manual_seed(5)
+        model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    apply_lora(models[1])
+    ids = torch.cat([any_ids(), any_ids(seed=1)])
+    outs = [model(input_ids=ids, adapter_names=["default", "other"]).logits for model in models]
+    assert torch.equal(*outs)
+
+
+def test_a_wrong_cache_setting_is_named() -> None:
+    with pytest.raises(ValueError, match="cache_dequantized='yes' is not available: use auto, on or off"):
+        apply_lora(adapted("llama"), cache_dequantized="yes")
+
+
+def test_a_model_without_lora_is_left_alone() -> None:
+    report = apply_lora(tiny_model("llama"))
+    assert not report.fast
+    assert not report.handed_over
+    assert str(report) == "no LoRA layers"
+
+
+@contextmanager
+def counted_flops() -> Iterator[FlopCounterMode]:
+    with FlopCounterMode(display=False) as counter:
+        yield counter
+
+
+def test_the_flops_of_a_step_are_those_of_peft() -> None:
+    totals = []
+    for fast in (False, True):
+        model = adapted("llama")
+        if fast:
+            apply_lora(model)
+        with counted_flops() as counter, nullcontext():
+            step(model, any_ids())
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1]

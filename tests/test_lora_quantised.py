@@ -1,0 +1,205 @@
+"""LoRA over bitsandbytes bases: what PEFT computes, the weight dequantised per use and never saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft.tuners.lora.layer
+import pytest
+import torch
+from lora_material import adapted, any_ids, joint_error, saved_bytes, step
+from peft import PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_material import make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl.lora.base_weight import from_4bit
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.lora.projection import lora_projection, reference_projection
+from fastpack_trl.testing import gradients, tiny_model
+
+bnb = pytest.importorskip("bitsandbytes")
+
+
+def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A tiny llama with all decoder projections in bitsandbytes' format, and LoRA on them."""
+    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).to(dtype)
+    for layer in model.model.layers:
+        for block, names in (
+            (layer.self_attn, "q_proj k_proj v_proj o_proj"),
+            (layer.mlp, "gate_proj up_proj down_proj"),
+        ):
+            for name in names.split():
+                setattr(block, name, _base(getattr(block, name), kind, nested, dtype))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
+    return adapted(model, target_modules="all-linear")
+
+
+def _base(linear: Any, kind: str, nested: bool, dtype: torch.dtype) -> Any:
+    inner, outer = linear.in_features, linear.out_features
+    if kind == "int8":
+        out = bnb.nn.Linear8bitLt(inner, outer, bias=False, has_fp16_weights=False)
+    else:
+        out = bnb.nn.Linear4bit(
+            inner, outer, bias=False, compute_dtype=dtype, quant_type=kind, compress_statistics=nested
+        )
+    out.load_state_dict(linear.state_dict())
+    return out.to("cpu")
+
+
+class Count(TorchDispatchMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == self.name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_4_bit_projection_equals_the_reference(kind: str, nested: bool) -> None:
+    torch.manual_seed(0)
+    layer = _base(torch.nn.Linear(128, 64, bias=False), kind, nested, torch.float32)
+    base = from_4bit(layer.weight)
+    torch.testing.assert_close(
+        base.dense(torch.float32), bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    )
+    results = []
+    x, a, b = torch.randn(6, 128), torch.randn(4, 128), torch.randn(64, 4)
+    for function in (lora_projection, reference_projection):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
+        out = function(leaves[0], base, *leaves[1:])
+        out.sin().sum().backward()
+        results.append([out.detach(), *[leaf.grad for leaf in leaves]])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_training_equals_peft_over_20_steps(kind: str, nested: bool) -> None:
+    if kind == "int8" and nested:
+        pytest.skip("int8 has no nested scales")
+    stock = quantised(kind, nested=nested)
+    models = [stock, copy.deepcopy(stock)]
+    report = apply_lora(models[1])
+    assert len(report.fast) == 14
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=2e-4) for m in models]
+    for number in range(20):
+        losses = [float(step(model, any_ids(seed=number))) for model in models]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            model.zero_grad()
+
+
+def test_bf16_error_of_nf4_is_no_larger_than_that_of_peft() -> None:
+    """Against the dequantised weights in float64, adapters in bf16 as TRL trains them."""
+    errors = []
+    for seed in range(8):
+        stock = quantised("nf4", nested=True, dtype=torch.bfloat16, seed=seed)
+        for name, parameter in stock.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        fast, exact = copy.deepcopy(stock), copy.deepcopy(stock)
+        for module in exact.modules():
+            if hasattr(module, "lora_A"):
+                weight = from_4bit(module.base_layer.weight).dense(torch.float32)
+                dense = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                dense.weight.data, dense.weight.requires_grad = weight, False
+                module.base_layer = dense
+                module.__class__ = peft.tuners.lora.layer.Linear
+        exact = exact.double()
+        apply_lora(fast)
+        step(exact, any_ids(64, seed))
+        for model in (stock, fast):
+            step(model, any_ids(64, seed), autocast=True)
+        reference = gradients(exact)
+        errors.append([joint_error(gradients(model), reference) for model in (stock, fast)])
+    table = torch.tensor(errors)
+    more = table[:, 1] - table[:, 0]
+    assert more.mean() <= 2 * more.std() / len(more) ** 0.5, table.mean(0)
+
+
+def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved() -> None:
+    counts, kept = {}, {}
+    for name in ("stock", "fast", "cached"):
+        model = quantised("nf4", dtype=torch.bfloat16)
+        if name != "stock":
+            report = apply_lora(model, cache_dequantized="on" if name == "cached" else "off")
+        kept[name] = saved_bytes(model, any_ids(48))
+        with Count("add_product_4bit") as forward, Count("grad_input_4bit") as backward:
+            step(model, any_ids(48), autocast=True)
+        counts[name] = (forward.count, backward.count)
+    # Each dequantises once. Backward leaves out the three that read the embedded tokens, which need no gradient.
+    assert counts["fast"] == (14, 11)
+    assert counts["cached"] == (0, 0)
+    assert kept["fast"] == kept["cached"] < kept["stock"]
+    assert report.cached_gib == pytest.approx(2 * 2 * (4 * 64 * 64 * 0.75 + 3 * 64 * 128) / 2**30, rel=0.3)
+
+
+def test_cached_weights_give_the_same_bits() -> None:
+    model = quantised("nf4", nested=True, dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
+    apply_lora(model, cache_dequantized="off")
+    apply_lora(twin, cache_dequantized="on")
+    assert torch.equal(*(step(each, any_ids(), autocast=True) for each in (model, twin)))
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, gradients(twin)[name]), name
+
+
+def test_merged_and_unmerged_4_bit_weights_are_read_anew() -> None:
+    model = quantised("nf4")
+    twin = copy.deepcopy(model)
+    apply_lora(model, cache_dequantized="on")
+    for each in (model, twin):
+        each.merge_adapter()
+        each.unmerge_adapter()
+    losses = [float(step(each, any_ids())) for each in (model, twin)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert joint_error(gradients(model), gradients(twin)) <= 5e-6
+
+
+def test_another_compute_dtype_of_the_base_is_left_to_peft_and_named() -> None:
+    model = quantised("nf4", dtype=torch.float32)
+    report = apply_lora(model, compute_dtype=torch.bfloat16)
+    assert not report.fast
+    assert "bnb_4bit_compute_dtype is torch.float32, the run computes in torch.bfloat16" in str(report)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_qlora_through_the_trainer(tmp_path: Path, checkpointing: bool) -> None:
+    losses, reports = {}, {}
+    for name in ("on", "off"):
+        model = quantised("nf4", nested=True)
+        args = FastSFTConfig(
+            **settings(
+                tmp_path / name,
+                packing=True,
+                eval_strategy="no",
+                gradient_checkpointing=checkpointing,
+                bf16=False,
+                lora=name,
+            )
+        )
+        trainer = FastSFTTrainer(
+            model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
+        )
+        trainer.train()
+        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        reports[name] = trainer.fastpack_report["lora"]
+        assert not any(isinstance(module, FastLora) for module in model.modules())  # restored
+        trainer.save_model(tmp_path / name / "adapter")
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+    assert reports["on"].status == "on"
+    assert "14 of 14 LoRA layers" in reports["on"].reason
+    assert reports["off"].reason == "switched off"
+    loaded = PeftModel.from_pretrained(
+        tiny_model("llama", hidden_size=64, intermediate_size=128), tmp_path / "on/adapter"
+    )
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
