@@ -9,7 +9,8 @@ import torch
 from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
 from torch import Tensor
 
-from fastpack_trl.moe.apply import NAME, apply_moe, fastpack_experts
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.block import NAME, fastpack_experts
 from fastpack_trl.testing import assert_gradients_close, gradients
 
 

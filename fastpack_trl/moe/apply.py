@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpack_trl.attention.model_features import text_model
-from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
+from fastpack_trl.lora.experts import expert_lora, router_adapters
+from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, register
+from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
 from fastpack_trl.moe.plans import PlanKeeper, plans_kept
-
-NAME = "fastpack"
-"""Under which our experts function is registered in transformers' `ExpertsInterface`."""
-
-STOCK = "grouped_mm"
-DECODE_TOKENS = 32
-"""Up to so many tokens without gradients count as a decode step, which stock computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +27,18 @@ class LayerPath:
 
 
 @dataclass(slots=True)
-class ExpertsState:
-    """What `apply_moe` hangs on an experts module that it covers."""
-
-    form: BlockForm
-    keeper: PlanKeeper
-
-
-@dataclass(slots=True)
 class MoeReport:
     """What `apply_moe` did. Also a context manager that reverts on exit.
 
     Attributes:
         layers: one entry per experts module.
+        adapters: one entry per experts module with LoRA on its stacks.
+        warnings: what the user should know about the adapters.
     """
 
     layers: list[LayerPath] = field(default_factory=list)
+    adapters: list[LayerPath] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _keepers: list[PlanKeeper] = field(default_factory=list, repr=False)
 
@@ -77,17 +66,11 @@ class MoeReport:
 
     def __str__(self) -> str:
         """One line per path and reason, with the number of layers."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for layer in self.layers:
-            groups.setdefault((layer.path, layer.reason), []).append(layer.name)
-        lines = []
-        for (path, reason), names in groups.items():
-            where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
-            lines.append(f"{path}: {where}" + (f" ({reason})" if reason else ""))
+        lines = _summary(self.layers) + [f"expert LoRA {line}" for line in _summary(self.adapters)] + self.warnings
         return "\n".join(lines) or "no experts"
 
 
-def apply_moe(model: nn.Module, *, force: bool = False, check_plans: bool = False) -> MoeReport:
+def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check_plans: bool = False) -> MoeReport:
     """Run the mixture-of-experts layers of a loaded model on our path: tokens sorted once, one function per block.
 
     The function is registered in transformers' `ExpertsInterface`, and the config of each covered model names it.
@@ -103,6 +86,7 @@ def apply_moe(model: nn.Module, *, force: bool = False, check_plans: bool = Fals
 
     Args:
         model: a transformers model, plain or inside PEFT.
+        lora: run LoRA on the stacks (PEFT's `target_parameters`) as grouped low-rank products. Apply after PEFT.
         force: also replace an experts implementation other than transformers' default.
         check_plans: compare every re-used plan with the expert ids of the recompute; asks the device, for debugging.
     """
@@ -121,7 +105,7 @@ def apply_moe(model: nn.Module, *, force: bool = False, check_plans: bool = Fals
     if not states:
         return report
     with contextlib.ExitStack() as stack:
-        _register()
+        register()
         for module, state in states.items():
             module._fastpack_moe = state
             stack.callback(delattr, module, "_fastpack_moe")
@@ -130,9 +114,24 @@ def apply_moe(model: nn.Module, *, force: bool = False, check_plans: bool = Fals
             stack.callback(setattr, config, "_experts_implementation_internal", config._experts_implementation)
             config._experts_implementation_internal = NAME
         stack.enter_context(plans_kept(text_model(model), {module: state.keeper for module, state in states.items()}))
+        if lora:
+            for adapter in stack.enter_context(expert_lora(model)):
+                report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
+        report.warnings = router_adapters(model, found)
         report._keepers = [state.keeper for state in states.values()]
         report._stack = stack.pop_all()
     return report
+
+
+def _summary(layers: list[LayerPath]) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        groups.setdefault((layer.path, layer.reason), []).append(layer.name)
+    lines = []
+    for (path, reason), names in groups.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
+        lines.append(f"{path}: {where}" + (f" ({reason})" if reason else ""))
+    return lines
 
 
 def _reason_for_stock(module: Any, force: bool) -> str:
@@ -142,52 +141,3 @@ def _reason_for_stock(module: Any, force: bool) -> str:
     if implementation not in (STOCK, NAME, None) and not force:
         return f"experts_implementation={implementation!r} was chosen"
     return not_covered(module)
-
-
-def _register() -> None:
-    """It stays registered: a copy of the model taken during training runs stock's function under our name."""
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(NAME, fastpack_experts)
-
-
-def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
-    """Stock's experts function of that name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[name]
-    return function
-
-
-def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
-    """Whether this call is a decode step of `generate` rather than training or evaluation."""
-    return not torch.is_grad_enabled() and not module.training and hidden_th.shape[0] <= DECODE_TOKENS
-
-
-def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
-
-    Args:
-        self: the experts module.
-        hidden_states: (T, H).
-        top_k_index: (T, k) expert ids.
-        top_k_weights: (T, k) routing weights.
-    """
-    state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
-    if state is None:
-        return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
-    if is_decoding(self, hidden_states):
-        # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
-        name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"
-        return stock_experts(name)(self, hidden_states, top_k_index, top_k_weights)
-    return experts(hidden_states, top_k_weights, state.keeper.plan(top_k_index), expert_weights(self), state.form)
-
-
-def expert_weights(module: Any) -> ExpertWeights:
-    """The tensors of an experts module."""
-    return ExpertWeights(
-        module.gate_up_proj,
-        module.gate_up_proj_bias if module.has_bias else None,
-        module.down_proj,
-        module.down_proj_bias if module.has_bias else None,
-    )

@@ -1,0 +1,114 @@
+"""The experts function that transformers calls, and what `apply_moe` hangs on an experts module for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
+from fastpack_trl.moe.plans import PlanKeeper
+
+NAME = "fastpack"
+"""Under which our experts function is registered in transformers' `ExpertsInterface`."""
+
+STOCK = "grouped_mm"
+DECODE_TOKENS = 32
+"""Up to so many tokens without gradients count as a decode step, which stock computes."""
+
+
+@dataclass(slots=True)
+class ExpertsState:
+    """What `apply_moe` hangs on an experts module that it covers."""
+
+    form: BlockForm
+    keeper: PlanKeeper
+
+
+class LowRank(NamedTuple):
+    """A low-rank addition to one stack: ``x -> scale * (x a^T) b`` per expert.
+
+    Attributes:
+        a: (E, r, in).
+        b: (E, r, out).
+        scale: factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def register() -> None:
+    """Register our function. It stays: a copy of the model taken during training runs stock's under our name."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, fastpack_experts)
+
+
+def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
+    """Stock's experts function of that name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[name]
+    return function
+
+
+def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
+    """Whether this call is a decode step of `generate` rather than training or evaluation."""
+    return not torch.is_grad_enabled() and not module.training and hidden_th.shape[0] <= DECODE_TOKENS
+
+
+def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
+
+    Args:
+        self: the experts module.
+        hidden_states: (T, H).
+        top_k_index: (T, k) expert ids.
+        top_k_weights: (T, k) routing weights.
+    """
+    state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
+    if state is None:
+        return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
+    if is_decoding(self, hidden_states):
+        # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
+        name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"
+        return stock_experts(name)(self, hidden_states, top_k_index, top_k_weights)
+    return run_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def run_experts(
+    module: Any,
+    hidden_th: Tensor,
+    ids_tk: Tensor,
+    weights_tk: Tensor,
+    gate_up: LowRank | None = None,
+    down: LowRank | None = None,
+) -> Tensor:
+    """Our path for a module that `apply_moe` covers, with low-rank additions to its stacks.
+
+    Args:
+        module: the experts module.
+        hidden_th: (T, H).
+        ids_tk, weights_tk: (T, k) expert ids and routing weights.
+        gate_up, down: in the dtype of the stacks.
+    """
+    state: ExpertsState = module._fastpack_moe
+    form = state.form
+    block = ExpertWeights(
+        module.gate_up_proj,
+        module.gate_up_proj_bias if module.has_bias else None,
+        module.down_proj,
+        module.down_proj_bias if module.has_bias else None,
+    )
+    if gate_up is not None:
+        block = block._replace(gate_up_a=gate_up.a, gate_up_b=gate_up.b)
+        form = replace(form, gate_up_scale=gate_up.scale)
+    if down is not None:
+        block = block._replace(down_a=down.a, down_b=down.b)
+        form = replace(form, down_scale=down.scale)
+    return experts(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)

@@ -1,0 +1,255 @@
+"""LoRA on expert stacks against PEFT: the same function, gradients, files and switches, without a dense delta."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.testing import assert_gradients_close, gradients
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(family: str = "qwen3_moe", *, r: int = 4, stacks: list[str] | None = None, **overrides: Any) -> Any:
+    """A model with LoRA on its stacks and on attention; B away from zero and from any symmetry."""
+    targets = stacks or [name.replace("mlp", "block_sparse_moe") if family == "granitemoe" else name for name in STACKS]
+    config = LoraConfig(r=r, lora_alpha=3 * r, target_parameters=targets, target_modules=["q_proj", "q_b_proj"])
+    return randomised(get_peft_model(moe_model(family, **overrides), config))
+
+
+def randomised(model: Any) -> Any:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = input_ids() if ids is None else ids
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("r", [4, 3], ids=["r4", "r3-padded"])
+def test_logits_and_adapter_gradients_equal_peft(family: str, r: int) -> None:
+    model = adapted(family, r=r)
+    logits, expected = step(model)
+    with apply_moe(model) as report:
+        assert len(report.adapters) == 2
+        assert {line.path for line in report.adapters} == {"fastpack"}, report
+        ours, found = step(model)
+    assert norm_of_difference(ours, logits) <= 1e-5
+    assert any("experts" in name for name in found)
+    assert_gradients_close(found, expected, rtol=1e-5)
+    assert not any("forward" in vars(module) for module in model.modules())
+    again, _ = step(model)
+    assert torch.equal(again, logits)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_one_stack_alone(stack: str) -> None:
+    model = adapted(stacks=[stack])
+    logits, expected = step(model)
+    with apply_moe(model):
+        ours, found = step(model)
+    assert norm_of_difference(ours, logits) <= 1e-5
+    assert_gradients_close(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_and_accumulation_give_the_same_gradients_with_one_sort(reentrant: bool) -> None:
+    model = adapted("gpt_oss")
+    model.enable_input_require_grads()
+    batches = [input_ids(seed=1), input_ids(tokens=17, seed=2)]
+    for ids in batches:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_moe(model, check_plans=True) as report:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for ids in batches:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert report.sorts == 2 * 2
+    assert_gradients_close(gradients(model), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_bf16_experts_with_fp32_adapters_are_as_exact_as_peft(family: str) -> None:
+    model = adapted(family)
+    module = experts_of(model)
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # as PEFT keeps adapters
+    ids, weights = routed(300, 2, 4)
+    x, grad = torch.randn(300, 32).bfloat16(), torch.randn(300, 32).bfloat16()
+
+    def run(dtype: torch.dtype) -> dict[str, Tensor]:
+        wrapper.zero_grad()
+        inputs = [value.bfloat16().to(dtype).clone().requires_grad_() for value in (x, weights)]
+        out = wrapper(inputs[0], ids, inputs[1])
+        out.backward(grad.to(dtype))
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        return {"out": out.detach(), "dx": inputs[0].grad, "dw": inputs[1].grad, **gradients(wrapper)}
+
+    peft = run(torch.bfloat16)
+    with apply_moe(model):
+        ours = run(torch.bfloat16)
+        assert {value.dtype for name, value in ours.items() if "lora" in name} == {torch.float32}
+    model.double()
+    module.config._experts_implementation_internal = "eager"
+    exact = run(torch.float64)
+    for name, value in exact.items():
+        bound = 1.1 * norm_of_difference(peft[name], value)
+        assert norm_of_difference(ours[name], value) <= bound, name
+
+
+class _Shapes(TorchDispatchMode):
+    """The sizes of every tensor that an operation makes; views of parameters are none."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        self.shapes: list[tuple[int, ...]] = []
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        if isinstance(out, Tensor) and out.data_ptr() not in self.parameters:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_neither_a_dense_delta_nor_a_dense_gradient_of_a_stack_is_made() -> None:
+    model = adapted()
+    stacks = {tuple(experts_of(model).gate_up_proj.shape), tuple(experts_of(model).down_proj.shape)}
+    stacks |= {(e, b, a) for e, a, b in stacks}
+    with _Shapes(model) as peft:
+        step(model)
+    assert stacks & set(peft.shapes)
+    with apply_moe(model), _Shapes(model) as ours:
+        step(model)
+    assert not stacks & set(ours.shapes)
+    assert not any("index_put" in name or "baddbmm" in name for name in ours.names)
+
+
+def test_adapters_are_saved_and_loaded_by_peft_both_ways(tmp_path: Path) -> None:
+    model = adapted("gpt_oss")
+    model.save_pretrained(tmp_path / "stock")
+    logits, _ = step(model)
+    with apply_moe(model):
+        model.save_pretrained(tmp_path / "ours")
+        stock, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("stock", "ours"))
+        assert stock.keys() == ours.keys()
+        assert all(torch.equal(ours[name], value) for name, value in stock.items())
+    loaded = PeftModel.from_pretrained(moe_model("gpt_oss"), tmp_path / "stock", is_trainable=True)
+    with apply_moe(loaded.train()) as report:
+        assert {line.path for line in report.adapters} == {"fastpack"}
+        found, _ = step(loaded)
+    assert norm_of_difference(found, logits) <= 1e-5
+
+
+def test_merge_unmerge_and_disabled_adapters_are_pefts() -> None:
+    model = adapted()
+    plain = adapted()
+    with apply_moe(model) as report:
+        with_adapter, _ = step(model)
+        with model.disable_adapter():
+            without = model(input_ids=input_ids(), use_cache=False).logits.detach()
+        with plain.disable_adapter():
+            assert norm_of_difference(without, plain(input_ids=input_ids(), use_cache=False).logits) <= 1e-5
+        model.merge_adapter()
+        plain.merge_adapter()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+        merged = model(input_ids=input_ids(), use_cache=False).logits.detach()
+        assert norm_of_difference(merged, with_adapter) <= 1e-5
+        model.unmerge_adapter()
+        unmerged, _ = step(model)
+        assert norm_of_difference(unmerged, with_adapter) <= 1e-5
+        assert report.active == 2
+    merged_model = model.merge_and_unload()
+    assert norm_of_difference(merged_model(input_ids=input_ids(), use_cache=False).logits, with_adapter) <= 1e-5
+
+
+def test_several_adapters_are_handed_to_peft_by_name_and_a_single_one_comes_back() -> None:
+    model = adapted()
+    config = LoraConfig(r=2, target_parameters=STACKS, target_modules=["q_proj"])
+    model.add_adapter("second", config)
+    randomised(model)
+    model.base_model.set_adapter(["default", "second"])
+    logits, expected = step(model)
+    with apply_moe(model) as report:
+        assert {line.reason for line in report.adapters} == {"2 adapters are active"}
+        ours, found = step(model)
+        assert norm_of_difference(ours, logits) <= 1e-5
+        assert_gradients_close(found, expected, rtol=1e-5)
+        model.set_adapter("second")
+        second, _ = step(model)
+    expected_second, _ = step(model)
+    assert norm_of_difference(second, expected_second) <= 1e-5
+
+
+def test_decoding_is_pefts_bit_for_bit() -> None:
+    model = adapted("gpt_oss").eval()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
+    stock = model.generate(input_ids=input_ids(6), return_dict_in_generate=True, **options)
+    with apply_moe(model):
+        ours = model.generate(input_ids=input_ids(6), return_dict_in_generate=True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, stock.logits, strict=True))
+
+
+def test_a_router_wrapped_by_all_linear_is_trained_as_in_peft_and_warned_about() -> None:
+    model = randomised(get_peft_model(moe_model("qwen3_moe"), LoraConfig(r=4, target_modules="all-linear")))
+    logits, expected = step(model)
+    with apply_moe(model) as report:
+        assert report.warnings
+        assert "LoRA wraps the router" in str(report)
+        ours, found = step(model)
+    assert any(".gate." in name for name in found)
+    assert norm_of_difference(ours, logits) <= 1e-5
+    assert_gradients_close(found, expected, rtol=1e-5)
+
+
+def test_optimizer_steps_follow_peft() -> None:
+    losses = []
+    for fast in (False, True):
+        model = adapted("gpt_oss")
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        report = apply_moe(model) if fast else None
+        for seed in range(4):
+            ids = input_ids(seed=seed)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        if report is not None:
+            report.revert()
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
+
+
+def test_switched_off_leaves_the_wrappers_alone() -> None:
+    model = adapted()
+    logits, _ = step(model)
+    with apply_moe(model, lora=False) as report:
+        assert not report.adapters
+        ours, _ = step(model)
+    assert norm_of_difference(ours, logits) <= 1e-5
