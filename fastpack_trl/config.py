@@ -17,6 +17,7 @@ _CHOICES = {
     "verify_packing": SWITCH_CHOICES,
     "lora": SWITCH_CHOICES,
     "cache_dequantized": SWITCH_CHOICES,
+    "moe": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -59,6 +60,9 @@ class FastSFTConfig(SFTConfig):
         cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
             for the run: ``auto`` (on CUDA, where the copies take at most a quarter of the free memory), ``on``,
             ``off`` (made again for each use).
+        moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
+            (with `lora`) and the auxiliary loss included: ``auto`` (wherever transformers' own `grouped_mm` would run),
+            ``on`` (also in place of another `experts_implementation`), ``off``.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
 
     Raises:
@@ -92,6 +96,14 @@ class FastSFTConfig(SFTConfig):
         metadata={
             "help": "With LoRA, keep 4-bit base weights dequantised and fp32 ones cast, for the run: auto (on CUDA, "
             "where the copies take at most a quarter of the free memory), on, or off. Costs 2 bytes per weight."
+        },
+    )
+    moe: str = field(
+        default="auto",
+        metadata={
+            "help": "Mixture-of-experts layers with tokens sorted once per layer and step: auto (in place of "
+            "grouped_mm), on (in place of any experts_implementation), or off. Saves memory; the routing plan takes 12 "
+            "bytes per token and chosen expert."
         },
     )
     padded_rows_limit: float = field(

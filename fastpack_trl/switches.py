@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from accelerate.logging import get_logger
+
 from fastpack_trl.lora.linear import apply_lora, has_lora
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.aux_loss import auxiliary_loss
+from fastpack_trl.moe.layout import experts_modules
+
+logger = get_logger(__name__)
 
 Switch = Callable[[Any], AbstractContextManager[None]]
 
@@ -46,5 +53,55 @@ def lora(trainer: Any) -> Iterator[None]:
         applied.revert()
 
 
-SWITCHES: tuple[Switch, ...] = (lora,)
+@contextmanager
+def moe(trainer: Any) -> Iterator[None]:
+    """Mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's."""
+    setting, report = setting_of(trainer, "moe"), trainer.fastpack_report
+    present = bool(experts_modules(trainer.model))
+    if not trainer.fastpack_trains or not (present or setting == "on"):
+        yield
+        return
+    asked = (trainer.args.model_init_kwargs or {}).get("experts_implementation")
+    why = "" if present else "the model has no experts that transformers dispatches"
+    if setting == "off":
+        why = "switched off"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        why = "parameters are sharded while the step runs"
+    elif asked is not None and setting != "on":
+        why = f"experts_implementation={asked!r} was chosen"
+    if why:
+        report.add("moe", "stock" if present and setting != "off" else "off", "stock", why)
+        yield
+        return
+    with apply_moe(trainer.model, lora=setting_of(trainer, "lora") != "off", force=setting == "on") as applied:
+        for warning in applied.warnings:
+            logger.warning(warning)
+        status = "on" if applied.active else "stock"
+        report.add("moe", status, "fastpack" if applied.active else "stock", "; ".join(str(applied).splitlines()))
+        yield
+
+
+@contextmanager
+def aux_loss(trainer: Any) -> Iterator[None]:
+    """The load-balancing loss of a mixture-of-experts model, computed once for all layers."""
+    report = trainer.fastpack_report
+    if not getattr(trainer, "aux_loss_enabled", False):
+        yield
+        return
+    given = trainer.args.router_aux_loss_coef is not None
+    source = "the arguments" if given else "the model's config (router_aux_loss_coef)"
+    reason = f"coefficient {trainer.router_aux_loss_coef:g}, from {source}"
+    if trainer.args.gradient_checkpointing and (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        reason += "; without effect: reentrant checkpointing drops its gradient, set use_reentrant=False"
+        logger.warning(f"aux_loss: {reason}")
+    if setting_of(trainer, "moe") == "off":
+        report.add("aux_loss", "off", "stock", reason)
+        yield
+        return
+    with auxiliary_loss(trainer.model) as replaced:
+        report.add("aux_loss", "on" if replaced else "stock", "stacked" if replaced else "stock", reason)
+        yield
+
+
+SWITCHES: tuple[Switch, ...] = (lora, moe, aux_loss)
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

@@ -1,0 +1,215 @@
+"""The `moe` switch of `FastSFTTrainer`, and the auxiliary loss, beside stock TRL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_material import MOE_FAMILIES, moe_model, norm_of_difference
+from peft import LoraConfig
+from torch import Tensor
+from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.moe.aux_loss import auxiliary_loss, load_balancing_loss
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
+
+
+def _lora() -> LoraConfig:
+    return LoraConfig(r=4, target_parameters=STACKS, target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("peft", "checkpointing"), [(False, False), (True, True)], ids=["full", "expert-lora-checkpointed"]
+)
+def test_training_log_equals_stock(tmp_path: Path, peft: bool, checkpointing: bool) -> None:
+    ours, stock = both(
+        tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=checkpointing, learning_rate=1e-4,
+        trainer={"peft_config": _lora()} if peft else None,
+    )  # fmt: skip
+    assert_same_log(ours, stock, rtol=5e-5, atol=1e-5)
+    line = ours.fastpack_report["moe"]
+    assert (line.status, line.path) == ("on", "fastpack"), line
+    assert ("expert LoRA fastpack" in line.reason) == peft
+    assert "coefficient 0.001, from the model's config" in ours.fastpack_report["aux_loss"].reason
+    assert not any(hasattr(module, "_fastpack_moe") for module in ours.model.modules())
+
+
+def test_saved_checkpoint_is_stocks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "family": "qwen3_moe",
+        "packing": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 2,
+    }
+    ours, _stock = both(tmp_path, **options)
+    files = {
+        side: (tmp_path / side / "checkpoint-2" / "config.json").read_text(encoding="utf-8")
+        for side in ("ours", "stock")
+    }
+    assert files["ours"] == files["stock"]
+    assert ours.fastpack_report["moe"].status == "on"
+
+
+@pytest.mark.parametrize("family", NO_NUM_EXPERTS)
+def test_auxiliary_loss_works_where_stock_raises(family: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"packing": True, "router_aux_loss_coef": 0.05, "max_steps": 2, "eval_strategy": "no"}
+    with pytest.raises(AttributeError, match="num_experts"):
+        train(SFTTrainer, tmp_path / "stock", model=moe_model(family, vocab_size=96), **options)
+    ours = train(FastSFTTrainer, tmp_path / "ours", model=moe_model(family, vocab_size=96), **options)
+    assert isinstance(ours, FastSFTTrainer)
+    losses = [row["aux_loss"] for row in ours.state.log_history if "aux_loss" in row]
+    assert len(losses) == 2
+    assert all(1 < loss < 4 for loss in losses)  # top-k of balanced routing is k = 2
+    assert "coefficient 0.05, from the arguments" in ours.fastpack_report["aux_loss"].reason
+    assert not hasattr(ours.model.config, "num_experts")
+
+
+def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
+    ours = train(
+        FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1, eval_strategy="no",
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    )  # fmt: skip
+    assert isinstance(ours, FastSFTTrainer)
+    assert "reentrant checkpointing drops its gradient" in ours.fastpack_report["aux_loss"].reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "status", "said"),
+    [
+        ("off", None, "off", "switched off"),
+        ("auto", "batched_mm", "stock", "experts_implementation='batched_mm' was chosen"),
+        ("on", "batched_mm", "on", "fastpack: 2 layers"),
+    ],
+)
+def test_switch_and_the_users_own_choice(
+    tmp_path: Path, setting: str, asked: str | None, status: str, said: str
+) -> None:
+    model = moe_model("mixtral")
+    if asked is not None:
+        model.set_experts_implementation(asked)
+    ours = train(
+        FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting}
+    )
+    assert isinstance(ours, FastSFTTrainer)
+    line = ours.fastpack_report["moe"]
+    assert line.status == status
+    assert said in line.reason
+    assert ours.model.config._experts_implementation == (asked or "grouped_mm")
+
+
+def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path: Path) -> None:
+    moe_model("mixtral").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    args = settings(tmp_path / "run", packing=True, max_steps=1, eval_strategy="no", model_init_kwargs={
+        "experts_implementation": "grouped_mm", "dtype": "float32",
+    })  # fmt: skip
+    trainer = FastSFTTrainer(
+        str(tmp_path / "model"), args=FastSFTConfig(**args), train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.fastpack_report["moe"].reason == "experts_implementation='grouped_mm' was chosen"
+
+
+def test_a_step_that_raises_restores_the_model(tmp_path: Path) -> None:
+    model = moe_model("qwen3_moe")
+    args = settings(tmp_path, packing=True, gradient_checkpointing=True, max_steps=1, eval_strategy="no")
+    trainer = FastSFTTrainer(
+        model, args=FastSFTConfig(**args), train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    hook = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    hook.remove()
+    assert model.config._experts_implementation == "grouped_mm"
+    assert not any(hasattr(module, "_fastpack_moe") for module in model.modules())
+    trainer.train()
+
+
+def _logits(dtype: torch.dtype, layers: int = 3) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(20, 8).to(dtype).requires_grad_() for _ in range(layers)]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_auxiliary_loss_and_gradient_equal_stock(top_k: int, masked: bool) -> None:
+    mask = torch.tensor([[1] * 6 + [0] * 4, [1] * 10]) if masked else None
+    logits = _logits(torch.float32)
+    expected = load_balancing_loss_func(tuple(logits), 8, top_k, mask)
+    found = load_balancing_loss(tuple(logits), 8, top_k, mask)
+    assert isinstance(found, Tensor)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    pairs = zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True)
+    for ours, stock in pairs:  # zero for top-k of all experts
+        assert torch.allclose(ours, stock, rtol=2e-6, atol=1e-8)
+
+
+def test_auxiliary_gradient_in_bf16_is_as_exact_as_stocks() -> None:
+    logits = _logits(torch.bfloat16)
+    # Exact: the same choices of experts, in float64.
+    wide = [layer.detach().double().requires_grad_() for layer in logits]
+    chosen = [torch.softmax(layer, -1).topk(2).indices for layer in logits]
+    share = torch.stack([torch.nn.functional.one_hot(ids, 8).sum((0, 1)) for ids in chosen]).sum(0).double() / 60
+    exact = torch.autograd.grad((share * torch.cat(wide).softmax(-1).mean(0)).sum() * 8, wide)
+    ours = torch.autograd.grad(load_balancing_loss(tuple(logits), 8, 2), logits)  # type: ignore[arg-type]
+    stock = torch.autograd.grad(load_balancing_loss_func(tuple(logits), 8, 2), logits)
+    for mine, theirs, truth in zip(ours, stock, exact, strict=True):
+        assert norm_of_difference(mine, truth) <= 1.1 * norm_of_difference(theirs, truth)
+
+
+def test_auxiliary_loss_of_many_layers_is_stacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = tuple(_logits(torch.float32, layers=7))
+    whole = load_balancing_loss(logits, 8, 2)
+    monkeypatch.setattr("fastpack_trl.moe.aux_loss._CHUNK", 2 * logits[0].numel())
+    assert float(load_balancing_loss(logits, 8, 2)) == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_padding_of_a_packed_row_does_not_count() -> None:
+    from fastpack_trl import PackedBatch
+
+    model = moe_model("qwen3_moe")
+    seen: list[int] = []
+
+    def rows(self: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(kwargs.pop("packed_batch").num_padding)
+        return args, kwargs
+
+    ids = torch.randint(3, 90, (1, 12))
+    batch = PackedBatch.from_lengths((5, 4), num_padding=3)
+    with auxiliary_loss(model) as replaced:
+        assert replaced
+        hook = model.register_forward_pre_hook(rows, with_kwargs=True)
+        out = model(input_ids=ids, packed_batch=batch, output_router_logits=True, use_cache=False)
+        hook.remove()
+    logits = tuple(layer[:9] for layer in out.router_logits)
+    assert seen == [3]
+    assert float(out.aux_loss) == pytest.approx(float(load_balancing_loss_func(logits, 4, 2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_replaced_loss_is_given_back(family: str) -> None:
+    import sys
+
+    model = moe_model(family)
+    home = sys.modules[type(model).__module__]
+    before = getattr(home, "load_balancing_loss_func", None), load_balancing_loss_func, type(model.config).attribute_map
+    with auxiliary_loss(model):
+        assert model.config.num_experts == 4
+    from transformers.models.mixtral import modeling_mixtral
+
+    after = (
+        getattr(home, "load_balancing_loss_func", None),
+        modeling_mixtral.load_balancing_loss_func,
+        type(model.config).attribute_map,
+    )
+    assert before == after
