@@ -74,8 +74,8 @@ def test_auxiliary_loss_works_where_stock_raises(family: str, tmp_path: Path) ->
 
 def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
     ours = train(
-        FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1, eval_strategy="no",
-        gradient_checkpointing_kwargs={"use_reentrant": True},
+        FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1,
+        eval_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": True},
     )  # fmt: skip
     assert isinstance(ours, FastSFTTrainer)
     assert "reentrant checkpointing drops its gradient" in ours.fastpack_report["aux_loss"].reason
@@ -108,9 +108,8 @@ def test_switch_and_the_users_own_choice(
 def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path: Path) -> None:
     moe_model("mixtral").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    args = settings(tmp_path / "run", packing=True, max_steps=1, eval_strategy="no", model_init_kwargs={
-        "experts_implementation": "grouped_mm", "dtype": "float32",
-    })  # fmt: skip
+    chosen = {"experts_implementation": "grouped_mm", "dtype": "float32"}
+    args = settings(tmp_path / "run", packing=True, max_steps=1, eval_strategy="no", model_init_kwargs=chosen)
     trainer = FastSFTTrainer(
         str(tmp_path / "model"), args=FastSFTConfig(**args), train_dataset=make_dataset("text"),
         eval_dataset=make_dataset("text", 8),
