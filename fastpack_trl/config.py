@@ -18,6 +18,7 @@ _CHOICES = {
     "lora": SWITCH_CHOICES,
     "cache_dequantized": SWITCH_CHOICES,
     "moe": SWITCH_CHOICES,
+    "sync_free": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -64,6 +65,8 @@ class FastSFTConfig(SFTConfig):
             (with `lora`) and the auxiliary loss included: ``auto`` (wherever transformers' own `grouped_mm` would run),
             ``on`` (also in place of another `experts_implementation`), ``off``.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
+        sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
+            walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
 
     Raises:
         ValueError: a value outside its choices, or a limit below 1.
@@ -111,6 +114,13 @@ class FastSFTConfig(SFTConfig):
         metadata={
             "help": "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into "
             "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
+        },
+    )
+    sync_free: str = field(
+        default="auto",
+        metadata={
+            "help": "No device-to-host sync between two logs: auto, on or off. Costs 12 bytes of device memory per "
+            "micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is trained)."
         },
     )
 

@@ -33,6 +33,8 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.step.trainer import SyncFreeTrainer
 from fastpack_trl.switches import SWITCHES
 from fastpack_trl.verify import PackingProof, verify_packing
 
@@ -54,7 +56,7 @@ def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
-class FastSFTTrainer(SFTTrainer):
+class FastSFTTrainer(SyncFreeTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
 
     `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs
@@ -97,6 +99,8 @@ class FastSFTTrainer(SFTTrainer):
         if isinstance(model, PreTrainedModel) and not model.can_generate():
             raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
         super().__init__(*args, **kwargs)
+        if self._fastpack_setting("sync_free", "auto") != "off":
+            self.fastpack_step = SyncFreeStep(self.model)  # before accelerate wraps the model
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
         self._fastpack_choice = choose(
             self._fastpack_setting("packed_attention", "auto"),

@@ -137,12 +137,14 @@ class PackedInputs(dict[str, Any]):
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`: the block once, and whatever else the mapping holds by itself.
 
-        Where the block is pinned the copy is asynchronous, whatever `non_blocking` says: nobody writes to the block
-        again, and torch keeps pinned memory from reuse until the copy is done. What is on `device` already is kept.
+        From the host to CUDA the host does not wait for the copy, whatever `non_blocking` says: nobody writes to the
+        block again, torch keeps pinned memory from reuse until the copy is done, and CUDA stages pageable memory before
+        it returns. What is on `device` already is kept.
         """
 
         def copy_buffer(buffer: Tensor) -> Tensor:
-            return buffer.to(device, non_blocking=non_blocking or buffer.is_pinned())
+            staged = buffer.device.type == "cpu" and torch.device(device).type in ("cpu", "cuda")
+            return buffer.to(device, non_blocking=non_blocking or staged or buffer.is_pinned())
 
         return self._map(copy_buffer, lambda value: send_to_device(value, device, non_blocking=non_blocking))
 

@@ -1,0 +1,248 @@
+"""Loss of the language-model head at chosen positions, without the full logits and without a second product for them.
+
+TRL's `ChunkedLogProbFunction` goes through the vocabulary in tiles and makes each tile of logits twice: in the forward
+pass for the log-probabilities, in the backward pass for the gradients. Here a tile holds whole rows of the vocabulary,
+so that its gradients are taken while it is there: two products of tokens x hidden x vocabulary where the head is frozen
+(logits, gradient of the hidden states), three where it is trained, instead of three and four.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+
+LOSS_TYPES = ("nll", "dft")
+VOCABULARY_SLICE = 32768
+"""Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""
+TILE_ELEMENTS = 2**27
+"""Logits that exist at a time: 256 MiB in bf16, as many as in TRL's tile of 4096 x 32768."""
+
+_FORWARD = (
+    "tile", "tile_stride", "targets", "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum",
+    "max_before_target", "target_logit", "vocab_start", "n_cols", "logit_scale", "softcap", "inv_t", "HAS_SOFTCAP",
+    "HAS_ENTROPY", "HAS_LOG_SUM_SQ_PROBS", "HAS_MEAN_LOGITS", "HAS_IS_TOP1", "BLOCK_SIZE",
+)  # fmt: skip
+_BACKWARD = (
+    "tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols",
+    "logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE",
+)  # fmt: skip
+_NO_STATISTICS = {"HAS_LOG_SUM_SQ_PROBS": False, "HAS_MEAN_LOGITS": False}
+
+
+class HeadLoss(NamedTuple):
+    """What the head says of N positions.
+
+    Attributes:
+        total: () fp32, the sum of the losses; the only part with a gradient.
+        log_probs: (N,) fp32, of each target.
+        entropy: (N,) fp32, of each distribution, in nats.
+        is_top1: (N,) bool, whether the target is the first of the most likely tokens.
+    """
+
+    total: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+
+
+def missing_tile_functions() -> str:
+    """What the installed TRL lacks of the functions on tiles that `head_loss` uses; empty where nothing is missing."""
+    for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
+        function = getattr(chunked_logprob, name, None)
+        if function is None or tuple(inspect.signature(function).parameters) != parameters:
+            return f"trl.kernels.chunked_logprob.{name}"
+    others = ("_forward_kernel", "_backward_kernel", "_use_triton", "_addmm_fp32", "_BLOCK_SIZE")
+    return next((f"trl.kernels.chunked_logprob.{name}" for name in others if not hasattr(chunked_logprob, name)), "")
+
+
+@torch.compiler.disable
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    loss_type: str = "nll",
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    tile_elements: int | None = None,
+) -> HeadLoss:
+    """Sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
+
+    The gradients are made in the forward pass and only scaled in the backward pass, which may therefore run once.
+    Asks the device nothing. Compiled code calls it as one opaque operation.
+
+    Args:
+        hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.
+        weight: (V, H).
+        bias: (V,).
+        targets: (N,) int64, in [0, V).
+        loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
+        logit_scale: factor of the logits.
+        softcap: the logits become ``softcap * tanh(logits / softcap)``.
+        tile_elements: logits that exist at a time; default `TILE_ELEMENTS`, twice that where the weight is trained.
+
+    Raises:
+        ValueError: an unknown `loss_type`.
+        RuntimeError: in a second backward pass through the same graph.
+    """
+    _check(loss_type)
+    differentiable = torch.is_grad_enabled()
+    if tile_elements is None:
+        # A trained weight gets its gradient added once per tile: fewer, larger tiles.
+        tile_elements = TILE_ELEMENTS * (2 if differentiable and weight.requires_grad else 1)
+    options = _Options(loss_type, logit_scale, softcap, differentiable, max(1, tile_elements // weight.shape[0]))
+    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, options))
+
+
+def reference_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    loss_type: str = "nll",
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> HeadLoss:
+    """`head_loss` by TRL's own function: the reference, and the path where TRL has other tiles than we know."""
+    _check(loss_type)
+    log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
+        hidden, weight, bias, targets, 1.0, VOCABULARY_SLICE, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
+    )
+    losses = -log_probs
+    if loss_type == "dft":
+        losses = losses * log_probs.exp().detach()
+    return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
+
+
+def _check(loss_type: str) -> None:
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
+
+
+class _Options(NamedTuple):
+    loss_type: str
+    logit_scale: float
+    softcap: float | None
+    differentiable: bool
+    tile_rows: int
+
+    @property
+    def of_tiles(self) -> dict[str, Any]:
+        """Keywords of TRL's functions on tiles."""
+        return {
+            "logit_scale": self.logit_scale, "softcap": self.softcap or 1.0, "inv_t": 1.0,
+            "HAS_SOFTCAP": self.softcap is not None, "BLOCK_SIZE": chunked_logprob._BLOCK_SIZE,
+        }  # fmt: skip
+
+
+class _HeadLossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> tuple[Tensor, ...]:
+        device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
+        on, off = torch.is_autocast_enabled(device.type), hidden.dtype
+        dtype = torch.get_autocast_dtype(device.type) if on else off
+        # Under `no_grad` a trained weight still says that it needs a gradient.
+        wants = [options.differentiable and needed for needed in ctx.needs_input_grad[:3]]
+        fp32 = {"device": device, "dtype": torch.float32}
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grad_weight = torch.zeros(weight.shape, **fp32) if wants[1] else None
+        grad_bias = torch.zeros(vocabulary, **fp32) if wants[2] else None
+        log_probs, entropy = torch.empty(count, **fp32), torch.empty(count, **fp32)
+        is_top1 = torch.empty(count, device=device, dtype=torch.bool)
+        total = torch.zeros((), **fp32)
+        height = min(count, options.tile_rows)
+        tiles = torch.empty(height, vocabulary, device=device, dtype=dtype)
+        sums = torch.empty(height, hidden.shape[1], **fp32) if wants[0] else None
+        slices = _slices(weight, dtype)
+        for start in range(0, count, options.tile_rows):
+            rows = slice(start, min(start + options.tile_rows, count))
+            inputs, tile = hidden[rows].to(dtype), tiles[: rows.stop - start]
+            for columns in slices:
+                torch.mm(inputs, weight[columns].to(dtype).t(), out=tile[:, columns])
+            if bias is not None:
+                tile.add_(bias.to(dtype))
+            log_z = _fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows], options)
+            # Gradient of the sum of the losses with respect to each log-probability.
+            factors = -log_probs[rows].exp() if options.loss_type == "dft" else torch.full_like(log_z, -1.0)
+            total += (factors * log_probs[rows]).sum()
+            if not any(wants):
+                continue
+            _differentiate(tile, targets[rows], log_z, factors, options)
+            if grad_hidden is not None and sums is not None:
+                part = sums[: rows.stop - start].zero_()
+                for columns in slices:
+                    chunked_logprob._addmm_fp32(part, tile[:, columns], weight[columns].to(dtype))
+                grad_hidden[rows] = part
+            if grad_weight is not None:
+                for columns in slices:
+                    chunked_logprob._addmm_fp32(grad_weight[columns], tile[:, columns].t(), inputs)
+            if grad_bias is not None:
+                grad_bias += tile.sum(dim=0, dtype=torch.float32)
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.mark_non_differentiable(log_probs, entropy, is_top1)
+        return total, log_probs, entropy, is_top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward ran a second time through one loss, whose gradients were scaled in place the first time: "
+                "set sync_free='off' to train with retain_graph=True"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = (
+            None if gradient is None else gradient.mul_(grad_total).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )  # fmt: skip
+        return (*scaled, None, None)
+
+
+def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
+    """Columns of a tile per product: all where the weight is used as it is, else as many as are converted at a time."""
+    fused = weight.dtype == dtype and (dtype == torch.float32 or chunked_logprob._use_triton(weight.device))
+    width = weight.shape[0] if fused else VOCABULARY_SLICE
+    return [slice(start, min(start + width, weight.shape[0])) for start in range(0, weight.shape[0], width)]
+
+
+def _fold(
+    tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor, options: _Options
+) -> Tensor:
+    """Statistics of a (n, V) tile of products, into the outputs of its rows. Returns log Z, (n,) fp32."""
+    count, vocabulary = tile.shape
+    sums = torch.zeros(5, count, device=tile.device, dtype=torch.float32)
+    largest = torch.full((2, count), -torch.inf, device=tile.device, dtype=torch.float32)
+    (sum_exp, x_sum_exp, sq_sum_exp, z_sum, target_logit), (running_max, max_before_target) = sums, largest
+    triton = chunked_logprob._use_triton(tile.device)
+    fold: Any = chunked_logprob._forward_kernel[(count,)] if triton else chunked_logprob._forward_tile
+    fold(
+        tile, tile.stride(0), targets, running_max, sum_exp, x_sum_exp, sq_sum_exp, z_sum, max_before_target,
+        target_logit, 0, vocabulary, HAS_ENTROPY=True, HAS_IS_TOP1=True, **_NO_STATISTICS, **options.of_tiles,
+    )  # fmt: skip
+    log_z = running_max + sum_exp.log()
+    torch.sub(target_logit, log_z, out=log_probs)
+    torch.sub(log_z, x_sum_exp / sum_exp, out=entropy)
+    torch.logical_and(target_logit >= running_max, target_logit > max_before_target, out=is_top1)
+    return log_z
+
+
+def _differentiate(tile: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, options: _Options) -> None:
+    """Turn a tile of products into the gradient with respect to them, in place."""
+    count, vocabulary = tile.shape
+    blocks = -(-vocabulary // chunked_logprob._BLOCK_SIZE)
+    triton = chunked_logprob._use_triton(tile.device)
+    fold: Any = chunked_logprob._backward_kernel[(count, blocks)] if triton else chunked_logprob._backward_tile
+    fold(
+        tile, tile.stride(0), targets, log_z, log_z, factors, log_z, 0, vocabulary,
+        HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options.of_tiles,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Work of the host in each micro-batch that need not be done in each: walks over modules, the filter of the loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import is_torch_xla_available
+
+_training = attrgetter("training")
+
+
+class ModeCheck:
+    """Inside of `skipping_train` a ``model.train()`` that would change nothing is skipped.
+
+    ``nn.Module.train`` writes the mode of every module through ``__setattr__``; here the modes are read from a list,
+    which is made once per model. Where one module is in evaluation mode (a callback generated text, a module refuses
+    training mode), the real ``train`` runs, as in stock.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._modules: list[nn.Module] = []
+
+    def all_train(self, model: nn.Module) -> bool:
+        """Whether every module of `model` is in training mode."""
+        if self._model is not model:
+            self._model, self._modules = model, list(model.modules())
+        return False not in map(_training, self._modules)
+
+    @contextlib.contextmanager
+    def skipping_train(self, model: nn.Module) -> Iterator[None]:
+        """For the time of one training step; the model has its own ``train`` again afterwards."""
+        own = model.__dict__.get("train")
+
+        def train(mode: bool = True) -> nn.Module:
+            if mode and self.all_train(model):
+                return model
+            return own(mode) if own is not None else type(model).train(model, mode)
+
+        model.__dict__["train"] = train
+        try:
+            yield
+        finally:
+            if own is None:
+                del model.__dict__["train"]
+            else:
+                model.__dict__["train"] = own
+
+
+class FlopsPerToken:
+    """Trainer's ``floating_point_ops``, whose walk over all parameters gives the same factor for each batch."""
+
+    def __init__(self) -> None:
+        self._per_token: int | None = None
+
+    def count(self, trainer: Any, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
+        """What `stock` returns for `inputs`; calls it for the first batch with tokens."""
+        tokens = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+        if not isinstance(tokens, Tensor) or not tokens.numel():
+            return stock(inputs)
+        if self._per_token is None:
+            operations = stock(inputs)
+            if operations % tokens.numel():
+                return operations  # not a factor per token
+            self._per_token = operations // tokens.numel()
+        return self._per_token * tokens.numel()
+
+
+class LossFilter:
+    """The NaN filter of the logged loss (``logging_nan_inf_filter``), on the device.
+
+    Stock asks the device after each micro-batch whether the loss is NaN or infinite, and if so adds the mean of the
+    losses since the last log instead. `apply` puts that mean in the place of such a loss. The argument is off only
+    from there to `restore`, which is the one line of the trainer that reads it in training; evaluation, saving and
+    callbacks see what the user set.
+    """
+
+    def __init__(self) -> None:
+        self._switched_off: tuple[Any, Any] | None = None
+        """The arguments, and their value, while the filter is switched off."""
+
+    def apply(self, trainer: Any, loss: Tensor) -> Tensor:
+        """What the trainer adds to its running loss for this micro-batch."""
+        args, running = trainer.args, getattr(trainer, "_tr_loss", None)
+        if not isinstance(running, Tensor) or running.device != loss.device or is_torch_xla_available():
+            return loss  # stock says what is wrong, or filters nothing
+        if not args.logging_nan_inf_filter or not hasattr(trainer, "_globalstep_last_logged"):
+            return loss
+        mean = running / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+        self._switched_off = args, args.logging_nan_inf_filter
+        args.logging_nan_inf_filter = False
+        return torch.where(torch.isfinite(loss), loss, mean)
+
+    def restore(self) -> None:
+        """The argument as the user set it."""
+        if self._switched_off is not None:
+            args, value = self._switched_off
+            args.logging_nan_inf_filter = value
+            self._switched_off = None

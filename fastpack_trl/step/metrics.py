@@ -1,0 +1,107 @@
+"""Metrics that stay on the device until they are logged, with the values that TRL's ``compute_loss`` would log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["train", "eval"]
+
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """What the host knows of a micro-batch."""
+
+    mode: Mode
+    valid: int
+    """Tokens that the loss counts."""
+    tokens: int
+    """Tokens of the row; counted in training only."""
+    ranks: int
+    """Ranks whose part counts: the last batch of a data set may repeat rows on the others."""
+    has_aux: bool
+
+
+class DeferredMetrics:
+    """Sums per micro-batch, kept on the device and read once per log.
+
+    TRL logs the mean over micro-batches of ratios per micro-batch (summed over ranks first), not the ratio of sums; so
+    one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `settle` gathers all of them as
+    one tensor of (ranks, micro-batches, 5), reads it once, and appends to TRL's lists what TRL would have appended.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []  # (_ROWS, 3) fp32 each: no tensor per micro-batch stays alive
+        self._batches: list[_MicroBatch] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(
+        self,
+        trainer: Any,
+        mode: Mode,
+        *,
+        entropy: Tensor,
+        is_top1: Tensor,
+        tokens: int,
+        aux_loss: Tensor | None,
+    ) -> None:
+        """Keep the figures of one micro-batch; asks the device nothing.
+
+        Args:
+            trainer: whose accelerator knows the ranks.
+            mode: which of TRL's lists they belong to.
+            entropy: (N,) fp32, per position with a loss.
+            is_top1: (N,) bool.
+            tokens: of the whole row.
+            aux_loss: ().
+        """
+        place = len(self._batches) % _ROWS
+        if not place:
+            self._blocks.append(torch.empty(_ROWS, 3, dtype=torch.float32, device=entropy.device))
+        correct = is_top1.sum(dtype=torch.float32)
+        aux = aux_loss.detach().float() if aux_loss is not None else correct
+        torch.stack([entropy.detach().sum().float(), correct, aux], out=self._blocks[-1][place])
+        self._batches.append(
+            _MicroBatch(mode, entropy.numel(), tokens, counted_ranks(trainer.accelerator), aux_loss is not None)
+        )
+
+    def settle(self, trainer: Any) -> None:
+        """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
+
+        It is the one read of the device between two logs.
+        """
+        if not self._batches:
+            return
+        batches, self._batches = self._batches, []
+        sums = torch.cat(self._blocks)[: len(batches)]
+        self._blocks = []
+        counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
+        table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)
+        rows = trainer.accelerator.gather(table).view(-1, *table.shape).transpose(0, 1).tolist()
+        for batch, of_ranks in zip(batches, rows, strict=True):
+            entropy, correct, aux, valid, tokens = (
+                sum(column) for column in zip(*of_ranks[: batch.ranks], strict=True)
+            )
+            lists = trainer._metrics[batch.mode]
+            lists["entropy"].append(entropy / valid if valid > 0 else 0.0)
+            lists["mean_token_accuracy"].append(correct / valid if valid > 0 else 0.0)
+            if batch.mode == "train":
+                trainer._total_train_tokens += int(tokens) // trainer._tp_size
+            lists["num_tokens"] = [trainer._total_train_tokens]
+            if batch.has_aux:
+                lists["aux_loss"].append(aux / batch.ranks)
+
+
+def counted_ranks(accelerator: Any) -> int:
+    """Ranks of which ``gather_for_metrics`` would keep a single number per rank, for the batch just fetched."""
+    state, ranks = accelerator.gradient_state, int(accelerator.num_processes)
+    if ranks > 1 and state.end_of_dataloader and state.remainder > 0:
+        return min(ranks, int(state.remainder))
+    return ranks

@@ -1,0 +1,152 @@
+"""The feature `sync_free`: which parts of a training step run without asking the device, and why others do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from fastpack_trl.attention.model_features import is_prompt_learning
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.step.hostwork import FlopsPerToken, LossFilter, ModeCheck
+from fastpack_trl.step.loss import LossForward, batch_loss, head_of
+from fastpack_trl.step.metrics import DeferredMetrics, Mode
+
+_PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
+_STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
+
+
+class SyncFreeStep:
+    """What `SyncFreeTrainer` asks in each step. Made once per trainer; `running` switches it on around a run.
+
+    Attributes:
+        loss: whether losses and metrics are ours.
+        host: whether the work of the host is.
+        filters: whether the NaN filter is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.loss = self.host = self.filters = False
+        self.metrics = DeferredMetrics()
+        self.forward = LossForward(base_model(model))
+        self.modes, self.flops, self.filter = ModeCheck(), FlopsPerToken(), LossFilter()
+
+    def takes(self, inputs: Any) -> bool:
+        """Whether this batch says where its loss is, in a row without padding."""
+        batch = inputs.get("packed_batch")
+        return (
+            self.loss
+            and isinstance(batch, PackedBatch)
+            and batch.loss_positions is not None
+            and inputs.get("labels") is not None
+            and inputs.get("attention_mask") is None
+        )
+
+    def batch_loss(self, trainer: Any, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """The loss of a micro-batch; its metrics are kept for the next log."""
+        mode: Mode = "train" if trainer.model.training else "eval"
+        batch = inputs["packed_batch"]
+        loss, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
+        assert outputs.entropy is not None
+        assert outputs.is_top1 is not None
+        self.metrics.add(
+            trainer,
+            mode,
+            entropy=outputs.entropy,
+            is_top1=outputs.is_top1,
+            tokens=batch.total_tokens,
+            aux_loss=outputs.aux_loss if trainer.aux_loss_enabled else None,
+        )
+        return loss
+
+    @contextlib.contextmanager
+    def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
+        """The parts that are switched on until the context ends."""
+        self.loss, self.host, self.filters = loss, host, filters
+        self.modes, self.flops = ModeCheck(), FlopsPerToken()
+        try:
+            yield
+        finally:
+            self.loss = self.host = self.filters = False
+            self.modes, self.flops = ModeCheck(), FlopsPerToken()  # they hold the model
+            self.filter.restore()
+
+    def close(self) -> None:
+        """Take the forward away from the model."""
+        self.forward.close()
+
+
+@contextlib.contextmanager
+def sync_free(trainer: Any) -> Iterator[None]:
+    """The switch: no device-to-host sync between two logs (`fastpack_trl.switches`)."""
+    report, step = trainer.fastpack_report, trainer.fastpack_step
+    if step is None:
+        report.add("sync_free", "off", "stock", "switched off")
+        yield
+        return
+    stock = why_stock_loss(trainer)
+    own_step = _overridden(trainer, "training_step", "floating_point_ops")
+    remarks = _remarks(trainer, own_step)
+    if stock:
+        report.add("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
+    else:
+        report.add("sync_free", "on", "loss, metrics, host work", "; ".join([step.forward.products, *remarks]))
+    with step.running(loss=not stock, host=True, filters=not own_step):
+        yield
+
+
+def why_stock_loss(trainer: Any) -> str:
+    """Why loss and metrics run as stock in this run; empty where they need not."""
+    args, model, plan = trainer.args, trainer.model, trainer.accelerator.parallelism_config
+    lacks = [f"Trainer.{name}" for name in _PRIVATE if not hasattr(Trainer, name)]
+    lacks += [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
+    sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
+    devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
+    head = head_of(base_model(model))
+    reasons = {
+        f"transformers or trl lacks {', '.join(lacks)}": bool(lacks),
+        trainer.fastpack_report["batches"].reason: trainer.fastpack_report["batches"].status != "on",
+        "compute_loss_func needs the full logits": trainer.compute_loss_func is not None,
+        "label smoothing needs the full logits": trainer.label_smoother is not None and args.loss_type == "nll",
+        "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
+        "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
+        "FSDP may shard the head": trainer.is_fsdp_enabled,
+        "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),
+        f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
+        trainer.fastpack_step.forward.missing: bool(trainer.fastpack_step.forward.missing),
+        "the model's forward was replaced": not trainer.fastpack_step.forward.in_place,
+        str(head): isinstance(head, str),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def base_model(model: Any) -> Any:
+    """The model that has the head: inside of PEFT."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _remarks(trainer: Any, own_step: str) -> list[str]:
+    """What still asks the device, or runs as stock, beside loss and metrics."""
+    args = trainer.args
+    remarks = {
+        "the loss scaler of fp16 asks the device once per optimizer step": bool(args.fp16),
+        "evaluation with compute_metrics runs as stock": trainer.compute_metrics is not None,
+        f"the NaN filter asks the device: {own_step} of {type(trainer).__name__} may look at the loss": bool(own_step),
+        "include_num_input_tokens_seen asks the device in each micro-batch": str(
+            args.include_num_input_tokens_seen
+        ).lower()
+        not in ("no", "false"),
+        "DeepSpeed reads the gradient norm": trainer.is_deepspeed_enabled,
+    }
+    return [text for text, holds in remarks.items() if holds]
+
+
+def _overridden(trainer: Any, *names: str) -> str:
+    """The methods of `names` that a subclass of ours has replaced."""
+    own = [name for name in names if not str(getattr(type(trainer), name).__module__).startswith("fastpack_trl.")]
+    return " and ".join(own)

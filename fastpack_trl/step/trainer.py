@@ -1,0 +1,82 @@
+"""`SyncFreeTrainer`: the methods of `trl.SFTTrainer` that a step passes, each asking `SyncFreeStep` first."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+from trl import SFTTrainer
+
+from fastpack_trl.step.sync_free import SyncFreeStep
+
+
+class SyncFreeTrainer(SFTTrainer):
+    """Stock as long as `fastpack_step` is None or not running.
+
+    Attributes:
+        fastpack_step: what runs a step without asking the device; None where the feature is off.
+    """
+
+    fastpack_step: SyncFreeStep | None = None
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As `SFTTrainer.compute_loss`; the metrics of the batch reach the log later."""
+        step = self.fastpack_step
+        if step is None or return_outputs or not step.takes(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return step.batch_loss(self, model, inputs, num_items_in_batch)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As `SFTTrainer.training_step`; returns what is added to the logged loss, which the NaN filter may replace."""
+        step = self.fastpack_step
+        skipping = step.modes.skipping_train(model) if step is not None and step.host else contextlib.nullcontext()
+        with skipping:
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return step.filter.apply(self, loss) if step is not None and step.filters else loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As `Trainer.floating_point_ops`; parameters are counted once per run."""
+        step = self.fastpack_step
+        if step is None or not step.host:
+            return int(super().floating_point_ops(inputs))
+        step.filter.restore()  # the first call after the line that reads it
+        return step.flops.count(self, inputs, super().floating_point_ops)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `SFTTrainer.log`."""
+        # One rank of several may log on its own; reading the metrics is for all of them together.
+        if self.accelerator.num_processes == 1:
+            self._settle_metrics()
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`."""
+        self._settle_metrics()  # stock reports the tokens trained on so far beside the evaluation
+        outputs = super().evaluation_loop(*args, **kwargs)
+        self._settle_metrics()
+        return outputs
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate:
+            self._settle_metrics()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._settle_metrics()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _settle_metrics(self) -> None:
+        if self.fastpack_step is not None:
+            self.fastpack_step.metrics.settle(self)
+
+    def close(self) -> None:
+        """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""
+        if self.fastpack_step is not None:
+            self.fastpack_step.close()

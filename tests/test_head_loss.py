@@ -1,0 +1,191 @@
+"""The head's loss is TRL's, within twice TRL's own error against float64, with one product less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpack_trl.step import head
+from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
+
+POSITIONS, HIDDEN, VOCABULARY = 37, 24, 101
+SHAPES = {"plain": {}, "scaled": {"logit_scale": 0.25}, "softcapped": {"softcap": 3.0, "logit_scale": 2.0}}
+
+pytestmark = pytest.mark.skipif(bool(missing_tile_functions()), reason=f"trl lacks {missing_tile_functions()}")
+
+
+class Products(TorchDispatchMode):
+    """Operations of matrix products; torch's own counter leaves `addmm_` out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = args[-2:]
+            self.operations += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def material(
+    trained: bool,
+    bias: bool = False,
+    positions: int = POSITIONS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(positions, HIDDEN, generator=draw).to(device, dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(device, dtype).requires_grad_(trained)
+    offset = torch.randn(VOCABULARY, generator=draw).to(device, dtype).requires_grad_(trained) if bias else None
+    return hidden, weight, offset, torch.randint(VOCABULARY, (positions,), generator=draw).to(device)
+
+
+def truth(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> HeadLoss:
+    """In float64, with the full logits."""
+    logits = hidden @ weight.T
+    logits = (logits if bias is None else logits + bias) * options.get("logit_scale", 1.0)
+    if options.get("softcap"):
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    log_softmax = logits.log_softmax(-1)
+    log_probs = log_softmax.gather(-1, targets[:, None])[:, 0]
+    losses = -log_probs
+    if options.get("loss_type") == "dft":
+        losses = losses * log_probs.exp().detach()
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return HeadLoss(losses.sum(), log_probs, entropy, logits.argmax(-1) == targets)
+
+
+def run(compute: Any, inputs: tuple[Any, ...], dtype: torch.dtype | None = None, **options: Any) -> list[Tensor]:
+    """Total, log-probabilities, entropy and gradients; the total is scaled as by `num_items_in_batch`."""
+    for tensor in inputs[:3]:
+        if tensor is not None:
+            tensor.grad = None
+    out = compute(*inputs, **options)
+    (out.total / 7).backward()
+    gradients = [tensor.grad for tensor in inputs[:3] if tensor is not None and tensor.grad is not None]
+    return [out.total.detach(), out.log_probs.detach(), out.entropy.detach(), *gradients]
+
+
+def doubled(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def double(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    return (*map(double, inputs[:3]), inputs[3])
+
+
+def assert_within_twice_of_stock(inputs: tuple[Any, ...], autocast: bool = False, **options: Any) -> None:
+    tiles = {"tile_elements": options.pop("tile_elements", None)}
+    exact = run(truth, doubled(inputs), **options)
+    device = inputs[0].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        stock = run(reference_head_loss, inputs, **options)
+        ours = run(head_loss, inputs, **options, **tiles)
+    assert len(ours) == len(stock) == len(exact)
+    for mine, theirs, right in zip(ours, stock, exact, strict=True):
+        assert mine.dtype == theirs.dtype
+        # The floor is one rounding of the result: of a single number the error of one side may be zero by chance.
+        floor = torch.finfo(mine.dtype).eps * right.norm()
+        assert (mine - right).norm() <= 2 * (theirs - right).norm() + floor
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_gradients_have_at_most_twice_the_error_of_trl(
+    trained: bool, bias: bool, loss_type: str, shape: str
+) -> None:
+    for tile_elements in (None, 5 * VOCABULARY):
+        assert_within_twice_of_stock(
+            material(trained, bias), loss_type=loss_type, tile_elements=tile_elements, **SHAPES[shape]
+        )
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 weights", "bf16 weights"])
+def test_bf16_has_at_most_twice_the_error_of_trl(
+    trained: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "VOCABULARY_SLICE", 40)  # both sides convert the weight slice by slice
+    for tile_elements in (None, 5 * VOCABULARY):
+        inputs = material(trained, bias=True, dtype=dtype)
+        assert_within_twice_of_stock(inputs, autocast=dtype == torch.float32, tile_elements=tile_elements)
+
+
+@pytest.mark.parametrize(("trained", "products", "of_trl"), [(False, 2, 3), (True, 3, 4)], ids=["frozen", "trained"])
+def test_products_of_the_head(trained: bool, products: int, of_trl: int) -> None:
+    inputs = material(trained)
+    for compute, expected in ((head_loss, products), (reference_head_loss, of_trl)):
+        with Products() as seen:
+            run(compute, inputs)
+        assert seen.operations == expected * 2 * POSITIONS * HIDDEN * VOCABULARY
+    with torch.no_grad(), Products() as seen:
+        head_loss(*inputs)
+    assert seen.operations == 2 * POSITIONS * HIDDEN * VOCABULARY
+
+
+def test_ties_count_for_the_first_token_as_argmax_does() -> None:
+    weight = torch.zeros(5, HIDDEN)
+    weight[1] = weight[3] = 1.0
+    hidden = torch.ones(5, HIDDEN)
+    is_top1 = head_loss(hidden, weight, None, torch.arange(5)).is_top1
+    assert is_top1.tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_no_position_is_a_zero_with_a_gradient(trained: bool) -> None:
+    inputs = material(trained, positions=0)
+    total, log_probs, entropy, *gradients = run(head_loss, inputs)
+    assert total == 0
+    assert log_probs.shape == entropy.shape == (0,)
+    assert len(gradients) == 1 + trained
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def test_a_second_backward_is_refused_by_name() -> None:
+    loss = head_loss(*material(True)).total
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="sync_free='off'"):
+        loss.backward()
+
+
+def test_an_unknown_loss_type_is_named() -> None:
+    for compute in (head_loss, reference_head_loss):
+        with pytest.raises(ValueError, match="loss_type='mse' is not available: use one of nll, dft"):
+            compute(*material(False), loss_type="mse")
+
+
+def test_compiled_code_takes_it_as_one_operation() -> None:
+    inputs = material(False)
+
+    def step(hidden: Tensor) -> Tensor:
+        return head_loss(hidden * 2, *inputs[1:]).total * 0.5
+
+    expected = torch.autograd.grad(step(inputs[0]), inputs[0])[0]
+    compiled = torch.compile(step, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(inputs[0]), inputs[0])[0], expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_cuda_at_most_twice_the_error_of_trl_and_no_sync(
+    trained: bool, loss_type: str, shape: str, dtype: torch.dtype
+) -> None:
+    inputs = material(trained, bias=True, dtype=dtype, device="cuda")
+    for tile_elements in (None, 5 * VOCABULARY):
+        options = {"loss_type": loss_type, "tile_elements": tile_elements, **SHAPES[shape]}
+        assert_within_twice_of_stock(inputs, **options)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(head_loss, inputs, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
