@@ -107,7 +107,8 @@ def test_lora_and_qlora(tmp_path: Path) -> None:
     from peft import LoraConfig
 
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    assert_same_log(*both(tmp_path, packing=True, trainer={"peft_config": config}))
+    # Adam divides gradients that are nearly zero by themselves: roundings of the first steps show in the last ones.
+    assert_same_log(*both(tmp_path, packing=True, trainer={"peft_config": config}), rtol=5e-5)
 
 
 def test_nf4_qlora_through_the_name_of_a_model(tmp_path: Path) -> None:
