@@ -12,6 +12,7 @@ from fastpack_trl._version import __version__
 if TYPE_CHECKING:
     from fastpack_trl.attention.seam import packed_attention
     from fastpack_trl.callbacks import ThroughputCallback
+    from fastpack_trl.checkpointing.callback import AsyncCheckpointCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.lora.linear import apply_lora
     from fastpack_trl.moe.apply import apply_moe
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fastpack_trl.verify import verify_packing
 
 _HOME = {
+    "AsyncCheckpointCallback": "checkpointing.callback",
     "FastSFTConfig": "config",
     "FastSFTTrainer": "trainer",
     "PackedBatch": "packing.packed_batch",
@@ -33,6 +35,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncCheckpointCallback",
     "FastSFTConfig",
     "FastSFTTrainer",
     "PackedBatch",

@@ -7,11 +7,14 @@ from difflib import get_close_matches
 
 from trl import SFTConfig
 
+from fastpack_trl.checkpointing.seam import check_settings
+
 PACKED_ATTENTION_CHOICES = (
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "flex", "xformers", "sdpa", "off",
 )  # fmt: skip
 SWITCH_CHOICES = ("auto", "on", "off")
+CHECKPOINT_OFFLOAD_CHOICES = ("auto", "double_buffer", "single_buffer", "off")
 _CHOICES = {
     "packed_attention": PACKED_ATTENTION_CHOICES,
     "verify_packing": SWITCH_CHOICES,
@@ -19,6 +22,7 @@ _CHOICES = {
     "cache_dequantized": SWITCH_CHOICES,
     "moe": SWITCH_CHOICES,
     "sync_free": SWITCH_CHOICES,
+    "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -44,6 +48,13 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     raise ValueError(f"{name}={value!r} is not available: use one of {', '.join(choices)}{hint}")
 
 
+def _number(name: str, value: object, hint: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number, {hint}") from None
+
+
 @dataclass
 class FastSFTConfig(SFTConfig):
     r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
@@ -67,6 +78,11 @@ class FastSFTConfig(SFTConfig):
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
         sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
             walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
+        checkpoint_offload: inputs of checkpointed layers in pinned host memory: ``double_buffer`` (the next one is
+            fetched while a layer is recomputed), ``single_buffer`` (each when it is needed), ``off``, or ``auto`` (as
+            the memory at hand demands).
+        offload_budget_gib: most pinned host memory of the offload in GiB; None: half of what is free.
+        keep_last_layers: inputs of that many last layers stay on the device under the offload.
 
     Raises:
         ValueError: a value outside its choices, or a limit below 1.
@@ -124,17 +140,40 @@ class FastSFTConfig(SFTConfig):
         },
     )
 
+    checkpoint_offload: str = field(
+        default="auto",
+        metadata={
+            "help": "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a "
+            "layer is recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens "
+            "x hidden x itemsize bytes of the device, costs as much host memory and two copies of it per step."
+        },
+    )
+    offload_budget_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past "
+            "it memory is pageable, whose copies are slower."
+        },
+    )
+    keep_last_layers: int = field(
+        default=1,
+        metadata={
+            "help": "Inputs of that many last layers stay on the device under the offload: backward needs them at "
+            "once. Each costs tokens x hidden x itemsize bytes of the device."
+        },
+    )
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             setattr(self, name, normalise_choice(name, getattr(self, name), choices))
-        try:
-            self.padded_rows_limit = float(self.padded_rows_limit)
-        except (TypeError, ValueError):
-            raise ValueError(f"padded_rows_limit={self.padded_rows_limit!r} is not a number, e.g. 4") from None
+        self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
         if self.max_length is not None and not int(self.max_length) >= 1:
             raise ValueError(f"max_length={self.max_length} is below 1: give tokens per row, or None for no limit")
         if not self.padded_rows_limit >= 1:
             raise ValueError(
                 f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
             )
+        if self.offload_budget_gib is not None:
+            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
+        check_settings(self.offload_budget_gib, self.keep_last_layers)
         super().__post_init__()

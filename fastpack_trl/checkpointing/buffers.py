@@ -1,0 +1,180 @@
+"""Host memory for layer inputs: buffers in size classes, pinned within a budget, pageable past it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fastpack_trl.checkpointing.streams import Streams
+
+GIB = 2**30
+_LEAST_CLASS = 4096
+_STEPS = 8  # size classes per power of two: at most 1/8 of a buffer is unused
+_MOST_PER_SLAB = 8
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest buffer size for `nbytes`: eight sizes per power of two, at least a page."""
+    if nbytes <= _LEAST_CLASS:
+        return _LEAST_CLASS
+    step = (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS
+    return -(-nbytes // step) * step
+
+
+def pinned_size(nbytes: int) -> int:
+    """What torch's pinned allocator takes from the system for `nbytes`: the next power of two."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+def buffers_per_slab(nbytes: int, budget: int) -> int:
+    """How many buffers of `nbytes` to pin in one piece so that least is lost to `pinned_size`; 0 where none fits.
+
+    >>> buffers_per_slab(3 * 2**28, 8 * 2**30)  # 5 x 0.75 GiB in 4 GiB, not 1 x 0.75 in 1
+    5
+    """
+    fitting = [n for n in range(1, _MOST_PER_SLAB + 1) if pinned_size(n * nbytes) <= budget]
+    return min(fitting, key=lambda n: (pinned_size(n * nbytes) / (n * nbytes), n), default=0)
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Host memory asked for in one piece, cut into buffers of one size."""
+
+    memory: Tensor
+    buffer_bytes: int
+    taken_bytes: int
+    """From the system, rounding of the pinned allocator included."""
+    pinned: bool
+    free: list[HostBuffer] = field(default_factory=list)
+    buffers: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return len(self.free) == self.buffers
+
+
+@dataclass(eq=False, slots=True)
+class HostBuffer:
+    """One buffer of a slab; at any time it is leased to one packed tensor, or free."""
+
+    data: Tensor
+    """``(buffer_bytes,)`` uint8."""
+    slab: Slab
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Bytes of host memory. `leased` is back at 0 when no graph is alive."""
+
+    leases: int
+    leased: int
+    most_leased: int
+    pinned: int
+    pageable: int
+
+    def __str__(self) -> str:
+        text = f"{self.most_leased / GIB:.2f} GiB used, {self.pinned / GIB:.2f} GiB pinned"
+        return f"{text}, {self.pageable / GIB:.2f} GiB pageable" if self.pageable else text
+
+
+class HostPool:
+    """Buffers that are leased and given back. Not thread-safe: `Offloader` holds its lock around each call.
+
+    A free buffer may be written again at once although a copy out of it is still queued: all copies of an offloader
+    run on one stream, in the order in which they were asked for.
+
+    Args:
+        streams: where the memory comes from.
+        budget_bytes: most pinned memory to take from the system.
+        say: called with a sentence when something falls back; the receiver says each once.
+    """
+
+    def __init__(self, streams: Streams, budget_bytes: int, say: Callable[[str], None]) -> None:
+        self._streams = streams
+        self._budget = budget_bytes
+        self._say = say
+        self._pins = True
+        self._slabs: list[Slab] = []
+        self._leases = self._leased = self._most_leased = 0
+
+    def acquire(self, nbytes: int) -> HostBuffer | None:
+        """A buffer of at least `nbytes`; None where the host has no memory left, which is said."""
+        buffer = self._find(nbytes) or self._pin(nbytes) or self._page(nbytes)
+        if buffer is None:
+            return None
+        self._leases += 1
+        self._leased += buffer.slab.buffer_bytes
+        self._most_leased = max(self._most_leased, self._leased)
+        return buffer
+
+    def release(self, buffer: HostBuffer) -> None:
+        """Give a buffer back."""
+        assert buffer not in buffer.slab.free, "a buffer was given back twice"
+        buffer.slab.free.append(buffer)
+        self._leases -= 1
+        self._leased -= buffer.slab.buffer_bytes
+
+    @property
+    def use(self) -> HostUse:
+        pinned = sum(slab.taken_bytes for slab in self._slabs if slab.pinned)
+        pageable = sum(slab.taken_bytes for slab in self._slabs if not slab.pinned)
+        return HostUse(self._leases, self._leased, self._most_leased, pinned, pageable)
+
+    def trim(self) -> None:
+        """Drop what is not leased."""
+        idle = [slab for slab in self._slabs if slab.idle]
+        self._slabs = [slab for slab in self._slabs if not slab.idle]
+        for slab in idle:
+            slab.free.clear()  # slab and buffer refer to each other
+        if idle:
+            self._streams.free_host_memory()
+
+    def _find(self, nbytes: int) -> HostBuffer | None:
+        """The smallest free buffer that is not more than twice too large, pinned before pageable."""
+        most = 2 * size_class(nbytes)
+        fitting = [slab for slab in self._slabs if slab.free and nbytes <= slab.buffer_bytes <= most]
+        best = min(fitting, key=lambda slab: (not slab.pinned, slab.buffer_bytes), default=None)
+        return None if best is None else best.free.pop()
+
+    def _pin(self, nbytes: int) -> HostBuffer | None:
+        if not self._pins:
+            return None
+        each = size_class(nbytes)
+        count = buffers_per_slab(each, self._budget - self.use.pinned)
+        if not count:
+            self.trim()  # batches that grow leave buffers behind that are too small for all that comes
+            count = buffers_per_slab(each, self._budget - self.use.pinned)
+        if not count:
+            self._say(
+                f"offload_budget_gib={self._budget / GIB:.3g} of pinned memory is used up: pageable memory from here "
+                "on, whose copies are slower and hold up the host"
+            )
+            return None
+        try:
+            memory = self._streams.host_memory(count * each, pinned=True)
+        except (RuntimeError, MemoryError) as error:
+            self._pins = False
+            self._say(f"pinned memory was refused ({_first_line(error)}): pageable memory from here on")
+            return None
+        return self._cut(memory, each, count, pinned_size(count * each), pinned=True)
+
+    def _page(self, nbytes: int) -> HostBuffer | None:
+        each = size_class(nbytes)
+        try:
+            memory = self._streams.host_memory(each, pinned=False)
+        except (RuntimeError, MemoryError) as error:
+            self._say(f"the host has no memory left ({_first_line(error)}): further layer inputs stay on the device")
+            return None
+        return self._cut(memory, each, 1, each, pinned=False)
+
+    def _cut(self, memory: Tensor, each: int, count: int, taken: int, *, pinned: bool) -> HostBuffer:
+        slab = Slab(memory, each, taken, pinned, buffers=count)
+        slab.free = [HostBuffer(memory[n * each : (n + 1) * each], slab) for n in range(count)]
+        self._slabs.append(slab)
+        return slab.free.pop()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,181 @@
+"""`AsyncCheckpointCallback`: the offload for `FastSFTTrainer` and for the stock `SFTTrainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from fastpack_trl.checkpointing.buffers import HostUse
+from fastpack_trl.checkpointing.offloader import MIN_BYTES
+from fastpack_trl.checkpointing.seam import (
+    Mode,
+    Offload,
+    check_settings,
+    checkpointed_layers,
+    offload_checkpoints,
+    offload_unavailable,
+)
+from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+
+logger = logging.getLogger(__name__)
+
+MODES: tuple[Mode, ...] = ("double_buffer", "single_buffer")
+
+
+class AsyncCheckpointCallback(TrainerCallback):
+    """Inputs of checkpointed layers in host memory, fetched ahead in backward, also with the stock `SFTTrainer`.
+
+    ``SFTTrainer(..., callbacks=[AsyncCheckpointCallback()])``. Frees ``layers x tokens x hidden x itemsize`` bytes of
+    the device; two inputs remain there. The copies run beside the recompute. Loss and gradients are those of
+    checkpointing without it, bit for bit. It is installed when training begins and taken out when it ends.
+
+    transformers sends no event when training ends by an exception: from then on the layers checkpoint as stock, no
+    memory is held, and the next `train()` installs it anew. `close()`, or a ``with`` block around `train()`, takes it
+    out at once.
+
+    Args:
+        mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
+        offload_budget_gib: most pinned host memory in GiB; None: half of what is free. Past it memory is pageable.
+        keep_last_layers: inputs of that many last layers stay on the device.
+
+    Attributes:
+        offload: of the run under way, with its use of host memory; None where it is off.
+        use: host memory of the last run; None before.
+        reason: why it is off on this machine; empty where it is on.
+
+    Raises:
+        ValueError: an unknown mode, a budget not above 0, fewer than 0 layers. When training begins: no checkpointing,
+            `use_reentrant=True`, another offload beside it, a sharded model.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "double_buffer",
+        *,
+        offload_budget_gib: float | None = None,
+        keep_last_layers: int = 1,
+        _min_bytes: int = MIN_BYTES,
+        _streams: Callable[[torch.device], Streams] | None = None,
+        _say: Callable[[str], None] = logger.warning,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is not available: use one of {', '.join(MODES)}")
+        check_settings(offload_budget_gib, keep_last_layers)
+        self.mode: Mode = mode
+        self.offload: Offload | None = None
+        self.use: HostUse | None = None
+        self.reason = ""
+        self._budget, self._keep, self._min_bytes = offload_budget_gib, keep_last_layers, _min_bytes
+        self._streams, self._say = _streams, _say
+        self._said: set[str] = set()
+        self._stack = contextlib.ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Install: checkpointing has just been switched on."""
+        self.close()  # what an exception in an earlier run left behind
+        trainer = _caller()
+        conflict = offload_conflict(args, trainer)
+        if conflict:
+            raise ValueError(f"AsyncCheckpointCallback: {conflict}")
+        self.reason = "" if self._streams is not None else offload_unavailable(args.device)
+        if self.reason:
+            self._tell(f"checkpoint_offload: off ({self.reason})")
+            return
+        self.offload = self._stack.enter_context(
+            offload_checkpoints(
+                checkpointed_layers(model),
+                self.mode,
+                offload_budget_gib=self._budget,
+                keep_last_layers=self._keep,
+                min_bytes=self._min_bytes,
+                streams=self._streams or CudaStreams,
+                active=_always if trainer is None else _Training(trainer),
+                say=self._tell,
+            )
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the offload out of the model. May be called at any time, also twice."""
+        self._stack.close()
+        if self.offload is not None:
+            self.use, self.offload = self.offload.use, None
+
+    def __enter__(self) -> AsyncCheckpointCallback:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _tell(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+
+def offload_conflict(args: Any, trainer: Any = None) -> str:
+    """What in the settings of a run excludes our offload, with the remedy; empty where nothing does."""
+    if getattr(args, "activation_offloading", False):
+        return "activation_offloading=True is another offload of the same memory: leave one of the two out"
+    if checkpointing_arguments(args)[1].get("offload"):
+        return (
+            "gradient_checkpointing_kwargs={'offload': True} is another offload of the same memory: leave one of the "
+            "two out"
+        )
+    for name, sharding in (("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed")):
+        if getattr(trainer, name, False):
+            return f"{sharding} gathers and frees parameters around each layer: not tested with the offload, so refused"
+    return ""
+
+
+def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
+    """Whether a run checkpoints, and its keywords; transformers 5.23 renamed ``gradient_`` to ``activation_``."""
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    return bool(getattr(args, name)), dict(getattr(args, f"{name}_kwargs") or {})
+
+
+def _always() -> bool:
+    return True
+
+
+class _Training:
+    """Whether `trainer` is inside of `train`: nothing tells a callback that an exception ended it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._thread = threading.get_ident()
+        self._last = True
+
+    def __call__(self) -> bool:
+        # A recompute in autograd's thread must answer as its forward did.
+        if threading.get_ident() == self._thread:
+            trainer = self._trainer()
+            self._last = trainer is not None and _training_under(inspect.currentframe()) is trainer
+        return self._last
+
+
+def _caller() -> Any:
+    """The trainer whose `train` calls this callback; None where something else does."""
+    return _training_under(inspect.currentframe())
+
+
+def _training_under(frame: FrameType | None) -> Any:
+    """The `self` of the nearest frame of `Trainer.train` below `frame`. The frames are only looked at."""
+    code = Trainer.train.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

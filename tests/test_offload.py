@@ -1,0 +1,479 @@
+"""With layer inputs in host memory, training is bit for bit what it is without."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from trainer_material import make_dataset, make_tokenizer, settings
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
+from fastpack_trl.checkpointing.seam import (
+    Offload,
+    checkpointed_layers,
+    offload_checkpoints,
+    offload_unavailable,
+    why_not_offloadable,
+)
+from fastpack_trl.checkpointing.streams import HostStreams
+from fastpack_trl.testing import gradients, tiny_model
+
+LAYERS = 4
+MODES = ("double_buffer", "single_buffer")
+
+
+def enable(model: Any, **keywords: Any) -> Any:
+    """Checkpointing as transformers' trainer switches it on; the method was renamed in 5.23."""
+    every = keywords.pop("every_n_layers", 1)
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    method = getattr(model, f"{name}_enable")
+    method(**{f"{name}_kwargs": {"use_reentrant": False, **keywords}, "every_n_layers": every})
+    return model
+
+
+def make(family: str, *, lora: bool = False, layers: int = LAYERS, **checkpointing: Any) -> Any:
+    more = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if family == "gpt_oss" else {}
+    model = tiny_model(family, num_hidden_layers=layers, **more)
+    if lora:
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        model.enable_input_require_grads()
+    return enable(model, **checkpointing)
+
+
+@contextmanager
+def offloaded(model: nn.Module, mode: str = "double_buffer", **options: Any) -> Iterator[Offload]:
+    options = {"min_bytes": 1, "streams": HostStreams, **options}
+    with offload_checkpoints(checkpointed_layers(model), mode, **options) as offload:  # type: ignore[arg-type]
+        yield offload
+
+
+def loss_of(model: nn.Module, seed: int = 0, tokens: int = 12) -> Tensor:
+    ids = torch.randint(3, 90, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def step(model: nn.Module, *seeds: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    losses = [loss_of(model, seed) for seed in seeds or (0,)]
+    for loss in losses:  # forward, forward, backward, backward
+        loss.backward()
+    return [loss.detach() for loss in losses], gradients(model)
+
+
+def assert_same(ours: tuple[list[Tensor], dict[str, Tensor]], stock: tuple[list[Tensor], dict[str, Tensor]]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], stock[0], strict=True))
+    assert ours[1].keys() == stock[1].keys()
+    assert stock[1]
+    for name, gradient in stock[1].items():
+        assert torch.equal(ours[1][name], gradient), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("family", "lora"), [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
+)
+def test_loss_and_gradients_are_bit_equal(family: str, lora: bool, mode: str) -> None:
+    model = make(family, lora=lora)
+    stock = step(model, 0, 1)
+    with offloaded(model, mode) as offload:
+        assert_same(step(model, 0, 1), stock)
+        assert offload.use.most_leased >= 2 * (LAYERS - 1) * 4096
+        assert (offload.use.leases, offload.use.leased) == (0, 0)
+        assert offload.said == []
+    assert_same(step(model, 0, 1), stock)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_inputs_are_stored_in_their_own_dtype(dtype: torch.dtype) -> None:
+    model = make("llama").to(dtype)
+    stock = step(model)
+    with offloaded(model):
+        assert_same(step(model), stock)
+
+
+def selective() -> Any:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    from trl.models.selective_activation_checkpointing import _aten_attention_ops, _build_policy_fn
+
+    return functools.partial(create_selective_checkpoint_contexts, _build_policy_fn(_aten_attention_ops()))
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"every_n_layers": 2}, {"context_fn": selective()}, {"preserve_rng_state": False}, {"early_stop": False}],
+    ids=["every-second-layer", "selective", "no-rng", "no-early-stop"],
+)
+def test_any_non_reentrant_checkpointing_composes(keywords: dict[str, Any]) -> None:
+    model = make("llama", **keywords)
+    stock = step(model)
+    with offloaded(model, keep_last_layers=0) as offload:
+        assert_same(step(model), stock)
+        assert offload.use.most_leased
+
+
+def test_dropout_sees_the_same_random_numbers() -> None:
+    model = enable(tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.3, attn_implementation="eager"))
+    results = []
+    for context in (offloaded(model), offloaded(model, keep_last_layers=LAYERS)):
+        with context:
+            torch.manual_seed(5)
+            results.append(step(model))
+    assert_same(*results)
+
+
+def test_a_retained_graph_is_read_again() -> None:
+    model = make("llama")
+
+    def twice() -> tuple[list[Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach()], gradients(model)
+
+    stock = twice()
+    with offloaded(model):
+        assert_same(twice(), stock)
+
+
+def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None:
+    model = make("llama")
+    stock = step(model, 0, 1)
+    with offloaded(model) as offload:
+        model.zero_grad()
+        first, unused, second = (loss_of(model, seed) for seed in (0, 2, 1))
+        second.backward()
+        first.backward()
+        assert offload.use.leases == LAYERS - 1
+        del unused
+        assert offload.use.leases == 0
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, stock[1][name], rtol=1e-5, atol=1e-7)  # another order of the sum
+
+
+def test_a_checkpoint_around_and_inside_of_a_layer() -> None:
+    model = make("llama")
+    base = model.model
+
+    class Around(nn.Module):
+        def forward(self, seed: int) -> Tensor:
+            return checkpoint(loss_of, model, seed, use_reentrant=False)
+
+    inner = base.layers[1].mlp
+    original = inner.forward
+    inner.forward = lambda x: checkpoint(original, x, use_reentrant=False)
+
+    def nested() -> tuple[list[Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        loss = Around()(0)
+        loss.backward()
+        return [loss.detach()], gradients(model)
+
+    stock = nested()
+    with offloaded(model) as offload:
+        assert_same(nested(), stock)
+        assert offload.use.leases == 0
+
+
+def test_several_models_in_one_process() -> None:
+    models = [make("llama"), make("qwen3", lora=True)]
+
+    def both() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+        for model in models:
+            model.zero_grad()
+        losses = [loss_of(model) for model in models]
+        (losses[0] + losses[1]).backward()
+        return [([losses[index].detach()], gradients(model)) for index, model in enumerate(models)]
+
+    stock = both()
+    with offloaded(models[0]), offloaded(models[1], "single_buffer"):
+        ours = both()
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+
+
+def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly_and_is_named() -> None:
+    calls: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
+        calls.append(len(inputs))
+        return graph.forward
+
+    model = make("llama")
+    stock = step(model)
+    for layer in model.model.layers:
+        layer.mlp.compile(backend=counting)
+    with offloaded(model) as offload:
+        loss = loss_of(model)
+        loss.backward()
+        assert calls
+        assert offload.said == []
+    torch.testing.assert_close(loss.detach(), stock[0][0])
+    around = make("llama")
+    for layer in around.model.layers:
+        layer.compile(backend="eager")
+    with offloaded(around) as offload:
+        ours = step(around)
+        assert offload.use.most_leased
+    assert_same(ours, stock)
+    assert any("compile what is inside" in text for text in offload.said)
+    torch._dynamo.reset()
+
+
+def test_four_bit_weights() -> None:
+    pytest.importorskip("bitsandbytes")
+    import bitsandbytes as bnb
+
+    model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128)
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, quant_type="nf4")
+                    packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                    setattr(parent, name, packed.to("cpu"))
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.enable_input_require_grads()
+    enable(model)
+    stock = step(model)
+    with offloaded(model):
+        assert_same(step(model), stock)
+
+
+def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
+    model = make("llama")
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    with pytest.raises(KeyboardInterrupt), offloaded(model):
+        assert pickle.loads(pickle.dumps(model.model.layers[0]))._gradient_checkpointing_func.func is checkpoint
+        assert copy.deepcopy(model).model.layers[0]._gradient_checkpointing_func.func is checkpoint
+        raise KeyboardInterrupt
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == before
+
+
+def test_evaluation_and_generation_are_not_touched() -> None:
+    model = make("llama")
+    with offloaded(model) as offload:
+        with torch.no_grad():
+            loss_of(model)
+        model.eval()
+        loss_of(model).backward()
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
+        assert offload.offloaders() == []
+
+
+def run(folder: Path, *, callbacks: list[Any] | None = None, model: Any = None, **more: Any) -> SFTTrainer:
+    trainer = SFTTrainer(
+        model if model is not None else tiny_model("llama", num_hidden_layers=LAYERS),
+        args=SFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, **more})),
+        train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8, seed=7),
+        processing_class=make_tokenizer(),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return trainer
+
+
+def callback(**options: Any) -> AsyncCheckpointCallback:
+    return AsyncCheckpointCallback(**{"_min_bytes": 1, "_streams": HostStreams, **options})
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_the_stock_trainer_with_the_callback_trains_bit_for_bit_the_same(tmp_path: Path, selective: bool) -> None:
+    """Accumulation, evaluation between steps, a second `train`, and TRL's selective checkpointing."""
+    keywords = {"gradient_checkpointing_kwargs": {"selective": True}} if selective else {}
+    stock = run(tmp_path / "stock", **copy.deepcopy(keywords))
+    mine = callback()
+    ours = run(tmp_path / "ours", callbacks=[mine], **copy.deepcopy(keywords))
+    assert mine.use is not None
+    assert mine.use.most_leased >= 2 * 4096
+    assert mine.use.leases == 0
+
+    def losses(trainer: SFTTrainer) -> list[Any]:
+        return [[row.get(name) for name in ("loss", "eval_loss", "grad_norm")] for row in trainer.state.log_history]
+
+    assert losses(ours) == losses(stock)
+    for theirs, own in zip(stock.model.parameters(), ours.model.parameters(), strict=True):
+        assert torch.equal(theirs, own)
+    ours.train()
+    assert isinstance(ours.model.model.layers[0]._gradient_checkpointing_func, functools.partial)
+    assert mine.offload is None
+
+
+class StopsError(Exception):
+    """Raised by a test in the middle of training."""
+
+
+def test_after_an_exception_the_callback_is_inert_and_the_next_run_does_not_stack_it(tmp_path: Path) -> None:
+    mine = callback()
+    trainer = SFTTrainer(
+        tiny_model("llama", num_hidden_layers=LAYERS),
+        args=SFTConfig(**settings(tmp_path, eval_strategy="no")),
+        train_dataset=make_dataset("text"),
+        processing_class=make_tokenizer(),
+        callbacks=[mine],
+    )
+    layer = trainer.model.model.layers[1]
+    handle = layer.register_forward_hook(_raise)
+    with pytest.raises(StopsError):
+        trainer.train()
+    handle.remove()
+    assert mine.offload is not None
+    assert mine.offload.use.leases == 0
+    assert mine.offload.use.most_leased
+    installed = layer._gradient_checkpointing_func
+    most = mine.offload.use.most_leased
+    loss_of(trainer.model, tokens=60).backward()
+    assert mine.offload.use.most_leased == most
+    trainer.model.zero_grad()
+    trainer.train()
+    assert isinstance(layer._gradient_checkpointing_func, functools.partial)
+    assert isinstance(installed.inner, functools.partial)
+    with pytest.raises(StopsError), mine:
+        handle = layer.register_forward_hook(_raise)
+        trainer.train()
+    handle.remove()
+    assert mine.offload is None
+    assert isinstance(layer._gradient_checkpointing_func, functools.partial)
+
+
+def _raise(layer: Any, *args: Any) -> None:
+    if hasattr(layer, "_gradient_checkpointing_func"):  # training, not the proof before it
+        raise StopsError
+
+
+CONFLICTS = {
+    "activation_offloading=True": {"activation_offloading": True},
+    "'offload': True": {"gradient_checkpointing_kwargs": {"offload": True}},
+    "use_reentrant=True": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "no layer is checkpointed": {"gradient_checkpointing": False},
+}
+
+
+@pytest.mark.parametrize("message", CONFLICTS)
+def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Path, message: str) -> None:
+    args = SFTConfig(**settings(tmp_path, eval_strategy="no", max_steps=1))
+    trainer = SFTTrainer(
+        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        callbacks=[callback()],
+    )  # fmt: skip
+    for name, value in CONFLICTS[message].items():  # after construction: the CPU refuses some of them earlier
+        for field in (name, name.replace("gradient_", "activation_")):
+            if hasattr(args, field):
+                setattr(args, field, value)
+    with pytest.raises(ValueError, match=message) as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+
+
+def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = AsyncCheckpointCallback()
+    run(tmp_path / "callback", callbacks=[mine], max_steps=1)
+    assert "no device memory to spare" in mine.reason
+    assert sum("checkpoint_offload: off" in text for text in caplog.messages) == 1
+    args = FastSFTConfig(**settings(tmp_path / "fast", max_steps=1), checkpoint_offload="double_buffer")
+    trainer = FastSFTTrainer(
+        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 4),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    line = trainer.fastpack_report["checkpoint_offload"]
+    assert (line.status, line.path) == ("off", "stock")
+    assert "no device memory to spare" in line.reason
+
+
+def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl.checkpointing import callback as room
+    from fastpack_trl.checkpointing import feature
+
+    monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
+    monkeypatch.setattr(room, "offload_unavailable", lambda device: "")
+    monkeypatch.setattr(room, "CudaStreams", HostStreams)
+    args = FastSFTConfig(**settings(tmp_path, eval_strategy="no"), checkpoint_offload="double_buffer")
+    trainer = FastSFTTrainer(
+        tiny_model("llama", num_hidden_layers=LAYERS), args=args, train_dataset=make_dataset("text"),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    callbacks = list(trainer.callback_handler.callbacks)
+    layer = trainer.model.model.layers[2]
+    handle = layer.register_forward_hook(_raise)
+    with pytest.raises(StopsError):
+        trainer.train()
+    handle.remove()
+    assert trainer.callback_handler.callbacks == callbacks
+    assert isinstance(layer._gradient_checkpointing_func, functools.partial)
+    line = trainer.fastpack_report["checkpoint_offload"]
+    assert (line.status, line.path) == ("on", "double_buffer")
+    assert "GiB used" in trainer.fastpack_report.facts["offload, host memory"]
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    for bad in ({"offload_budget_gib": 0}, {"offload_budget_gib": -1.0}, {"keep_last_layers": -1}):
+        (name, value), = bad.items()  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            FastSFTConfig(**settings(tmp_path), **bad)
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            AsyncCheckpointCallback(**bad)
+    with pytest.raises(ValueError, match="is not a number, GiB"):
+        FastSFTConfig(**settings(tmp_path), offload_budget_gib="much")
+    with pytest.raises(ValueError, match="did you mean 'double_buffer'"):
+        FastSFTConfig(**settings(tmp_path), checkpoint_offload="doublebuffer")
+    assert FastSFTConfig(**settings(tmp_path), offload_budget_gib="1.5").offload_budget_gib == 1.5
+
+
+def test_transformers_own_offload_is_recognised_by_its_function() -> None:
+    model = tiny_model("llama")
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}, "offload": True})
+    assert "leave out 'offload'" in why_not_offloadable(checkpointed_layers(model))
+    assert "no copy engine" in offload_unavailable(torch.device("cpu"))
+
+
+TWO_PROCESSES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from test_offload import gradients, loss_of, make, offloaded
+dist.init_process_group("gloo")
+model = make("llama")
+wrapped = DistributedDataParallel(model)
+def step():
+    model.zero_grad()
+    with wrapped.no_sync():
+        loss_of(wrapped, dist.get_rank()).backward()
+    loss_of(wrapped, dist.get_rank() + 2).backward()
+    return gradients(model)
+stock = step()
+with offloaded(model) as offload:
+    ours = step()
+    assert offload.use.most_leased and not offload.use.leases
+assert all(torch.equal(ours[name], value) for name, value in stock.items())
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_under_distributed_data_parallel(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES, encoding="utf-8")
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)],
+        capture_output=True, text=True, env=environment, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,201 @@
+"""On a CUDA device: races made certain by delays and poison, bit-equal training, and how much of the copies hides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_offload import assert_same, enable
+from torch import Tensor, nn
+
+from fastpack_trl.checkpointing.offloader import Offloader
+from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.streams import CudaStreams, TimedCudaStreams
+from fastpack_trl.testing import gradients, tiny_model
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DELAY = 50_000_000  # cycles: about 30 ms, far longer than what the tests enqueue
+LAYERS = 6
+
+
+class SlowCopies(CudaStreams):
+    """Every copy starts late: whoever reads without waiting reads what was there before."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.copier):
+            torch.cuda._sleep(DELAY)
+        super().copy(target, source)
+
+
+class SlowCompute(CudaStreams):
+    """Compute lags behind the host, and fetched memory is poisoned by it: a copy that does not wait is overwritten."""
+
+    def device_memory(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        memory = super().device_memory(shape, stride, dtype)
+        torch.cuda._sleep(DELAY)
+        memory.fill_(float("nan"))
+        return memory
+
+
+class PoisonedCopies(SlowCopies):
+    """Late copies, and the target poisoned before each: nothing that is right by chance stays right."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if target.is_cuda:  # the host's own write would not wait for copies that are queued
+            with torch.cuda.stream(self.copier):
+                target.fill_(float("nan"))
+        super().copy(target, source)
+
+
+def make(dtype: torch.dtype = torch.float32, layers: int = LAYERS, **more: Any) -> Any:
+    return enable(tiny_model("llama", num_hidden_layers=layers, **more).to("cuda", dtype))
+
+
+def step(model: nn.Module, tokens: int = 96) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    ids = torch.randint(3, 90, (2, tokens), generator=torch.Generator().manual_seed(0)).cuda()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    poison()
+    return [loss.detach()], gradients(model)
+
+
+def poison() -> None:
+    """Fill what the allocator holds free with NaN: reading freed memory shows."""
+    for _ in range(4):
+        for size in (2**12, 2**14, 2**15, 2**16, 2**18):
+            torch.full((size,), float("nan"), device="cuda")
+
+
+@pytest.mark.parametrize("streams", [CudaStreams, SlowCopies, SlowCompute, PoisonedCopies])
+@pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_no_schedule_of_the_device_changes_a_bit(streams: Callable[[Any], Any], mode: Any, keep: int) -> None:
+    model = make()
+    stock = step(model)
+    with offload_checkpoints(
+        checkpointed_layers(model), mode, min_bytes=1, streams=streams, keep_last_layers=keep
+    ) as offload:
+        for _ in range(2):
+            assert_same(step(model), stock)
+        torch.cuda.synchronize()
+        assert offload.use.leases == 0
+
+
+@pytest.mark.parametrize("forgotten", ["input computed", "copy done", "slot free"])
+def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
+    """Without a wait the delayed streams give other values: the tests above can fail."""
+
+    class Forgetful(CudaStreams):
+        backward = False
+
+        def wait(self, stream: Any, event: Any) -> None:
+            kind = ("slot free" if self.backward else "input computed") if stream == self.copier else "copy done"
+            if kind != forgotten:
+                super().wait(stream, event)
+
+        def copy(self, target: Tensor, source: Tensor) -> None:
+            if forgotten == "copy done":
+                with torch.cuda.stream(self.copier):
+                    torch.cuda._sleep(DELAY)
+            super().copy(target, source)
+
+    streams = Forgetful(torch.device("cuda", torch.cuda.current_device()))
+    offloader = Offloader(streams, budget_bytes=2**30, say=print, min_bytes=1)
+    value = torch.randn(512, 512, device="cuda")
+    expected = value.clone()
+    torch.cuda.synchronize()
+    source = torch.full_like(value, float("nan"))
+    torch.cuda.synchronize()
+    if forgotten == "input computed":
+        torch.cuda._sleep(DELAY)
+    source.copy_(value)
+    lease = offloader.write(source, 0)
+    assert lease is not None
+    torch.cuda.synchronize()
+    streams.backward = True
+    original = streams.device_memory
+
+    def poisoned(*args: Any) -> Tensor:
+        memory = original(*args)
+        if forgotten == "slot free":
+            torch.cuda._sleep(DELAY)  # compute still writes to this memory
+        memory.fill_(float("nan"))
+        if forgotten == "copy done":
+            torch.cuda.synchronize()
+        return memory
+
+    streams.device_memory = poisoned  # type: ignore[method-assign]
+    offloader._fetch(lease)
+    tensor = offloader._take(lease)
+    found = tensor.clone()
+    torch.cuda.synchronize()
+    assert not torch.equal(found, expected)
+
+
+def twenty_losses(*, offloaded: bool) -> Tensor:
+    model = make(torch.bfloat16, hidden_size=256, intermediate_size=512, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        if offloaded:
+            stack.enter_context(offload_checkpoints(checkpointed_layers(model), min_bytes=1))
+        for _ in range(20):
+            losses.append(step(model, 128)[0][0])
+            optimizer.step()
+    return torch.stack(losses)
+
+
+def test_losses_of_twenty_steps_are_bit_equal_in_bf16() -> None:
+    stock = twenty_losses(offloaded=False)
+    assert torch.equal(twenty_losses(offloaded=True), stock)
+    assert stock[-1] < stock[0]
+
+
+def test_backward_holds_two_inputs_and_the_peak_falls() -> None:
+    model = make(torch.bfloat16, layers=12, hidden_size=1024, intermediate_size=1024)
+    tokens = 4096
+    one = tokens * 2 * 1024 * 2
+
+    def peak() -> int:
+        step(model, tokens)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, tokens)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    stock = peak()
+    with offload_checkpoints(checkpointed_layers(model)):
+        double = peak()
+    with offload_checkpoints(checkpointed_layers(model), "single_buffer"):
+        single = peak()
+    assert stock - double >= 8 * one
+    assert double - single <= 1.01 * one
+
+
+def test_most_of_the_copy_time_hides_behind_the_layers() -> None:
+    """A shape whose layers compute for longer than they copy, as real ones do; the share is read from events."""
+    made: list[TimedCudaStreams] = []
+
+    def timed(device: torch.device) -> TimedCudaStreams:
+        made.append(TimedCudaStreams(device))
+        return made[-1]
+
+    model = make(torch.bfloat16, layers=10, hidden_size=2048, intermediate_size=8192, num_attention_heads=16)
+    shares = {}
+    for mode in ("double_buffer", "single_buffer"):
+        made.clear()
+        with offload_checkpoints(checkpointed_layers(model), mode, streams=timed):  # type: ignore[arg-type]
+            for _ in range(3):
+                step(model, 8192)
+            made[0].take()
+            step(model, 8192)
+            copies, stalls = made[0].take()
+        shares[mode] = 1 - stalls / copies
+    assert shares["double_buffer"] >= 0.9, shares
+    assert shares["single_buffer"] < 0.7, shares

@@ -1,0 +1,185 @@
+"""Whatever the schedule: copies and compute are ordered both ways, values come back, every lease ends."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recording_streams import COMPUTE, RaceError, RecordingStreams
+from torch import Tensor
+
+from fastpack_trl.checkpointing.buffers import buffers_per_slab, pinned_size, size_class
+from fastpack_trl.checkpointing.seam import Offload
+
+LAYERS = 5
+
+
+@dataclass
+class Graph:
+    """What autograd would hold: per layer the call, its packed input, and the values that must come back."""
+
+    calls: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
+
+
+class Model:
+    """Layers that only store and read their inputs, on recording streams."""
+
+    def __init__(self, mode: str, streams: RecordingStreams, *, keep: int = 1, budget: int = 2**20) -> None:
+        self.streams, self.keep = streams, keep
+        self.said: list[str] = []
+        self.offload = Offload(
+            mode, budget_bytes=budget, min_bytes=64, say=self.said.append,
+            streams=lambda _: streams, active=lambda: True,
+        )  # fmt: skip
+
+    def compute(self, tokens: int) -> Tensor:
+        made = self.streams.device_memory(torch.Size((tokens, 8)), (8, 1), torch.float32)
+        self.streams.use(COMPUTE, made, write=True)
+        return made
+
+    def forward(self, tokens: int, layers: int) -> Graph:
+        graph = Graph()
+        x = self.compute(tokens)
+        for index in range(layers):
+            x.copy_(torch.randn(x.shape))
+            inputs = self.offload.inputs(index, index >= LAYERS - self.keep, (x,))
+            assert inputs is not None
+            graph.calls.append((inputs, inputs.pack(x.detach()), x.clone()))
+            self.streams.use(COMPUTE, x, write=False)  # the layer itself
+            x = self.compute(tokens)
+        return graph
+
+    def backward(self, graph: Graph, layers: int, *, retain: bool = False) -> None:
+        for inputs, packed, expected in reversed(graph.calls[-layers:] if layers else []):
+            x = inputs.unpack(packed)
+            self.streams.use(COMPUTE, x, write=False)
+            assert torch.equal(x, expected)
+            self.compute(len(expected))  # activations of the recompute, and gradients
+            del packed, inputs, x
+            if not retain:
+                graph.calls.pop()
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), st.integers(2, 12), st.integers(1, LAYERS)),  # fewer layers: it broke off
+        st.tuples(st.just("backward"), st.integers(0, 9), st.integers(0, LAYERS)),
+        st.tuples(st.just("retained"), st.integers(0, 9), st.integers(0, LAYERS)),
+        st.tuples(st.just("drop"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("nested"), st.integers(2, 12), st.integers(1, LAYERS)),
+    ),
+    max_size=14,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    schedule=steps,
+    mode=st.sampled_from(["double_buffer", "single_buffer"]),
+    keep=st.integers(0, LAYERS),
+    budget=st.sampled_from([0, 2**13, 2**20]),
+    blocks=st.sampled_from([None, 5]),
+)
+def test_any_schedule_is_ordered_exact_and_leaves_nothing_behind(
+    schedule: list[tuple[str, int, int]], mode: str, keep: int, budget: int, blocks: int | None
+) -> None:
+    model = Model(mode, RecordingStreams(), keep=keep, budget=budget)
+    graphs: list[Graph] = []
+    for what, first, count in schedule:
+        model.streams.device_blocks = None
+        if what in ("forward", "nested"):
+            graphs.append(model.forward(first, count))
+            if what == "nested" and len(graphs) > 1:  # a whole pass in the middle of another's backward
+                model.backward(graphs[-2], 1)
+                model.backward(graphs[-1], count)
+                model.backward(graphs[-2], 1)
+        elif graphs and what == "drop":
+            graphs.pop(first % len(graphs))
+        elif graphs:
+            if blocks is not None:
+                model.streams.device_blocks = model.streams.live_blocks + 2
+            model.backward(graphs[first % len(graphs)], count, retain=what == "retained")
+    graphs.clear()
+    use = model.offload.use
+    assert (use.leases, use.leased) == (0, 0)
+    model.offload.trim()
+    assert (model.offload.use.pinned, model.offload.use.pageable) == (0, 0)
+    assert len(model.said) == len(set(model.said))
+
+
+def test_leases_end_layer_by_layer_without_the_garbage_collector() -> None:
+    model = Model("double_buffer", RecordingStreams(), keep=0)
+    gc.disable()
+    try:
+        graph = model.forward(8, LAYERS)
+        left = []
+        while graph.calls:
+            model.backward(graph, 1)
+            left.append(model.offload.use.leases)
+    finally:
+        gc.enable()
+    assert left == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("mode", "most"), [("double_buffer", 2), ("single_buffer", 1)])
+def test_backward_holds_one_fetched_input_and_the_next(mode: str, most: int) -> None:
+    model = Model(mode, RecordingStreams(), keep=0)
+    graph = model.forward(8, LAYERS)
+    model.offload.offloaders()[0]._settle()
+    for inputs, packed, _ in reversed(graph.calls):
+        x = inputs.unpack(packed)
+        assert model.streams.live_blocks == (most if inputs.index else 1)
+        del x
+
+
+def test_the_next_input_is_asked_for_before_the_layer_is_recomputed() -> None:
+    model = Model("double_buffer", RecordingStreams(), keep=1)
+    graph = model.forward(8, LAYERS)
+    model.streams.log.clear()
+    copies = []
+    while graph.calls:
+        model.backward(graph, 1)
+        copies.append(len(model.streams.log))
+    # The kept last layer fetches the one before it; from then on each layer finds its input on the way.
+    assert copies == [1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("missing", ["input computed", "slot free", "copy done", "input stored"])
+def test_the_recorder_finds_each_missing_wait(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above can fail: without any one of the waits, an access is found that nothing orders."""
+    streams = RecordingStreams()
+    model = Model("double_buffer", streams, keep=0)
+    wait, calls = streams.wait, []
+
+    def forgetful(stream: str, event: dict[str, int]) -> None:
+        backward = bool(calls)
+        kind = {
+            ("copy", False): "input computed", ("copy", True): "slot free",
+            (COMPUTE, True): "copy done", (COMPUTE, False): "input stored",
+        }[stream, backward]  # fmt: skip
+        if kind != missing:
+            wait(stream, event)
+
+    monkeypatch.setattr(streams, "wait", forgetful)
+    with pytest.raises(RaceError):
+        graph = model.forward(8, LAYERS)
+        calls.append("backward")
+        model.backward(graph, LAYERS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(nbytes=st.integers(1, 2**36), budget=st.integers(0, 2**37))
+def test_buffers_waste_at_most_an_eighth_and_slabs_stay_within_the_budget(nbytes: int, budget: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(4096, nbytes * 1.125 + 8)
+    assert size % 16 == 0
+    assert size_class(size) == size
+    count = buffers_per_slab(size, budget)
+    assert pinned_size(max(1, count) * size) <= budget or count == 0
+    if count == 0:
+        assert pinned_size(size) > budget
