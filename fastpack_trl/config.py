@@ -23,6 +23,7 @@ _CHOICES = {
     "moe": SWITCH_CHOICES,
     "sync_free": SWITCH_CHOICES,
     "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
+    "merge_accumulation": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -83,6 +84,9 @@ class FastSFTConfig(SFTConfig):
             the memory at hand demands).
         offload_budget_gib: most pinned host memory of the offload in GiB; None: half of what is free.
         keep_last_layers: inputs of that many last layers stay on the device under the offload.
+        merge_accumulation: the micro-batches of one optimizer step run as fewer, longer rows: ``auto`` (rows of up to
+            8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
+            On CUDA only as far as memory allows, measured in the first step.
 
     Raises:
         ValueError: a value outside its choices, or a limit below 1.
@@ -139,7 +143,14 @@ class FastSFTConfig(SFTConfig):
             "micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is trained)."
         },
     )
-
+    merge_accumulation: str = field(
+        default="auto",
+        metadata={
+            "help": "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
+            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
+            "activations of the longer row; on CUDA only as far as free memory allows, split again when it runs out."
+        },
+    )
     checkpoint_offload: str = field(
         default="auto",
         metadata={

@@ -17,6 +17,7 @@ from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.aux_loss import auxiliary_loss
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.step.accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
 
 logger = get_logger(__name__)
@@ -105,5 +106,5 @@ def aux_loss(trainer: Any) -> Iterator[None]:
         yield
 
 
-SWITCHES: tuple[Switch, ...] = (lora, moe, aux_loss, sync_free, checkpoint_offload)
+SWITCHES: tuple[Switch, ...] = (lora, moe, aux_loss, sync_free, checkpoint_offload, merge_accumulation)
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

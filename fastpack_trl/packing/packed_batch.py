@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,17 @@ IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
 T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """A micro-batch inside of a merged row: ``Part(tokens=509, capacity=512, loss_tokens=480)``."""
+
+    tokens: int
+    """Tokens of its documents, all of which are in the merged row."""
+    capacity: int
+    """Tokens of the row that it was, padding included."""
+    loss_tokens: int
+    """Of `PackedBatch.loss_positions`, in the order of the parts."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -36,6 +47,7 @@ class PackedBatch:
         max_seqlen: tokens of the longest segment, a host int.
         loss_positions: (num_loss_tokens,) int64, the flat positions whose *next* token is counted by the loss.
         loss_labels: (num_loss_tokens,) int64, those next tokens.
+        parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
     """
 
     seq_lengths: tuple[int, ...]
@@ -46,6 +58,7 @@ class PackedBatch:
     num_padding: int = 0
     loss_positions: Tensor | None = None
     loss_labels: Tensor | None = None
+    parts: tuple[Part, ...] = ()
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _build_counts: Counter[Hashable] = field(default_factory=Counter, repr=False)
 
@@ -153,6 +166,42 @@ class PackedBatch:
         tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels")
         converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
         return replace(self, **converted, _derived={}, _build_counts=Counter())
+
+
+def merge_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """One row out of several, on their device; documents stay documents, padding is dropped.
+
+    ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``.
+    All offsets are known on the host, so that the device is not asked.
+
+    Raises:
+        ValueError: no batch, or one without `loss_positions`.
+    """
+    if not batches or any(batch.loss_positions is None or batch.loss_labels is None for batch in batches):
+        raise ValueError("merge_batches needs one batch or more, each with loss_positions: give the collator labels")
+    tokens = [sum(batch.seq_lengths) for batch in batches]
+    starts = [sum(tokens[:place]) for place in range(len(batches))]
+    segments = [len(batch.seq_lengths) for batch in batches]
+    first = [sum(segments[:place]) for place in range(len(batches))]
+    ends = [
+        batch.cu_seqlens[1 : count + 1] + start for batch, count, start in zip(batches, segments, starts, strict=True)
+    ]
+    counted = [batch.loss_positions for batch in batches if batch.loss_positions is not None]
+    return PackedBatch(
+        seq_lengths=tuple(length for batch in batches for length in batch.seq_lengths),
+        cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *ends]),
+        position_ids=torch.cat([batch.position_ids[:, :n] for batch, n in zip(batches, tokens, strict=True)], dim=1),
+        seq_idx=torch.cat(
+            [batch.seq_idx[:, :n] + start for batch, n, start in zip(batches, tokens, first, strict=True)], dim=1
+        ),
+        max_seqlen=max(max(batch.seq_lengths) for batch in batches),
+        loss_positions=torch.cat([positions + start for positions, start in zip(counted, starts, strict=True)]),
+        loss_labels=torch.cat([batch.loss_labels for batch in batches if batch.loss_labels is not None]),
+        parts=tuple(
+            Part(n, batch.total_tokens, positions.numel())
+            for batch, n, positions in zip(batches, tokens, counted, strict=True)
+        ),
+    )
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:

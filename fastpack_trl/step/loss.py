@@ -19,6 +19,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
 from fastpack_trl.moe.aux_loss import load_balancing_loss
+from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 
 _CONSTANTS = ("temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr")
@@ -34,7 +35,7 @@ class ChosenLoss(ModelOutput):
         log_probs: (N,) fp32.
         entropy: (N,) fp32, in nats.
         is_top1: (N,) bool.
-        aux_loss: () load-balancing loss where router logits are asked for.
+        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row.
     """
 
     total: Tensor | None = None
@@ -148,7 +149,12 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             balance: Callable[..., Any] = modeling_mixtral.load_balancing_loss_func  # of every family, as in TRL
             if str(balance.__module__).startswith("transformers."):
                 balance = load_balancing_loss  # up to transformers 5.17 theirs asks the device
-            aux_loss = balance(outputs.router_logits, text_config.num_experts, text_config.num_experts_per_tok)
+            experts, top_k = text_config.num_experts, text_config.num_experts_per_tok
+            parts = getattr(kwargs.get("packed_batch"), "parts", ())
+            if parts:
+                aux_loss = load_balancing_losses(outputs.router_logits, experts, top_k, [part.tokens for part in parts])
+            else:
+                aux_loss = balance(outputs.router_logits, experts, top_k)
         return ChosenLoss(*loss, aux_loss=aux_loss)
 
     return forward
@@ -187,5 +193,6 @@ def batch_loss(
     if trainer.aux_loss_enabled:
         # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
         steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-        loss = loss + trainer.router_aux_loss_coef * outputs.aux_loss / steps
+        aux_loss = outputs.aux_loss.sum() if batch.parts else outputs.aux_loss
+        loss = loss + trainer.router_aux_loss_coef * aux_loss / steps
     return loss, outputs

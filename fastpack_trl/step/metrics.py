@@ -72,6 +72,11 @@ class DeferredMetrics:
             _MicroBatch(mode, entropy.numel(), tokens, counted_ranks(trainer.accelerator), aux_loss is not None)
         )
 
+    def truncate(self, count: int) -> None:
+        """Forget what was kept after the first `count` micro-batches: they are run again."""
+        del self._batches[count:]
+        del self._blocks[-(-count // _ROWS) :]
+
     def settle(self, trainer: Any) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
 

@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
-from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.packed_batch import PackedBatch, Part
 from fastpack_trl.step.hostwork import FlopsPerToken, LossFilter, ModeCheck
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
@@ -54,14 +54,13 @@ class SyncFreeStep:
         loss, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
         assert outputs.entropy is not None
         assert outputs.is_top1 is not None
-        self.metrics.add(
-            trainer,
-            mode,
-            entropy=outputs.entropy,
-            is_top1=outputs.is_top1,
-            tokens=batch.total_tokens,
-            aux_loss=outputs.aux_loss if trainer.aux_loss_enabled else None,
-        )
+        parts = batch.parts or (Part(batch.total_tokens, batch.total_tokens, outputs.entropy.numel()),)
+        sizes = [part.loss_tokens for part in parts]
+        aux_loss = outputs.aux_loss if trainer.aux_loss_enabled else None
+        aux_losses = aux_loss.unbind() if batch.parts and aux_loss is not None else [aux_loss] * len(parts)
+        figures = zip(outputs.entropy.split(sizes), outputs.is_top1.split(sizes), parts, aux_losses, strict=True)
+        for entropy, is_top1, part, aux in figures:
+            self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, tokens=part.capacity, aux_loss=aux)
         return loss
 
     @contextlib.contextmanager

@@ -6,12 +6,12 @@ import contextlib
 from typing import Any
 
 from torch import Tensor
-from trl import SFTTrainer
 
+from fastpack_trl.step.accumulation import MergingTrainer
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 
-class SyncFreeTrainer(SFTTrainer):
+class SyncFreeTrainer(MergingTrainer):
     """Stock as long as `fastpack_step` is None or not running.
 
     Attributes:

@@ -1,0 +1,388 @@
+"""Merged micro-batches: gradients, losses and log as one by one, in fewer kernels; split again when memory ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.step import accumulation
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+
+MERGED = {"merge_accumulation": "on"}
+ONE_BY_ONE = {"merge_accumulation": "off"}
+# Rows of 48 tokens, four micro-batches of one row each per optimizer step.
+SMALL = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+
+
+class _Gradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.substeps = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(gradients(kwargs["model"]))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.substeps += 1
+
+
+def _with_gradients(folder: Path, fast: dict[str, Any], lora: bool, **more: Any) -> tuple[FastSFTTrainer, _Gradients]:
+    seen = _Gradients()
+    peft_config = LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.0, init_lora_weights=False)
+    extra = {"callbacks": [seen]} | ({"peft_config": peft_config} if lora else {})
+    torch.manual_seed(0)
+    trainer = train(FastSFTTrainer, folder, fast=fast, trainer=extra, **(SMALL | more))
+    assert isinstance(trainer, FastSFTTrainer)
+    return trainer, seen
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "qwen3_moe"])
+def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(tmp_path: Path, family: str, lora: bool) -> None:
+    options = {"family": family, "max_steps": 2, "max_grad_norm": 0.0, "optim": "sgd", "eval_strategy": "no"}
+    merged, actual = _with_gradients(tmp_path / "merged", MERGED, lora, **options)
+    alone, expected = _with_gradients(tmp_path / "alone", ONE_BY_ONE, lora, **options)
+    assert merged.fastpack_report["merge_accumulation"].status == "on"
+    assert alone.fastpack_report["merge_accumulation"].reason == "switched off"
+    assert len(actual.steps) == len(expected.steps) == 2
+    assert actual.substeps == expected.substeps == 2 * 3
+    assert_gradients_close(actual.steps[0], expected.steps[0], rtol=1e-5, atol_of_all=1e-7)
+    assert_gradients_close(actual.steps[1], expected.steps[1], rtol=1e-4, atol_of_all=1e-6)  # after an update
+
+
+@pytest.mark.parametrize("data", ["text", "prompt_completion"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_log_is_that_of_stock_with_evaluation_in_between(tmp_path: Path, family: str, data: str) -> None:
+    # 22 rows or so: the last optimizer step of an epoch has fewer micro-batches.
+    options = SMALL | {
+        "family": family,
+        "data": data,
+        "max_steps": 9,
+        "eval_steps": 3,
+        "include_num_input_tokens_seen": "all",
+    }
+    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
+    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen > 0
+    assert ours.state.total_flos == stock.state.total_flos
+    assert ours.state.epoch == stock.state.epoch
+
+
+def test_padding_is_dropped_and_still_counted_as_stock_counts_it(tmp_path: Path) -> None:
+    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3}
+    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
+    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+
+
+def test_a_padded_row_of_experts_runs_by_itself(tmp_path: Path) -> None:
+    """Stock's auxiliary loss counts the padding, which a merged row does not have."""
+    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 2, "family": "qwen3_moe", "eval_strategy": "no"}
+    lengths = _lengths_of_rows(tmp_path, MERGED, **options)
+    assert set(lengths) <= {32, 64}
+    assert len(lengths) == 2 * 4
+
+
+def _lengths_of_rows(folder: Path, fast: dict[str, Any], **options: Any) -> list[int]:
+    """Tokens of each row that the model was called with while training."""
+    lengths: list[int] = []
+    model = tiny_model(options.pop("family", "qwen3"))
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if "packed_batch" in kwargs and torch.is_grad_enabled() and kwargs.get("input_ids") is not None:
+            lengths.append(kwargs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    train(FastSFTTrainer, folder, fast=fast | {"verify_packing": "off"}, model=model, **options)
+    return lengths
+
+
+def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SMALL | {"max_steps": 1, "eval_strategy": "no"}
+    alone = _lengths_of_rows(tmp_path / "a", ONE_BY_ONE, **options)
+    assert len(alone) == 4
+    assert _lengths_of_rows(tmp_path / "b", MERGED, **options) == [sum(alone)]
+    assert _lengths_of_rows(tmp_path / "c", {"sync_free": "auto"}, **options) == [sum(alone)]
+    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)
+    assert _lengths_of_rows(tmp_path / "d", {"sync_free": "auto"}, **options) == [sum(alone[:2]), sum(alone[2:])]
+
+
+def test_resuming_in_the_middle_gives_the_same_run(tmp_path: Path) -> None:
+    options = SMALL | {"max_steps": 6, "eval_strategy": "no"}
+    whole = train(FastSFTTrainer, tmp_path / "whole", fast=MERGED, **options)
+    first = settings(tmp_path / "first", **(options | {"save_strategy": "steps", "save_steps": 3}))
+
+    def make() -> FastSFTTrainer:
+        return FastSFTTrainer(
+            tiny_model("qwen3"), args=FastSFTConfig(**first, **MERGED), train_dataset=make_dataset("text"),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+
+    make().train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    keys = ("loss", "grad_norm", "entropy", "step", "epoch")  # stock counts `num_tokens` from 0 again
+    rows = [[row.get(key) for key in keys] for row in figures(whole) if "loss" in row]
+    assert [[row.get(key) for key in keys] for row in figures(resumed) if "loss" in row] == [
+        [pytest.approx(value, rel=1e-5) for value in row] for row in rows
+    ]
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operators that are not views. A packed attention is one, as it is one launch on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func.namespace == "prim")
+        return func(*args, **(kwargs or {}))
+
+
+class _CountKernels(TrainerCallback):
+    def __init__(self) -> None:
+        self.mode = _Kernels()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.mode.__enter__()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_eight_micro_batches_of_512_tokens_take_four_times_fewer_kernels(tmp_path: Path, lora: bool) -> None:
+    # Documents of 127 tokens: four of them, with their end token, fill a row of 512.
+    words = make_tokenizer()(" ".join(f"w{n}" for n in range(90)))["input_ids"]
+    rows = [{"input_ids": (words * 2)[:128]} for _ in range(4 * 8 * 2)]
+
+    def kernels(fast: dict[str, Any]) -> int:
+        counted = _CountKernels()
+        options = settings(
+            tmp_path, max_length=512, packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8,
+            max_steps=2, eval_strategy="no", logging_steps=100,
+        )  # fmt: skip
+        trainer = FastSFTTrainer(
+            tiny_model("qwen3", max_position_embeddings=512),
+            args=FastSFTConfig(**options, **fast),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=make_tokenizer(),
+            callbacks=[counted],
+            peft_config=LoraConfig(target_modules="all-linear", r=4) if lora else None,
+        )
+        trainer.train()
+        return counted.mode.count
+
+    merged, alone = kernels({"sync_free": "auto"}), kernels(ONE_BY_ONE)
+    assert alone >= 4 * merged, (alone, merged)
+
+
+@pytest.mark.parametrize(
+    ("reason", "fast", "options"),
+    [
+        ("gradient_accumulation_steps is 1", MERGED, {"gradient_accumulation_steps": 1}),
+        ("need sync_free", MERGED | {"sync_free": "off"}, {}),
+        ("need sync_free", MERGED | {"packed_attention": "off"}, {}),
+        ("padded_rows pads", MERGED | {"packed_attention": "padded_rows"}, {}),
+        ("dense mask of sdpa", {"packed_attention": "sdpa"}, {}),
+        ("NEFTune", MERGED, {"neftune_noise_alpha": 5.0}),
+        ("two rows are more than", {"sync_free": "auto"}, {"max_length": 2100}),
+    ],
+)
+def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], options: dict[str, Any]) -> None:
+    trainer = train(FastSFTTrainer, tmp_path, fast=fast, **(SMALL | {"max_steps": 1, "eval_strategy": "no"} | options))
+    line = trainer.fastpack_report["merge_accumulation"]
+    assert (line.status, reason in line.reason) == ("off", True), line
+    assert trainer.fastpack_merging is None
+
+
+def test_stateful_models_keep_their_micro_batches(tmp_path: Path) -> None:
+    options = SMALL | {"max_steps": 1, "eval_strategy": "no", "family": "granitemoehybrid"}
+    fast = MERGED | {"padded_rows_limit": 50, "router_aux_loss_coef": 0.0}
+    trainer = train(FastSFTTrainer, tmp_path, fast=fast, **options)
+    assert trainer.fastpack_report["merge_accumulation"].status == "off"
+
+
+def test_a_rotary_embedding_that_follows_the_longest_document_is_off(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=scaling)
+    options = SMALL | {"max_steps": 1, "eval_strategy": "no"}
+    trainer = train(FastSFTTrainer, tmp_path, fast=MERGED, model=model, **options)
+    assert "longest document" in trainer.fastpack_report["merge_accumulation"].reason
+
+
+class _OwnStep(FastSFTTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_subclass_that_sees_micro_batches_keeps_them(tmp_path: Path) -> None:
+    trainer = train(_OwnStep, tmp_path, fast=MERGED, **(SMALL | {"max_steps": 1, "eval_strategy": "no"}))
+    assert "training_step of _OwnStep" in trainer.fastpack_report["merge_accumulation"].reason
+
+
+class _Refuse(torch.autograd.Function):
+    """Runs out of memory in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
+    """A model whose first layer runs out of memory where `limit` says so; `limit` is asked once per row."""
+    model = tiny_model("qwen3")
+
+    def refuse(module: Any, args: tuple[Tensor, ...], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not torch.is_grad_enabled() or not limit(hidden.shape[1]):
+            return output
+        if not in_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return (_Refuse.apply(hidden), *output[1:]) if isinstance(output, tuple) else _Refuse.apply(hidden)
+
+    model.model.layers[0].register_forward_hook(refuse)
+    return model
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_out_of_memory_splits_the_rows_again_once_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_backward: bool
+) -> None:
+    options = SMALL | {"max_steps": 3, "gradient_checkpointing": False}
+    with caplog.at_level(logging.WARNING):
+        model = _refusing(lambda tokens: tokens > 100, in_backward)
+        fast = MERGED | {"verify_packing": "off"}
+        ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, model=model, **options)
+    expected = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
+    assert_same_log(ours, expected, rtol=2e-5, atol=1e-5)
+    named = [record.getMessage() for record in caplog.records if "out of memory in a merged row" in record.getMessage()]
+    assert len(named) == 1
+    line = ours.fastpack_report["merge_accumulation"]
+    assert line.path == "split again"
+    assert line.reason in named[0]
+
+
+def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
+    rows: list[int] = []
+
+    def limit(tokens: int) -> bool:
+        rows.append(tokens)
+        return len(rows) == 4  # the second group of the second step
+
+    options = SMALL | {"max_steps": 3, "gradient_checkpointing": False, "eval_strategy": "no", "logging_steps": 1}
+    fast = {"verify_packing": "off"}
+    ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, model=_refusing(limit, in_backward=True), **options)
+    alone = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
+    assert len(rows) > 4
+    assert_same_log(ours, alone, rtol=2e-5, atol=1e-5)
+
+
+def test_the_step_between_two_logs_still_asks_nothing(tmp_path: Path) -> None:
+    from step_material import ONE_LOG, BetweenLogs
+
+    counted = BetweenLogs()
+    train(FastSFTTrainer, tmp_path, fast=MERGED, trainer={"callbacks": [counted]}, **(ONE_LOG | SMALL))
+    assert counted.syncs is not None
+    assert not counted.syncs.of("sync"), counted.syncs
+
+
+@pytest.mark.cuda
+def test_layer_inputs_of_a_merged_row_are_offloaded_too(tmp_path: Path) -> None:
+    options = {
+        "max_steps": 2, "max_grad_norm": 0.0, "eval_strategy": "no", "gradient_checkpointing": True, "use_cpu": False,
+        "learning_rate": 0.0,
+    }  # fmt: skip
+    merged, actual = _with_gradients(tmp_path / "a", MERGED | {"checkpoint_offload": "double_buffer"}, False, **options)
+    _, expected = _with_gradients(tmp_path / "b", ONE_BY_ONE, False, **options)
+    assert merged.fastpack_report["checkpoint_offload"].status == "on"
+    assert merged.fastpack_report["merge_accumulation"].status == "on"
+    # The first step runs one by one, to measure its memory.
+    assert_gradients_close(actual.steps[1], expected.steps[1], rtol=1e-4, atol_of_all=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("setting", ["auto", "on"])
+def test_on_cuda_rows_are_merged_from_the_second_step_on_as_memory_allows(tmp_path: Path, setting: str) -> None:
+    options = SMALL | {"max_steps": 3, "eval_strategy": "no", "use_cpu": False, "bf16": True}
+    lengths = _lengths_of_rows(tmp_path / "ours", {"merge_accumulation": setting}, **options)
+    assert len(lengths) == 4 + 1 + 1
+    ours = train(FastSFTTrainer, tmp_path / "a", fast={"merge_accumulation": setting}, **options)
+    alone = train(FastSFTTrainer, tmp_path / "b", fast=ONE_BY_ONE, **options)
+    assert_same_log(ours, alone, rtol=2e-2, atol=2e-2)
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+
+import torch
+from trainer_material import assert_same_log, train
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+options = {
+    "packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 5,
+    "family": sys.argv[2],
+}
+ours = train(FastSFTTrainer, folder / "ours", fast={"merge_accumulation": "on"}, **options)
+assert ours.accelerator.num_processes == 2
+assert ours.fastpack_report["merge_accumulation"].status == "on", ours.fastpack_report
+stock = train(SFTTrainer, folder / "stock", **options)
+if ours.is_world_process_zero():
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    print("SAME LOG")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_two_ranks_log_what_stock_logs(tmp_path: Path, family: str) -> None:
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS, encoding="utf-8")
+    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    here = Path(__file__).parent
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]), "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
+    command += [str(script), str(tmp_path), family]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
+        try:
+            out, err = ran.communicate(timeout=200)
+        finally:
+            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
+    assert ran.returncode == 0, err[-3000:]
+    assert "SAME LOG" in out
