@@ -6,10 +6,12 @@ other gate runs through the model's own function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -57,7 +59,7 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
     if gate.kind == "silu":
         return F.silu(first).mul_(up)
     first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-    return torch.sigmoid(first * gate.alpha).mul_(first).mul_(up + 1)
+    return torch.sigmoid(first * gate.alpha).mul_(first).mul_(up.add_(1))
 
 
 def gate_backward(
@@ -86,18 +88,27 @@ def gate_backward(
         activated = F.silu(first)
         torch.mul(grad_a, activated, out=grad_up)
         a = activated.mul_(up)
-        grad_first.copy_(torch.ops.aten.silu_backward(grad_a.mul_(up), first))
+        torch.ops.aten.silu_backward.grad_input(grad_a.mul_(up), first, grad_input=grad_first)
     else:
         clamped, clamped_up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
         sigmoid = torch.sigmoid(clamped * gate.alpha)
-        activated = clamped * sigmoid
-        inside = up.abs() <= gate.limit
-        torch.mul(grad_a * activated, inside, out=grad_up)
+        activated = clamped.mul_(sigmoid)
+        _clamp_backward(grad_a * activated, up, -gate.limit, gate.limit, grad_up)
+        # d(x s) / dx = s + alpha x s (1 - s), with s = sigmoid(alpha x)
+        slope = torch.addcmul(activated, activated, sigmoid, value=-1).mul_(gate.alpha).add_(sigmoid)
         clamped_up += 1
-        a = activated * clamped_up
-        slope = torch.addcmul(sigmoid, activated * (1 - sigmoid), torch.ones_like(sigmoid), value=gate.alpha)
-        torch.mul(grad_a.mul_(clamped_up).mul_(slope), first <= gate.limit, out=grad_first)
-    return grad_h, _scaled(a, weight), _row_dot(grad_a_si, a)
+        a = activated.mul_(clamped_up)
+        _clamp_backward(grad_a.mul_(clamped_up).mul_(slope), first, -math.inf, gate.limit, grad_first)
+    grad_weight = _row_dot(grad_a_si, a)
+    return grad_h, _scaled_(a, weight), grad_weight
+
+
+def _clamp_backward(grad: Tensor, x: Tensor, low: float, high: float, out: Tensor) -> None:
+    """The gradient where ``low <= x <= high``, else zero. `hardtanh_backward` leaves the bounds themselves out."""
+    low, high = (
+        float(np.nextafter(np.float32(bound), np.float32(far))) for bound, far in ((low, -np.inf), (high, np.inf))
+    )
+    torch.ops.aten.hardtanh_backward.grad_input(grad, x, low, high, grad_input=out)
 
 
 def _own_backward(
@@ -118,6 +129,10 @@ def _with_bias(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor) -> Tensor
 def _scaled(x: Tensor, weight: Tensor) -> Tensor:
     # A wider routing weight (fp32 in DeepSeek's routers) is not rounded before the product.
     return (x * weight).to(x.dtype)
+
+
+def _scaled_(x: Tensor, weight: Tensor) -> Tensor:
+    return x.mul_(weight) if weight.dtype == x.dtype else _scaled(x, weight)
 
 
 def _row_dot(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""The kernels of the experts block: gate, combine and grouped products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_material import norm_of_difference, routed
+from torch import Tensor
+
+from fastpack_trl.kernels.combine import bias_weight_grad, combine
+from fastpack_trl.kernels.gate import Gate, gate_backward, gate_forward
+from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer, grouped_sum
+from fastpack_trl.moe.routing import routing_plan
+
+GATES = [
+    Gate("silu"),
+    Gate("silu", interleaved=True),
+    Gate("clamped", interleaved=True, alpha=1.702, limit=1.0),
+    Gate("clamped", alpha=1.0, limit=0.5),
+    Gate("own", own=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
+]
+NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "own"]
+
+
+def reference(h: Tensor, bias: Tensor | None, expert: Tensor, gate: Gate) -> Tensor:
+    """The gate in plain operations, for autograd."""
+    h = h if bias is None else h + bias[expert.long()]
+    if gate.own is not None:
+        return gate.own(h)
+    first, up = gate.halves(h)
+    if gate.kind == "silu":
+        return first * first.sigmoid() * up
+    first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return (up + 1) * first * (gate.alpha * first).sigmoid()
+
+
+def gate_case(dtype: torch.dtype, *, bias: bool = True, rows: int = 37) -> Any:
+    torch.manual_seed(0)
+    h, table, grad = torch.randn(rows, 32), torch.randn(3, 32) if bias else None, torch.randn(rows, 16)
+    h[0, :] = 1.0  # on the bounds of the clamp, where the gradient passes
+    if table is not None:
+        table[0] = 0
+    expert = torch.arange(rows, dtype=torch.int32) * 3 // rows
+    weight = torch.rand(rows)
+    return h.to(dtype), None if table is None else table.to(dtype), expert, grad.to(dtype), weight.to(dtype)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=NAMES)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gate_forward_and_backward_equal_autograd_in_float64(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
+    h, table, expert, grad, weight = gate_case(dtype, bias=bias)
+    kept = [None if tensor is None else tensor.clone() for tensor in (h, table, grad, weight)]
+    a = gate_forward(h, table, expert, gate)
+    found = gate_backward(h, table, expert, gate, grad, weight)
+    leaf, weights = h.double().requires_grad_(), weight.double().requires_grad_()
+    exact = reference(leaf, None if table is None else table.double(), expert, gate)
+    weighted = exact * weights[:, None]
+    grads = torch.autograd.grad(weighted, (leaf, weights), grad.double())
+    # In the same dtype through autograd: what stock would compute.
+    own = h.clone().requires_grad_(), weight.clone().requires_grad_()
+    plain = reference(own[0], table, expert, gate)
+    theirs = torch.autograd.grad(plain * own[1][:, None], own, grad)
+    floor = 4 * torch.finfo(dtype).eps
+    for mine, stock, truth in (
+        (a, plain, exact), (found[0], theirs[0], grads[0]), (found[1], plain * own[1][:, None], weighted),
+        (found[2], theirs[1], grads[1]),
+    ):  # fmt: skip
+        assert norm_of_difference(mine.detach(), truth) <= max(1.1 * norm_of_difference(stock, truth), floor)
+    for before, now in zip(kept, (h, table, grad, weight), strict=True):
+        assert before is None or torch.equal(before, now)  # inputs are left alone
+
+
+@pytest.mark.parametrize("weights_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine_equals_the_sum_over_slots(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | None) -> None:
+    ids, weights = routed(19, 3, 5)
+    plan = routing_plan(ids, 5)
+    rows, table = torch.randn(57, 24).to(dtype), torch.randn(5, 24).to(dtype) if bias else None
+    scale = None if weights_dtype is None else weights.to(weights_dtype)
+    found = combine(rows, plan.inverse, scale, bias_eh=table, ids_tk=ids)
+    slots = rows.double()[plan.inverse.long().reshape(-1)].view(19, 3, 24)
+    slots = slots if table is None else slots + table.double()[ids]
+    exact = (slots if scale is None else slots * scale.double()[..., None]).sum(1)
+    assert found.dtype == dtype
+    assert norm_of_difference(found, exact) <= 2 * torch.finfo(dtype).eps
+
+
+def test_gradient_of_the_routing_weights_through_the_bias() -> None:
+    ids, _ = routed(19, 3, 5)
+    grad, table = torch.randn(19, 24), torch.randn(5, 24)
+    exact = (grad.double()[:, None] * table.double()[ids]).sum(-1)
+    assert norm_of_difference(bias_weight_grad(grad, table, ids), exact) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [24, 3], ids=["aligned", "unaligned"])
+def test_grouped_products_with_an_empty_group(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    x, y, weight = torch.randn(10, 16).to(dtype), torch.randn(10, width).to(dtype), torch.randn(3, 16, width).to(dtype)
+    offsets = torch.tensor([4, 4, 10], dtype=torch.int32)
+    parts = [(0, 4), (4, 4), (4, 10)]
+    product = torch.cat([x[a:b].double() @ weight[e].double() for e, (a, b) in enumerate(parts)])
+    outer = torch.stack([x[a:b].double().t() @ y[a:b].double() for a, b in parts])
+    sums = torch.stack([y[a:b].double().sum(0) for a, b in parts])
+    bound = 2 * torch.finfo(dtype).eps
+    assert norm_of_difference(grouped_mm(x, weight, offsets), product) <= bound
+    assert norm_of_difference(grouped_outer(x, y, offsets), outer) <= bound
+    assert norm_of_difference(grouped_sum(y, offsets), sums) <= bound
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "padded"), [(4, torch.bfloat16, 8), (3, torch.float32, 4), (16, torch.half, 16)]
+)
+def test_rank_is_rounded_up_to_sixteen_bytes(rank: int, dtype: torch.dtype, padded: int) -> None:
+    assert aligned_rank(rank, dtype) == padded
