@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from fastpack_trl.kernels._triton import runs_triton
+
 
 @dataclass(frozen=True, slots=True)
 class Gate:
@@ -52,6 +54,15 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
         expert_s: (S,) int32, the expert of each row.
         gate: the form.
     """
+    if gate.own is None and runs_triton(h_sf, bias_ef):
+        from fastpack_trl.kernels.gate_triton import gate_forward_triton
+
+        return gate_forward_triton(h_sf, bias_ef, expert_s, gate)
+    return gate_forward_torch(h_sf, bias_ef, expert_s, gate)
+
+
+def gate_forward_torch(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate) -> Tensor:
+    """The torch twin of `gate_forward`."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
     if gate.own is not None:
         return gate.own(h_sf)
@@ -76,6 +87,17 @@ def gate_backward(
     Returns:
         gradient of ``h`` (S, 2I); ``weight * a`` (S, I); gradient of the weight (S,), fp32 or wider.
     """
+    if gate.own is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s):
+        from fastpack_trl.kernels.gate_triton import gate_backward_triton
+
+        return gate_backward_triton(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
+    return gate_backward_torch(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
+
+
+def gate_backward_torch(
+    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The torch twin of `gate_backward`."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
     weight = weight_s.unsqueeze(1)
     if gate.own is not None:

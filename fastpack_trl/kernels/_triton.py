@@ -1,0 +1,23 @@
+"""Whether Triton kernels run here: the only guard around them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed; it is imported only when a kernel runs."""
+    return find_spec("triton") is not None
+
+
+def runs_triton(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may take these tensors: on CUDA, contiguous or not, in fp32, bf16 or fp16."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in given) and has_triton()

@@ -1,0 +1,90 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels of `fastpack_trl.kernels.combine`: each output row is written once, summed in fp32 in a fixed order.
+
+Imported only where a kernel runs: Triton decides on import whether it compiles or interprets.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_COLUMNS = 1024
+
+
+@triton.jit
+def _combine_kernel(
+    rows, inverse, weights, bias, ids, out, width,
+    has_weights: tl.constexpr, has_bias: tl.constexpr, top_k: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < width
+    total = tl.zeros((columns,), dtype=tl.float32)
+    for slot in tl.static_range(top_k):
+        place = tl.load(inverse + token * top_k + slot).to(tl.int64)
+        row = tl.load(rows + place * width + column, mask=inside, other=0.0).to(tl.float32)
+        if has_bias:
+            expert = tl.load(ids + token * top_k + slot).to(tl.int64)
+            row += tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
+        if has_weights:
+            row *= tl.load(weights + token * top_k + slot).to(tl.float32)
+        total += row
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_weight_kernel(
+    grad, bias, ids, out, width, top_k: tl.constexpr, padded_k: tl.constexpr, columns: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, padded_k)
+    expert = tl.load(ids + token * top_k + slot, mask=slot < top_k, other=0).to(tl.int64)
+    total = tl.zeros((padded_k,), dtype=tl.float32)
+    for start in range(0, width, columns):
+        column = start + tl.arange(0, columns)
+        inside = column < width
+        row = tl.load(grad + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        mask = (slot < top_k)[:, None] & inside[None, :]
+        table = tl.load(bias + expert[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(table * row[None, :], axis=1)
+    tl.store(out + token * top_k + slot, total, mask=slot < top_k)
+
+
+def combine_triton(
+    rows_sh: Tensor,
+    inverse_tk: Tensor,
+    weights_tk: Tensor | None = None,
+    *,
+    bias_eh: Tensor | None = None,
+    ids_tk: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`combine` as one kernel."""
+    tokens, top_k = inverse_tk.shape
+    width = rows_sh.shape[1]
+    out = torch.empty(tokens, width, dtype=dtype or rows_sh.dtype, device=rows_sh.device)
+    if tokens:
+        columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
+        _combine_kernel[(tokens, triton.cdiv(width, columns))](
+            rows_sh.contiguous(), inverse_tk.contiguous(), rows_sh if weights_tk is None else weights_tk.contiguous(),
+            rows_sh if bias_eh is None else bias_eh.contiguous(),
+            inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
+            has_weights=weights_tk is not None, has_bias=bias_eh is not None, top_k=top_k, columns=columns,
+        )  # fmt: skip
+    return out
+
+
+def bias_weight_grad_triton(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
+    """`bias_weight_grad` as one kernel: no (T, E) product."""
+    tokens, top_k = ids_tk.shape
+    out = torch.empty(tokens, top_k, dtype=torch.float32, device=grad_th.device)
+    if tokens:
+        columns = min(256, triton.next_power_of_2(grad_th.shape[1]))
+        _bias_weight_kernel[(tokens,)](
+            grad_th.contiguous(), bias_eh.contiguous(), ids_tk.contiguous(), out, grad_th.shape[1],
+            top_k=top_k, padded_k=triton.next_power_of_2(top_k), columns=columns,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,88 @@
+"""Triton kernels of the experts block beside their torch twins: run by `test_moe_triton.py`, interpreted or on CUDA."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from moe_material import norm_of_difference, routed
+from test_moe_kernels import GATES, NAMES, gate_case, reference
+
+from fastpack_trl.kernels.combine import bias_weight_grad_torch, combine_torch
+from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
+from fastpack_trl.kernels.gate import Gate, gate_backward_torch, gate_forward_torch
+from fastpack_trl.kernels.gate_triton import gate_backward_triton, gate_forward_triton
+from fastpack_trl.moe.routing import routing_plan
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def on_device(values: Any) -> list[Any]:
+    return [value if value is None else value.to(DEVICE) for value in values]
+
+
+@pytest.mark.parametrize("gate", GATES[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
+    h, table, expert, grad, weight = on_device(gate_case(dtype, bias=bias))
+    wide = [None if value is None else value.double() for value in (h, table)]
+    exact = reference(wide[0], wide[1], expert, gate)
+    found, twin = (run(h, table, expert, gate) for run in (gate_forward_triton, gate_forward_torch))
+    floor = torch.finfo(dtype).eps
+    assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), floor)
+    truth = gate_backward_torch(wide[0], wide[1], expert, gate, grad.double(), weight.double())
+    ours, twins = (run(h, table, expert, gate, grad, weight) for run in (gate_backward_triton, gate_backward_torch))
+    for mine, other, value in zip(ours, twins, truth, strict=True):
+        assert mine.dtype == other.dtype
+        assert norm_of_difference(mine, value) <= max(1.1 * norm_of_difference(other, value), floor)
+
+
+@pytest.mark.parametrize("weights_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | None) -> None:
+    ids, weights = routed(19, 3, 5)
+    plan = routing_plan(ids, 5)
+    rows, table = torch.randn(57, 40).to(dtype), torch.randn(5, 40).to(dtype) if bias else None
+    scale = None if weights_dtype is None else weights.to(weights_dtype)
+    rows, inverse, scale, table, ids = on_device([rows, plan.inverse, scale, table, ids])
+    wide = [None if value is None else value.double() for value in (rows, scale, table)]
+    exact = combine_torch(wide[0], inverse, wide[1], bias_eh=wide[2], ids_tk=ids)
+    for out in (None, torch.float32):
+        found, twin = (
+            run(rows, inverse, scale, bias_eh=table, ids_tk=ids, dtype=out) for run in (combine_triton, combine_torch)
+        )
+        assert found.dtype == twin.dtype
+        assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_part_of_the_weights_gradient(dtype: torch.dtype) -> None:
+    ids, _ = routed(19, 3, 5)
+    grad, table, ids = on_device([torch.randn(19, 300).to(dtype), torch.randn(5, 300).to(dtype), ids])
+    exact = bias_weight_grad_torch(grad.double(), table.double(), ids)
+    assert norm_of_difference(bias_weight_grad_triton(grad, table, ids), exact) <= 1e-6
+
+
+def test_no_rows() -> None:
+    h, expert = torch.zeros(0, 32, device=DEVICE), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert gate_forward_triton(h, None, expert, GATES[0]).shape == (0, 16)
+    grads = gate_backward_triton(h, None, expert, GATES[0], h[:, :16], h[:, 0])
+    assert [tuple(grad.shape) for grad in grads] == [(0, 32), (0, 16), (0,)]
+    inverse = torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)
+    assert combine_triton(h, inverse).shape == (0, 32)
+    assert bias_weight_grad_triton(h, torch.zeros(3, 32, device=DEVICE), inverse).shape == (0, 2)
+
+
+@pytest.mark.parametrize("gate", GATES[:4], ids=NAMES[:4])
+def test_nan_stays_in_its_row(gate: Gate) -> None:
+    h, table, expert, grad, weight = on_device(gate_case(torch.float32))
+    h[5] = float("nan")
+    a = gate_forward_triton(h, table, expert, gate)
+    assert a.isnan().any(1).nonzero().tolist() == [[5]]
+    for value in gate_backward_triton(h, table, expert, gate, grad, weight)[:2]:
+        assert value.isnan().any(1).nonzero().tolist() == [[5]]
