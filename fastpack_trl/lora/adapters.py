@@ -57,12 +57,13 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
     casts = _CastTogether.apply(dtype, scalings, held, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)
-        module.fastpack_cast = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from)
+        # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
+        module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from)
 
 
 def clear(modules: Sequence[Any]) -> None:
     for module in modules:
-        module.fastpack_cast = None
+        module.__dict__["fastpack_cast"] = None
 
 
 class _CastTogether(torch.autograd.Function):

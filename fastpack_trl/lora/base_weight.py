@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 
 class BaseWeight(NamedTuple):
@@ -40,7 +39,7 @@ class BaseWeight(NamedTuple):
         assert self.weight is not None
         if self.absmax is None:
             return self.weight.to(dtype)
-        return _dequantised(*self).to(dtype)
+        return _dequantised(self).to(dtype)
 
 
 def from_4bit(weight: Any) -> BaseWeight:
@@ -63,126 +62,28 @@ def from_4bit(weight: Any) -> BaseWeight:
 
 
 def add_product(low: Tensor, rows: Tensor, base: BaseWeight) -> Tensor:
-    """``low + rows W^T``, written over `low` except in a graph.
-
-    Shapes: low (tokens, out_features), rows (tokens, in_features).
-    """
-    if base.absmax is None:
-        assert base.weight is not None
-        return accumulate(low, rows, base.weight.t())
-    if not _observed():
-        return accumulate(low, rows, _dequantised(*base).to(rows.dtype).t())
-    out = low.clone() if torch.compiler.is_compiling() else low
-    add_product_4bit(out, rows, *base)
-    return out
-
-
-def accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``total + left @ right``, written over `total` except in a graph, where the compiler decides what is."""
-    if torch.compiler.is_compiling():
-        return torch.addmm(total, left, right)
-    # Not `addmm_`: FLOP counters know `addmm` alone.
-    return torch.addmm(total, left, right, out=total)
+    """``low += rows W^T``, in place. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
+    # With `out=`, not `addmm_`: FLOP counters know `addmm` alone.
+    return torch.addmm(low, rows, base.dense(rows.dtype).t(), out=low)
 
 
 def grad_input(grad: Tensor, base: BaseWeight) -> Tensor:
     """``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features)."""
-    if base.absmax is None:
-        assert base.weight is not None
-        return grad.mm(base.weight)
-    if _observed():
-        return grad_input_4bit(grad, *base)
-    return grad.mm(_dequantised(*base).to(grad.dtype))
+    return grad.mm(base.dense(grad.dtype))
 
 
-def _observed() -> bool:
-    """Whether something looks at operators: the compiler, a FLOP counter. Else their host time is saved."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _dequantised(
-    weight: Tensor,
-    absmax: Tensor,
-    nested_absmax: Tensor | None,
-    nested_code: Tensor | None,
-    nested_offset: Tensor | None,
-    nested_blocksize: int,
-    blocksize: int,
-    quant_type: str,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _dequantised(base: BaseWeight) -> Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
+    assert base.weight is not None
     nested = {}
-    if nested_absmax is not None:
-        inner = QuantState(nested_absmax, code=nested_code, blocksize=nested_blocksize, dtype=torch.float32)
-        nested = {"offset": nested_offset, "state2": inner}
-    shape = torch.Size((out_features, in_features))
-    state = QuantState(absmax, shape=shape, blocksize=blocksize, quant_type=quant_type, dtype=dtype, **nested)
-    return dequantize_4bit(weight.view(-1, 1), state)
-
-
-# Operators of their own for the compiler. Made of bitsandbytes' operators, the dequantisation of forward and of
-# backward would be one common subexpression to it, and the dense weight of every layer would be saved.
-@torch.library.custom_op("fastpack::add_product_4bit", mutates_args=("out",))
-def add_product_4bit(
-    out: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    absmax: Tensor,
-    nested_absmax: Tensor | None,
-    nested_code: Tensor | None,
-    nested_offset: Tensor | None,
-    nested_blocksize: int,
-    blocksize: int,
-    quant_type: str,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-) -> None:
-    """``out += rows W^T`` with a 4-bit weight, dequantised for this use alone; arguments as `BaseWeight`."""
-    dense = _dequantised(
-        weight, absmax, nested_absmax, nested_code, nested_offset, nested_blocksize, blocksize, quant_type,
-        out_features, in_features, dtype,
+    if base.nested_absmax is not None:
+        inner = QuantState(
+            base.nested_absmax, code=base.nested_code, blocksize=base.nested_blocksize, dtype=torch.float32
+        )
+        nested = {"offset": base.nested_offset, "state2": inner}
+    state = QuantState(
+        base.absmax, shape=torch.Size((base.out_features, base.in_features)), blocksize=base.blocksize,
+        quant_type=base.quant_type, dtype=base.dtype, **nested,
     )  # fmt: skip
-    torch.addmm(out, rows, dense.to(rows.dtype).t(), out=out)
-
-
-@torch.library.custom_op("fastpack::grad_input_4bit", mutates_args=())
-def grad_input_4bit(
-    grad: Tensor,
-    weight: Tensor,
-    absmax: Tensor,
-    nested_absmax: Tensor | None,
-    nested_code: Tensor | None,
-    nested_offset: Tensor | None,
-    nested_blocksize: int,
-    blocksize: int,
-    quant_type: str,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``grad W`` with a 4-bit weight, dequantised for this use alone; (tokens, in_features)."""
-    dense = _dequantised(
-        weight, absmax, nested_absmax, nested_code, nested_offset, nested_blocksize, blocksize, quant_type,
-        out_features, in_features, dtype,
-    )  # fmt: skip
-    return grad.mm(dense.to(grad.dtype))
-
-
-@grad_input_4bit.register_fake
-def _(grad: Tensor, *base: Any) -> Tensor:
-    return grad.new_empty(grad.shape[0], BaseWeight(*base).in_features)
-
-
-@register_flop_formula(torch.ops.fastpack.add_product_4bit)
-def _flops_add(out_shape: Any, rows_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return int(2 * out_shape[0] * out_shape[1] * rows_shape[1])
-
-
-@register_flop_formula(torch.ops.fastpack.grad_input_4bit)
-def _flops_grad(grad_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(2 * grad_shape[0] * grad_shape[1] * out_shape[1])
+    return dequantize_4bit(base.weight.view(-1, 1), state)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.lora.base_weight import BaseWeight, accumulate, add_product, grad_input
+from fastpack_trl.lora.base_weight import BaseWeight, add_product, grad_input
+from fastpack_trl.lora.operators import input_gradient
 
 
 def lora_projection(
@@ -36,6 +37,9 @@ def lora_projection(
     Returns:
         (..., out_features), contiguous, dtype of x.
     """
+    if torch.compiler.is_compiling():
+        traced: Tensor = _Traced.apply(x, dropped, a, b, bias, *base)
+        return traced
     low = _LowRank.apply(x, dropped, a, b, bias, *base)
     out: Tensor = _AddBase.apply(low, x, *base)
     return out
@@ -74,22 +78,7 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b = ctx.saved_tensors
-        needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
-        grad = _rows(grad_out)
-        grad_reduced = grad.mm(b)
-        grad_b = grad.t().mm(reduced) if needs_b else None
-        grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
-        grad_bias = grad.sum(0) if needs_bias else None
-        grad_x = grad_dropped = None
-        base = BaseWeight(*ctx.base)
-        if ctx.separate:
-            grad_x = grad_input(grad, base).view(source.shape) if needs_x else None
-            grad_dropped = grad_reduced.mm(a).view(source.shape) if needs_dropped else None
-        elif needs_x and base.present:
-            grad_x = accumulate(grad_input(grad, base), grad_reduced, a).view(source.shape)
-        elif needs_x:
-            grad_x = grad_reduced.mm(a).view(source.shape)
-        return (grad_x, grad_dropped, grad_a, grad_b, grad_bias, *[None] * len(ctx.base))
+        return _gradients(ctx, grad_out, source, reduced, a, b)
 
 
 class _AddBase(torch.autograd.Function):
@@ -97,17 +86,57 @@ class _AddBase(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, low: Tensor, x: Tensor, *base: Any) -> Tensor:
-        if not torch.compiler.is_compiling():
-            ctx.mark_dirty(low)
-            add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
-            return low
-        out = add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
-        return torch.ops.aten._unsafe_view(out, low.shape)
+        ctx.mark_dirty(low)
+        add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
+        return low
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         return (grad_out, *[None] * (1 + len(BaseWeight._fields)))
+
+
+class _Traced(torch.autograd.Function):
+    """Both in one, of operators that no compiler looks into: it decides itself what a recompute needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, *base: Any
+    ) -> Tensor:
+        source = x if dropped is None else dropped
+        reduced = _rows(source).mm(a.t())
+        ctx.save_for_backward(source, reduced, a, b)
+        ctx.base, ctx.separate = base, dropped is not None
+        out = torch.ops.fastpack.lora_product(_rows(x), reduced, b, bias, *base)
+        return out.view(*x.shape[:-1], b.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        source, reduced, a, b = ctx.saved_tensors
+        return _gradients(ctx, grad_out, source, reduced, a, b)
+
+
+def _gradients(
+    ctx: Any, grad_out: Tensor, source: Tensor, reduced: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor | None, ...]:
+    needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
+    grad, base = _rows(grad_out), BaseWeight(*ctx.base)
+    grad_reduced = grad.mm(b)
+    grad_b = grad.t().mm(reduced) if needs_b else None
+    grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
+    grad_bias = grad.sum(0) if needs_bias else None
+    grad_x = grad_dropped = None
+    if ctx.separate:
+        grad_x = grad_input(grad, base) if needs_x else None
+        grad_dropped = grad_reduced.mm(a) if needs_dropped else None
+    elif needs_x and base.weight is None:
+        grad_x = grad_reduced.mm(a)
+    elif needs_x and torch.compiler.is_compiling():
+        grad_x = torch.ops.fastpack.lora_grad_input(grad, grad_reduced, a, *ctx.base)
+    elif needs_x:
+        grad_x = input_gradient(grad, grad_reduced, a, *ctx.base)
+    shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
+    return (*shaped, grad_a, grad_b, grad_bias, *[None] * len(ctx.base))
 
 
 def _rows(x: Tensor) -> Tensor:
