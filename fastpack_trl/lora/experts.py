@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
-from fastpack_trl.moe.block import LowRank, is_decoding, run_experts
+from fastpack_trl.moe.block import LowRank, is_decoding, run_experts, traceable
 
 logger = logging.get_logger(__name__)
 
@@ -91,7 +91,7 @@ def _forward(adapter: ExpertLora, hidden: Tensor, *args: Any, **kwargs: Any) -> 
         adapter.reason = reason
         if reason:
             logger.warning_once(f"expert LoRA: peft ({reason})")
-    if reason or is_decoding(adapter.module, hidden):
+    if reason or is_decoding(adapter.module, hidden) or not traceable(adapter.module._fastpack_moe):
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
         return out
     factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}

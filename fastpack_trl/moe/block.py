@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
+from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.plans import PlanKeeper
 
 NAME = "fastpack"
@@ -62,6 +63,11 @@ def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
     return not torch.is_grad_enabled() and not module.training and hidden_th.shape[0] <= DECODE_TOKENS
 
 
+def traceable(state: ExpertsState) -> bool:
+    """Whether this block runs on our path now: a gate of the model's own cannot be part of a compiled graph."""
+    return state.form.gate.own is None or not torch.compiler.is_compiling()
+
+
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
@@ -72,7 +78,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         top_k_weights: (T, k) routing weights.
     """
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
-    if state is None:
+    if state is None or not traceable(state):
         return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
     if is_decoding(self, hidden_states):
         # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
@@ -111,4 +117,5 @@ def run_experts(
     if down is not None:
         block = block._replace(down_a=down.a, down_b=down.b)
         form = replace(form, down_scale=down.scale)
-    return experts(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)
+    run = experts_in_graph if torch.compiler.is_compiling() else experts
+    return run(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)

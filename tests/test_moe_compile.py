@@ -1,0 +1,107 @@
+"""Experts in compiled graphs: no graph break, the same figures, with LoRA and under checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from moe_material import experts_of, input_ids, moe_model, norm_of_difference, routed
+from test_expert_lora import adapted
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastpack_trl.kernels.gate import Gate
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.experts import BlockForm, ExpertWeights
+from fastpack_trl.moe.op import _experts, experts_in_graph
+from fastpack_trl.moe.routing import routing_plan
+from fastpack_trl.testing import assert_gradients_close, gradients
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _step(block: Any, module: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    x, grad = torch.randn(1, 24, 32, requires_grad=True), torch.randn(1, 24, 32)
+    module.zero_grad()
+    out = block(x)
+    out = out[0] if isinstance(out, tuple) else out
+    out.backward(grad)
+    assert x.grad is not None
+    return out.detach(), {"x": x.grad, **gradients(module)}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_a_layers_experts_compile_without_a_graph_break(family: str, lora: bool) -> None:
+    model = adapted(family) if lora else moe_model(family)
+    layers = model.base_model.model.model.layers if lora else model.model.layers
+    mlp = layers[0].mlp
+    expected, grads = _step(mlp, mlp)
+    with apply_moe(model):
+        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+        found, ours = _step(compiled, mlp)
+    assert norm_of_difference(found, expected) <= 1e-6
+    assert_gradients_close(ours, grads, rtol=1e-5)
+
+
+def test_compiled_layers_inside_of_a_checkpoint() -> None:
+    model = moe_model("qwen3_moe")
+    ids = input_ids()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_moe(model):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in model.model.layers:
+            layer.mlp.compile(backend="aot_eager", fullgraph=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert_gradients_close(gradients(model), expected)
+
+
+def test_a_gate_of_the_models_own_is_left_to_stock_in_a_graph() -> None:
+    model = moe_model("qwen3_moe", hidden_act="gelu")
+    mlp = model.model.layers[0].mlp
+    expected, grads = _step(mlp, mlp)
+    with apply_moe(model):
+        found, ours = _step(torch.compile(mlp, backend="aot_eager"), mlp)
+    assert norm_of_difference(found, expected) <= 1e-6
+    assert_gradients_close(ours, grads, rtol=1e-5)
+
+
+def test_operator_passes_torchs_own_checks() -> None:
+    module = experts_of(moe_model("gpt_oss"))
+    ids, weights = routed(6, 2, 4)
+    x = torch.randn(6, 32, requires_grad=True)
+    block = [module.gate_up_proj, module.gate_up_proj_bias, module.down_proj, module.down_proj_bias]
+    factors = [torch.randn(4, 4, width, requires_grad=True) for width in (32, 96, 48, 32)]
+    numbers = ("clamped", True, 1.702, 7.0, True, 2.0, 0.5)
+    arguments = (x, weights.requires_grad_(), *routing_plan(ids, 4).tensors(), *block, *factors, *numbers)
+    torch.library.opcheck(
+        _experts, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("needed", ["all", "factors"])
+def test_flops_of_the_operator_are_those_of_the_products(needed: str) -> None:
+    module = experts_of(moe_model("qwen3_moe"))
+    ids, weights = routed(6, 2, 4)
+    x = torch.randn(6, 32, requires_grad=True)
+    factors = [torch.randn(4, 4, width, requires_grad=True) for width in (32, 32, 16, 32)]
+    module.requires_grad_(needed == "all")
+    block = ExpertWeights(module.gate_up_proj, None, module.down_proj, None, *factors)
+    with FlopCounterMode(display=False) as counter:
+        out = experts_in_graph(x, weights, routing_plan(ids, 4), block, BlockForm(Gate("silu"), False))
+        out.sum().backward()
+    slots, stacks, low = 12, 32 * 32 + 16 * 32, [4 * 32, 4 * 32, 4 * 16, 4 * 32]
+    forward = backward = stacks + sum(low)
+    weight_gradients = sum(low) + (stacks if needed == "all" else 0)
+    again = low[0] + low[2]  # x a^T, for the gradient of b
+    assert counter.get_total_flops() == 2 * slots * (forward + backward + weight_gradients + again)
