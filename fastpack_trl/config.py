@@ -24,6 +24,7 @@ _CHOICES = {
     "sync_free": SWITCH_CHOICES,
     "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
     "merge_accumulation": SWITCH_CHOICES,
+    "layer_compile": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -76,6 +77,8 @@ class FastSFTConfig(SFTConfig):
         moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
             (with `lora`) and the auxiliary loss included: ``auto`` (wherever transformers' own `grouped_mm` would run),
             ``on`` (also in place of another `experts_implementation`), ``off``.
+        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
+            measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
         sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
             walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
@@ -127,6 +130,14 @@ class FastSFTConfig(SFTConfig):
             "help": "Mixture-of-experts layers with tokens sorted once per layer and step: auto (in place of "
             "grouped_mm), on (in place of any experts_implementation), or off. Saves memory; the routing plan takes 12 "
             "bytes per token and chosen expert."
+        },
+    )
+    layer_compile: str = field(
+        default="auto",
+        metadata={
+            "help": "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
+            "step is faster), on, or off. Costs ten seconds to a minute per kind at the first packed row; later runs "
+            "find most of it in Inductor's cache."
         },
     )
     padded_rows_limit: float = field(

@@ -13,6 +13,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from fastpack_trl.checkpointing.feature import checkpoint_offload
+from fastpack_trl.compile.feature import layer_compile
 from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.aux_loss import auxiliary_loss
@@ -106,5 +107,7 @@ def aux_loss(trainer: Any) -> Iterator[None]:
         yield
 
 
-SWITCHES: tuple[Switch, ...] = (lora, moe, aux_loss, sync_free, checkpoint_offload, merge_accumulation)
+SWITCHES: tuple[Switch, ...] = (
+    lora, moe, aux_loss, sync_free, checkpoint_offload, merge_accumulation, layer_compile,
+)  # fmt: skip
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

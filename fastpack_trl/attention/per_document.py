@@ -40,7 +40,7 @@ class PerDocumentLayer(NamedTuple):
     """(num_segments + 1,) int32 **on the host**, so that no layer asks the device for lengths."""
     max_seqlen: int
     bands: dict[int, Tensor]
-    """Per window: (max_seqlen, max_seqlen) additive float mask of the band; absent where no segment exceeds it."""
+    """Per window: (max_seqlen, max_seqlen) additive float mask of the band; (2, 2) where no segment exceeds it."""
 
     def attend(
         self,
@@ -95,11 +95,15 @@ def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -
         bands = {}
         for window in windows:
             band = shared_band_mask(batch, window, device)
-            if band is not None:
-                # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype.
-                bands[window] = torch.zeros(band.shape, device=device).masked_fill_(~band, -torch.inf)
+            # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype. Where no segment
+            # exceeds the window nobody reads it, but a compiled layer must not be made again because it is missing.
+            bands[window] = (
+                torch.zeros(2, 2, device=device)
+                if band is None
+                else torch.zeros(band.shape, device=device).masked_fill_(~band, -torch.inf)
+            )
         lengths = torch.tensor((0, *batch.segment_lengths), dtype=torch.int32)
-        return PerDocumentLayer(lengths.cumsum(0, dtype=torch.int32), batch.max_seqlen, bands)
+        return PerDocumentLayer(lengths.cumsum(0, dtype=torch.int32), batch.bucketed_max_seqlen, bands)
 
     return batch.derive(("per_document", device), build)
 
