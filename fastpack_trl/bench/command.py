@@ -145,6 +145,25 @@ def _packed_attention(args: Namespace) -> dict[str, Any]:
     )
 
 
+def _lora(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import lora
+    from fastpack_trl.bench.lora_models import MODELS
+
+    _without(args, "quick", "backends")
+    device = _device(args)
+    names = args.model or (["qwen3-0.6b", "qwen3-8b", "qwen3-14b"] if device == "cuda" else ["small"])
+    for name in names:
+        if name not in MODELS:
+            raise UserError(
+                f"there is no LoRA model {name!r}{did_you_mean(name, MODELS)} (models: {', '.join(MODELS)})"
+            )
+    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
+    return lora.measure(
+        {name: MODELS[name] for name in names}, layers=args.layers, checkpointing=not args.no_checkpointing,
+        device=device, seed=args.seed, progress=True, **given,
+    )  # fmt: skip
+
+
 def _collator(args: Namespace) -> dict[str, Any]:
     from tqdm.auto import tqdm
 
@@ -196,6 +215,10 @@ CASES = {
     ),
     "attention": Case(
         "attention alone, forward and backward: every backend that loads, on packed rows of several shapes", _attention
+    ),
+    "lora": Case(
+        "whole training step with LoRA or QLoRA: stock and stock compiled, with the same attention, beside fastpack",
+        _lora,
     ),
     "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
 }

@@ -28,6 +28,8 @@ class Step:
     loss: torch.Tensor
     input_ids: torch.Tensor
     documents: int
+    seq_lengths: tuple[int, ...] = ()
+    """Tokens of each document, where the batch says so on the host."""
 
 
 class Side:
@@ -66,7 +68,9 @@ class Side:
         marks = [mark()]
         (inputs,), items = self.fetch()
         marks.append(mark())
-        input_ids, documents = inputs["input_ids"], len(inputs["cu_seq_lens_q"]) - 1
+        input_ids, packed = inputs["input_ids"], inputs.get("packed_batch")
+        lengths = () if packed is None else packed.seq_lengths
+        documents = len(lengths) if lengths else len(inputs["cu_seq_lens_q"]) - 1
         loss = trainer.training_step(self.model, inputs, items)
         marks += [self._forward_end, mark()]
         trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
@@ -74,7 +78,7 @@ class Side:
         trainer.lr_scheduler.step()
         self.model.zero_grad()
         marks.append(mark())
-        return Step(tuple(marks), loss, input_ids, documents)
+        return Step(tuple(marks), loss, input_ids, documents, lengths)
 
 
 def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) -> dict[str, Any]:

@@ -1,0 +1,302 @@
+"""Training steps with LoRA and QLoRA: `FastSFTTrainer` beside stock with the same attention, and beside stock tuned.
+
+All sides train one set of weights with one optimizer, on the same packed rows of real text, under the same checkpoint
+policy, in turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.bench.launches import Launches, count_launches
+from fastpack_trl.bench.lora_models import LoraModel, build, definitions
+from fastpack_trl.bench.model_shapes import PAD, shape_of
+from fastpack_trl.bench.model_steps import shared_copy
+from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
+from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
+from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.step.flops import attention_pairs, model_flops
+from fastpack_trl.trainer import FastSFTTrainer
+
+COMPILED, LIGER = "tuned", "tuned_liger"
+SIDES = (STOCK, COMPILED, LIGER, OURS)
+DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
+WARMUP, LEAST_ROUNDS = 4, 3
+LOSS_TOLERANCE = 0.01
+"""Relative: a side whose loss is further from stock's on the same row is no measurement."""
+PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
+"""Dense bf16, of the vendors' data sheets."""
+
+
+def measure(
+    models: dict[str, LoraModel],
+    *,
+    tokens: Sequence[int] = DEFAULT_TOKENS,
+    layers: int | None = None,
+    rounds: int = DEFAULT_ROUNDS,
+    seconds: float = DEFAULT_SECONDS,
+    checkpointing: bool = True,
+    threads: int = 2,
+    device: str = "cpu",
+    seed: int = 0,
+    sides: Sequence[str] = SIDES,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Time whole training steps of each side in turn.
+
+    ``stock``: `trl.SFTTrainer` with PEFT as installed, but with the packed attention of this package, so that the
+    attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
+    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``). ``tuned_liger``: the same with ``use_liger_kernel=True`` as well.
+    ``fastpack``: `FastSFTTrainer`, every field at its default.
+
+    Args:
+        models: by name.
+        tokens: row lengths; one row per step.
+        layers: only so many decoder layers; stated in the row.
+        rounds: timed steps per side at most; 6 or more give an interval of 95 %.
+        seconds: for the whole call; row by row an equal share of what is left.
+        checkpointing: TRL's gradient checkpointing, on every side or on none.
+        threads: torch's intra-op threads.
+        device: ``cpu`` or ``cuda``.
+        seed: of weights and order.
+        sides: which of `SIDES`.
+        progress: show a progress bar (on a terminal).
+
+    Returns:
+        A record (`make_record`); a row has ``sides`` with seconds, phases, losses, memory, launches and MFU, and
+        ``ratios``: seconds of each other side / seconds of fastpack, round by round.
+    """
+    plan = [(model, length) for model in models.values() for length in tokens]
+    end_at = time.perf_counter() + seconds
+    rows: list[dict[str, Any]] = []
+    complete = True
+    peak = _measured_tflops() if device == "cuda" else None
+    with limited_threads(threads), quiet(), tqdm(plan, unit="row", disable=None if progress else True) as bar:
+        try:
+            for index, (model, length) in enumerate(bar):
+                share = (end_at - time.perf_counter()) / (len(plan) - index)
+                shape = shape_of(model.shape).cut_to(layers)
+                policy = "checkpointing" if checkpointing else "no checkpointing"
+                title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
+                row: dict[str, Any] = {"setting": title, "model": model.shape, "tokens": length, "layers": shape.layers}
+                if share <= 0:
+                    rows.append({**row, "skipped": f"no time left of {seconds:g} s", "sides": {}})
+                    continue
+                task = partial(
+                    _measure_row, model, length, layers, rounds, checkpointing, device, seed, tuple(sides), share, peak
+                )
+                found, failure = attempt(task)
+                rows.append({**row, **(found or {"skipped": failure, "sides": {}})})
+                attempt(partial(free_memory, device))
+                torch._dynamo.reset()  # the next row's layers are other shapes: their graphs are compiled anew anyway
+        except KeyboardInterrupt:
+            complete = False
+    return make_record(
+        case="lora",
+        settings={
+            "documents": "top-level functions and classes of the standard library, packed best-fit decreasing",
+            "lora": {"rank": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all seven projections"},
+            "rounds": rounds,
+            "seconds": seconds,
+            "warmup_steps": WARMUP,
+            "checkpointing": checkpointing,
+            "loss_tolerance": LOSS_TOLERANCE,
+            "measured_matmul_tflops": peak,
+            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+        },
+        rows=rows,
+        complete=complete,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+
+
+def _measure_row(
+    model: LoraModel, tokens: int, layers: int | None, rounds: int, checkpointing: bool, device: str, seed: int,
+    names: tuple[str, ...], seconds: float, peak: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    start = time.perf_counter()
+    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    steps = WARMUP + rounds + 1  # the last one is profiled
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
+        weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
+        vocabulary = int(weights.get_base_model().config.vocab_size)
+        tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary)
+        arguments = trainer_arguments(Setting("", True, checkpointing), tokens, steps, device, seed, folder)
+        arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn: their losses stay comparable
+        sides: dict[str, Side] = {}
+        paths: dict[str, str] = {}
+        failed: dict[str, str] = {}
+
+        def make(name: str) -> Side:
+            trainer = _trainer(name, shared_copy(weights), arguments, documents, tokenizer)
+            first = next(iter(sides.values()), None)
+            if first is not None:
+                trainer.optimizer = first.optimizer.optimizer
+            paths[name] = stack.enter_context(_installed(name, trainer))
+            return Side(trainer, clock, steps)
+
+        for name in names:
+            side, failure = attempt(partial(make, name))
+            if side is None:
+                failed[name] = failure or ""
+            else:
+                sides[name] = side
+        load = OtherLoad()
+
+        def clean() -> None:
+            weights.zero_grad()
+            free_memory(device)
+
+        found: Rounds[tuple[Step, Any]] = take_turns(
+            {name: partial(_step, side, device) for name, side in sides.items()},
+            rounds=rounds,
+            warmup=WARMUP,
+            seconds=seconds - (time.perf_counter() - start),
+            least=min(LEAST_ROUNDS, rounds),
+            clock=clock,
+            clean=clean,
+        )
+        other_load = load.cores()
+        failed |= found.failed
+        flops = model_flops(weights)
+        figures = {}
+        for name in names:
+            if name in failed:
+                figures[name] = {"failed": failed[name]}
+                continue
+            launches = count_launches(sides[name].step, device)
+            figures[name] = _figures(found, name, clock, paths[name], launches, flops, peak)
+        _gate(figures)
+        good = [name for name in names if "failed" not in figures[name]]
+        return {
+            "base": model.base,
+            "attention": "varlen or per_document of fastpack-trl, on every side",
+            "sides": figures,
+            "ratios": {name: found.ratio(name, OURS) for name in good if name != OURS} if OURS in good else {},
+            "order": found.order,
+            "other_load": other_load,
+        }
+
+
+def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, tokenizer: Any) -> Any:
+    if name == OURS:
+        trainer: Any = FastSFTTrainer(
+            model, args=FastSFTConfig(**arguments), train_dataset=documents, processing_class=tokenizer
+        )
+    else:
+        more = {"use_liger_kernel": True} if name == LIGER else {}
+        trainer = SFTTrainer(
+            model, args=SFTConfig(**arguments, **more), train_dataset=documents, processing_class=tokenizer
+        )
+        trainer.data_collator = PackingCollator(pad_token_id=PAD)
+    trainer.train_dataset = without_emptiest(trainer.train_dataset)
+    return trainer
+
+
+@contextlib.contextmanager
+def _installed(name: str, trainer: Any) -> Iterator[str]:
+    """What makes a trainer this side; yields the name of its path."""
+    if name == OURS:
+        with contextlib.redirect_stdout(io.StringIO()):  # the banner
+            features = trainer._fastpack_features(announce=True)
+            features.__enter__()
+        try:
+            report = trainer.fastpack_report
+            yield ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
+        finally:
+            features.__exit__(None, None, None)
+        return
+    with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
+        if name != STOCK:
+            _compile_regions(trainer)
+        compiled = "" if name == STOCK else ", layers compiled by accelerate"
+        yield f"{attention.path}{compiled}{', Liger' if name == LIGER else ''}"
+
+
+def _compile_regions(trainer: Any) -> None:
+    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model when it is prepared."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    trainer.accelerator.state.dynamo_plugin = plugin
+
+
+def _step(side: Side, device: str) -> tuple[Step, Any]:
+    memory = PeakMemory(device)
+    return side.step(), memory.read()
+
+
+def _figures(
+    found: Rounds[tuple[Step, Any]], name: str, clock: Clock, path: str, launches: Launches | None, flops: Any,
+    peak: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    steps = [step for step, _ in found.results[name]]
+    memory = [used for _, used in found.results[name] if used is not None]
+    figures = {
+        "path": path,
+        **side_figures(found.seconds[name], steps, clock),
+        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+        "batch_tokens": [step.input_ids.numel() for step in steps],
+        "batch_documents": [step.documents for step in steps],
+        "launches": None if launches is None else launches.to_dict(),
+    }
+    if peak is not None:
+        rates = []
+        for step, seconds in zip(steps, found.seconds[name], strict=True):
+            lengths = step.seq_lengths
+            pairs = {window: attention_pairs(lengths, window) for window in flops.windows}
+            rates.append(flops.count(sum(lengths), pairs, sum(lengths)).model / seconds / 1e12)
+        typical = sorted(rates)[len(rates) // 2]
+        data_sheet = PEAK_TFLOPS.get(torch.cuda.get_device_name())
+        figures["tflops"] = typical
+        figures["mfu_of_data_sheet"] = None if data_sheet is None else typical / data_sheet
+        figures["mfu_of_measured_matmul"] = typical / peak
+    return figures
+
+
+def _gate(figures: dict[str, Any]) -> None:
+    """A side whose losses are not those of stock is no measurement: it becomes a failure with the reason."""
+    if "failed" in figures.get(STOCK, {"failed": ""}):
+        return
+    expected = figures[STOCK]["losses"]
+    for name, side in figures.items():
+        if "failed" in side:
+            continue
+        worst = max(abs(a - b) / abs(b) for a, b in zip(side["losses"], expected, strict=True))
+        if not worst <= LOSS_TOLERANCE:
+            figures[name] = {"failed": f"its loss is off stock's by {worst:.2e}, over {LOSS_TOLERANCE:g}"}
+
+
+def _measured_tflops(size: int = 8192, rounds: int = 10) -> float:
+    """TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
+    left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    clock = CudaClock()
+    best = 0.0
+    for _ in range(rounds):
+        clock.synchronise()
+        start = clock.mark()
+        left @ left
+        end = clock.mark()
+        clock.synchronise()
+        best = max(best, 2 * size**3 / clock.seconds(start, end) / 1e12)
+    return best
