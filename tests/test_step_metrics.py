@@ -1,0 +1,67 @@
+"""Metrics that are read once per log have the values that stock reads in each micro-batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastpack_trl.step.metrics import counted_ranks
+
+
+def same(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> None:
+    assert [row.keys() for row in ours] == [row.keys() for row in stock]
+    for row, expected in zip(ours, stock, strict=True):
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=2e-6), (name, row, expected)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    command += [str(Path(__file__).with_name("two_ranks.py")), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
+        try:
+            _, err = ran.communicate(timeout=240)
+        finally:
+            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
+    assert ran.returncode == 0, err[-3000:]
+    logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
+    return logs
+
+
+@pytest.mark.parametrize("case", ["accumulated", "one row per rank", "experts"])
+def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_ranks: dict[str, Any]) -> None:
+    ours, stock = two_ranks[case]
+    assert sum("entropy" in row for row in stock) >= 3
+    assert sum("eval_entropy" in row for row in stock) >= 2
+    same(ours, stock)
+
+
+def test_one_rank_may_log_on_its_own(two_ranks: dict[str, Any]) -> None:
+    rows = two_ranks["alone"]
+    assert sum("alone" in row for row in rows) == 4
+    assert sum("loss" in row and "entropy" in row for row in rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "last", "remainder", "expected"),
+    [(1, True, 3, 1), (4, False, 3, 4), (4, True, 3, 3), (4, True, 7, 4), (4, True, 0, 4), (4, True, -1, 4)],
+)
+def test_ranks_are_left_out_as_gather_for_metrics_does(ranks: int, last: bool, remainder: int, expected: int) -> None:
+    state = SimpleNamespace(end_of_dataloader=last, remainder=remainder)
+    assert counted_ranks(SimpleNamespace(gradient_state=state, num_processes=ranks)) == expected
