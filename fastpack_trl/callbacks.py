@@ -288,7 +288,8 @@ class ThroughputCallback(TrainerCallback):
         if self._flops is None or self._peak is None:
             return figures
         needed = self._flops.count(tokens.nonpad, tokens.pairs, tokens.scored)
-        done = self._flops.count(tokens.capacity, tokens.pairs, tokens.scored)
+        twice = tokens.scored - tokens.scored_once
+        done = self._flops.count(tokens.capacity, tokens.pairs, tokens.scored, twice=twice)
         share = 100 / (seconds * self._peak * self._devices)
         return figures | {"mfu": needed.model * share, "hfu": done.hardware * share}
 

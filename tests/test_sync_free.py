@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, train
-from trl import SFTTrainer
+from trainer_material import assert_same_log, both, figures, make_tokenizer, settings, train
+from trl import SFTConfig, SFTTrainer
+from trl.kernels import chunked_logprob
+from trl.trainer.utils import add_fused_lm_head
 
-from fastpack_trl import FastSFTTrainer
-from fastpack_trl.testing import tiny_model
+from fastpack_trl import FastSFTTrainer, PackedBatch
+from fastpack_trl.step.loss import LossForward
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 LORA = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")}
 FULL: dict[str, Any] = {}
+LOSS = "loss, metrics, host work"
 
 
 def counted(cls: type[SFTTrainer], folder: Path, model: Any, method: dict[str, Any], **more: Any) -> BetweenLogs:
@@ -81,4 +88,188 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
 
 
-LOSS = "loss, metrics, host work"
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_losses_over_20_steps_equal_those_of_stock(method: Any, checkpointing: bool, tmp_path: Path) -> None:
+    options = {"max_steps": 20, "packing": True, "gradient_checkpointing": checkpointing, "eval_strategy": "no"}
+    ours, stock = both(tmp_path, trainer=method, **options)
+    mine, theirs = ([row["loss"] for row in figures(run) if "loss" in row] for run in (ours, stock))
+    assert len(mine) == 20
+    assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
+def test_bf16_with_the_same_attention_logs_the_same(method: Any, tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    runs = []
+    for choice in ("on", "off"):
+        fast = {"sync_free": choice, "lora": "off"}
+        more = {"bf16": True, "packing": True, "model": copy.deepcopy(model), "trainer": method, "fast": fast}
+        runs.append(train(FastSFTTrainer, tmp_path, **more))
+    ours, stock = map(figures, runs)
+    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):  # before a rounded step was taken
+        assert ours[0][name] == pytest.approx(stock[0][name], rel=1e-5)
+    assert_same_log(*runs, rtol=2**-7, atol=2**-7)
+    assert runs[1].fastpack_report["sync_free"].status == "off"
+
+
+def test_nf4_qlora_asks_nothing_and_logs_what_stock_logs(tmp_path: Path) -> None:
+    from transformers import BitsAndBytesConfig
+
+    pytest.importorskip("bitsandbytes")
+    tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64).save_pretrained(tmp_path / "model")
+    trainer = LORA | {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    # On the CPU an evaluation of bitsandbytes' 4-bit layers breaks the gradients of the steps after it, also in stock.
+    options: dict[str, Any] = {"model": str(tmp_path / "model"), "model_init_kwargs": {"dtype": "float32"}}
+    options |= {"packing": True, "eval_strategy": "no", "fast": {"lora": "off"}}
+    ours, stock = both(tmp_path, trainer=trainer, **options)
+    assert_same_log(ours, stock, rtol=2**-7, atol=2**-7)  # TRL holds the adapters in bf16
+    assert ours.fastpack_report["sync_free"].path == LOSS
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "granite", "cohere2", "gpt_oss", "deepseek_v3"])
+def test_gradients_are_those_of_trls_forward(family: str) -> None:
+    """In every family whose head is scaled, softcapped or balanced by its own rules."""
+    more = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
+    model = tiny_model(family, **more)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if family in ("qwen3_moe", "gpt_oss"):
+        model.config.output_router_logits = True
+    labels = torch.randint(3, 90, (1, 20))
+    labels[:, 3:9] = labels[:, 0] = -100
+    batch = PackedBatch.from_lengths([20], labels=labels)
+    ids = torch.randint(3, 90, (1, 20))
+    stock = model(ids, labels=labels, fused_lm_head=True)
+    (-stock.log_probs.sum() + (stock.aux_loss if stock.aux_loss is not None else 0)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    layer = LossForward(model)
+    assert not layer.missing
+    chosen = {"loss_positions": batch.loss_positions, "loss_labels": batch.loss_labels}
+    ours = model(ids, labels=labels, fused_lm_head=True, **chosen)
+    (ours.total + (ours.aux_loss if ours.aux_loss is not None else 0)).backward()
+    assert_gradients_close(gradients(model), expected)
+    torch.testing.assert_close(ours.entropy.sum(), stock.entropy.sum())
+    assert ours.is_top1.sum() == stock.is_top1.sum()
+    layer.close()
+
+
+def test_without_positions_the_forward_is_trls_and_close_takes_it_away() -> None:
+    model = tiny_model("qwen3")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    trls, signature = model.forward, inspect.signature(model.forward)
+    ids = torch.randint(3, 90, (2, 9))
+    expected = model(ids, labels=ids, fused_lm_head=True).log_probs
+    generated = model.generate(ids, max_new_tokens=3, do_sample=False)
+    layer = LossForward(model)
+    assert layer.in_place
+    assert inspect.signature(model.forward) == signature
+    assert torch.equal(model(ids, labels=ids, fused_lm_head=True).log_probs, expected)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), generated)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.get_output_embeddings().weight.zero_()
+    positions = torch.tensor([0, 4])
+    chosen = {"loss_positions": positions, "loss_labels": positions, "loss_type": "nll"}
+    assert twin(ids[:1], **chosen).entropy.tolist() == pytest.approx([math.log(96)] * 2)  # its own head
+    layer.close()
+    assert model.forward == trls
+    assert not layer.in_place
+
+
+def test_micro_batches_without_a_loss_are_those_of_stock(tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(5, 17)), "labels": [-100] * 12}, {"input_ids": list(range(7, 19))}]
+    for row in rows[1:]:
+        row["labels"] = row["input_ids"]
+    dataset = Dataset.from_list(rows * 6)
+    logs = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        args = settings(
+            tmp_path, packing=True, max_length=12, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+            gradient_accumulation_steps=2, train_sampling_strategy="sequential", eval_steps=2,
+        )  # fmt: skip
+        trainer = cls(
+            tiny_model("qwen3"), args=SFTConfig(**args), train_dataset=dataset, eval_dataset=dataset.select(range(3)),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        logs.append(trainer)
+    assert_same_log(*logs)
+    assert any(row["entropy"] > 0 for row in figures(logs[0]) if "entropy" in row)
+
+
+def test_an_empty_evaluation_set_ends_as_in_stock(tmp_path: Path) -> None:
+    ends = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        trainer = train(cls, tmp_path, packing=True, max_steps=2, eval_strategy="no")
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever stock raises
+            trainer.evaluate(trainer.train_dataset.select([]))
+        ends.append((type(caught.value), str(caught.value)))
+        assert trainer.evaluate()["eval_entropy"] > 0
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"fast": {"packed_attention": "off"}}, "packed_attention is off"),
+        ({"label_smoothing_factor": 0.1}, "label smoothing needs the full logits"),
+        ({"trainer": {"compute_loss_func": None}}, "compute_loss_func needs the full logits"),
+        ({"trainer": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}}, "prompt"),
+    ],
+)
+def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    options = {"packing": True, "data": "prompt_completion"} | options
+
+    def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        losses = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[0, 1:], reduction="sum")
+        return losses / (1 if num_items_in_batch is None else num_items_in_batch)
+
+    if "compute_loss_func" in options.get("trainer", {}):
+        options["trainer"] = {"compute_loss_func": summed}
+    if "peft_config" in options.get("trainer", {}):  # its packing leaks in stock
+        ours = train(FastSFTTrainer, tmp_path, **options)
+    else:
+        ours, stock = both(tmp_path, **options)
+        assert_same_log(ours, stock)
+    line = ours.fastpack_report["sync_free"]
+    assert line.path == "host work only"
+    assert reason in line.reason
+
+
+def test_remarks_name_what_still_asks_the_device(tmp_path: Path) -> None:
+    metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
+    ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
+    assert_same_log(ours, stock)
+    reason = ours.fastpack_report["sync_free"].reason
+    assert "evaluation with compute_metrics runs as stock" in reason
+    assert "include_num_input_tokens_seen asks the device" in reason
+
+
+def test_where_trl_has_other_tiles_its_own_head_runs_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = chunked_logprob._backward_tile
+    monkeypatch.setattr(chunked_logprob, "_backward_tile", lambda *args, **kwargs: known(*args, **kwargs))
+    ours, stock = both(tmp_path, packing=True, trainer=LORA)
+    assert_same_log(ours, stock, rtol=5e-5)
+    line = ours.fastpack_report["sync_free"]
+    assert line.path == LOSS
+    assert line.reason == "logits made twice (trl lacks trl.kernels.chunked_logprob._backward_tile)"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_on_cuda_no_step_waits(
+    family: str, layers: int, method: dict[str, Any], accumulation: int, tmp_path: Path
+) -> None:
+    model = tiny_model(family, num_hidden_layers=layers)
+    counter = BetweenLogs(error=True)
+    train(
+        FastSFTTrainer, tmp_path, model=model, trainer={"callbacks": [counter], **method}, use_cpu=False, bf16=True,
+        gradient_accumulation_steps=accumulation, **ONE_LOG,
+    )  # fmt: skip
+    assert counter.per_micro_batch == 0, counter.syncs

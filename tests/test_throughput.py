@@ -350,7 +350,7 @@ def test_flops_equal_the_counter_of_torch(name: str, checkpointing: bool) -> Non
     flops = model_flops(model)
     # torch counts a causal mask as the full square, and eager attention computes it, windows too.
     pairs = {window: 2 * attention_pairs([9], causal_half=False) for window in flops.windows}
-    count = flops.count(18, pairs, 18, chunked_head=False)
+    count = flops.count(18, pairs, 18, twice=0)
     assert count.hardware == counter.get_total_flops()
     assert (count.recompute > 0) == checkpointing
     assert flops.inexact == ()
@@ -387,6 +387,28 @@ def test_the_head_of_the_chunked_loss_is_three_products_and_a_recompute(frozen_h
     pairs = {window: 2 * attention_pairs([9], causal_half=False) for window in flops.windows}
     # On the CPU all positions but the last of each row are scored.
     assert flops.count(18, pairs, 16).hardware == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_the_head_at_chosen_positions_has_no_recompute(frozen_head: bool, tmp_path: Path) -> None:
+    model = tiny_model("llama", attn_implementation="eager")
+    model.lm_head.requires_grad_(not frozen_head)
+    trainer = train(FastSFTTrainer, tmp_path, model=model, max_steps=1, eval_strategy="no", packing=True)
+    ids, labels = torch.randint(3, 90, (1, 18)), torch.arange(18)
+    batch = PackedBatch.from_lengths([9, 9], labels=labels)
+    inputs = {"input_ids": ids, "loss_positions": batch.loss_positions, "loss_labels": batch.loss_labels}
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    operations = FlopCounterMode(display=False, custom_mapping=in_place)
+    with operations:
+        trainer.model(**inputs).total.backward()
+    flops, counter = model_flops(trainer.model), TokenCounter((None,))
+    counter.count(inputs | {"packed_batch": batch})
+    sums = counter.take()
+    assert sums.scored == sums.scored_once == sums.loss == 16
+    # The eager attention of stock over the row as one document.
+    pairs = {window: 2 * attention_pairs([18], causal_half=False) for window in flops.windows}
+    twice = sums.scored - sums.scored_once
+    assert flops.count(18, pairs, sums.scored, twice=twice).hardware == operations.get_total_flops()
 
 
 def test_what_is_not_counted_is_named() -> None:

@@ -71,7 +71,8 @@ class ModelFlops:
     input's where something before it is, or where ``enable_input_require_grads`` says so.
 
     The head of TRL's chunked loss is three products where it is trained: logits, gradient of the hidden states,
-    gradient of the weight; the logits are made again in the backward pass (`StepFlops.head_recompute`).
+    gradient of the weight; the logits are made again in the backward pass (`StepFlops.head_recompute`), unless
+    `sync_free` runs the head.
 
     Not exact:
 
@@ -98,7 +99,7 @@ class ModelFlops:
         return tuple(self.pairs)
 
     def count(
-        self, tokens: float, pairs: Mapping[int | None, float], positions: float, *, chunked_head: bool = True
+        self, tokens: float, pairs: Mapping[int | None, float], positions: float, *, twice: float | None = None
     ) -> StepFlops:
         """Operations of forward and backward over these sums.
 
@@ -106,7 +107,7 @@ class ModelFlops:
             tokens: positions that pass the layers.
             pairs: query-key pairs per head for each of `windows`; see `attention_pairs`.
             positions: positions whose logits are made.
-            chunked_head: whether the head runs in TRL's chunked loss, which makes the logits twice.
+            twice: of these, positions whose logits are made twice, as in TRL's chunked loss; default: all.
         """
         parts = [(self.tokens, tokens), (self.head, positions)]
         parts += [(cost, pairs[window]) for window, cost in self.pairs.items()]
@@ -114,7 +115,7 @@ class ModelFlops:
             forward=sum(cost.forward * amount for cost, amount in parts),
             backward=sum(cost.backward * amount for cost, amount in parts),
             recompute=sum(cost.recompute * amount for cost, amount in parts),
-            head_recompute=self.head.forward * positions if chunked_head and self.head.backward else 0.0,
+            head_recompute=self.head.forward * (positions if twice is None else twice) if self.head.backward else 0.0,
         )
 
 

@@ -18,8 +18,8 @@ class ModeCheck:
     """Inside of `skipping_train` a ``model.train()`` that would change nothing is skipped.
 
     ``nn.Module.train`` writes the mode of every module through ``__setattr__``; here the modes are read from a list,
-    which is made once per model. Where one module is in evaluation mode (a callback generated text, a module refuses
-    training mode), the real ``train`` runs, as in stock.
+    which is made once per model. The first call runs, and so does each where a module is in evaluation mode: a callback
+    generated text, or the module's own ``train`` refuses training mode.
     """
 
     def __init__(self) -> None:
@@ -27,9 +27,10 @@ class ModeCheck:
         self._modules: list[nn.Module] = []
 
     def all_train(self, model: nn.Module) -> bool:
-        """Whether every module of `model` is in training mode."""
+        """Whether ``model.train()`` ran before, and every module of `model` is still in training mode."""
         if self._model is not model:
             self._model, self._modules = model, list(model.modules())
+            return False
         return False not in map(_training, self._modules)
 
     @contextlib.contextmanager

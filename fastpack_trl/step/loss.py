@@ -63,14 +63,14 @@ class LossForward:
         if isinstance(constants, str):
             self.missing = constants
             return
-        self._function = _around(self._stock.__func__, constants, missing_tile_functions())
+        self._lacks_tiles = missing_tile_functions()
+        self._function = _around(self._stock.__func__, constants, self._lacks_tiles)
         model.forward = types.MethodType(self._function, model)
 
     @property
     def products(self) -> str:
         """Which head runs, for the report."""
-        lacks = missing_tile_functions()
-        return f"logits made twice (trl lacks {lacks})" if lacks else "logits made once"
+        return f"logits made twice (trl lacks {self._lacks_tiles})" if self._lacks_tiles else "logits made once"
 
     @property
     def in_place(self) -> bool:

@@ -23,6 +23,7 @@ class TokenSums:
             there it counts as tokens.
         loss: tokens that the loss counts; None where a batch came without labels.
         scored: positions whose logits were made.
+        scored_once: of these, positions whose logits were not made again in the backward pass (`step.head`).
         pairs: query-key pairs per head by sliding window, half of each squared length (`attention_pairs`).
     """
 
@@ -30,6 +31,7 @@ class TokenSums:
     nonpad: float = 0.0
     loss: float | None = 0.0
     scored: float = 0.0
+    scored_once: float = 0.0
     pairs: dict[int | None, float] = field(default_factory=dict)
 
     def add(self, other: TokenSums) -> None:
@@ -37,6 +39,7 @@ class TokenSums:
         self.nonpad += other.nonpad
         self.loss = None if self.loss is None or other.loss is None else self.loss + other.loss
         self.scored += other.scored
+        self.scored_once += other.scored_once
         for window, pairs in other.pairs.items():
             self.pairs[window] = self.pairs.get(window, 0.0) + pairs
 
@@ -63,8 +66,12 @@ class TokenCounter:
         host, labels = self._host, inputs.get("labels")
         chunked_on_device = ids.device.type == "cuda" and bool(inputs.get("fused_lm_head"))
         host.capacity += ids.numel()
+        chosen = inputs.get("loss_positions")
+        if chosen is not None:
+            host.scored += chosen.numel()
+            host.scored_once += chosen.numel()
         # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
-        if not chunked_on_device:
+        elif not chunked_on_device:
             host.scored += ids.numel() - ids.shape[0] if inputs.get("fused_lm_head") else ids.numel()
         batch = inputs.get("packed_batch")
         if isinstance(batch, PackedBatch):
@@ -73,7 +80,7 @@ class TokenCounter:
                 host.pairs[window] += attention_pairs(batch.seq_lengths, window)
             if batch.loss_positions is not None and host.loss is not None:
                 host.loss += batch.loss_positions.numel()
-                host.scored += batch.loss_positions.numel() * chunked_on_device
+                host.scored += batch.loss_positions.numel() * (chunked_on_device and chosen is None)
                 return
             self._on_device(ids.device, loss=_loss_tokens(inputs, labels), scored=chunked_on_device)
             return

@@ -1,0 +1,208 @@
+"""What is not done in each micro-batch any more has the effect it had."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_material import figures, train
+from transformers import PreTrainedModel, TrainerCallback
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.testing import tiny_model
+
+BOTH = (FastSFTTrainer, SFTTrainer)
+
+
+class Poison(TrainerCallback):
+    """One weight of the head is `value` during the given micro-batches; weights as before after each step."""
+
+    def __init__(self, value: float, steps: dict[int, tuple[int, ...]]) -> None:
+        self.value, self.steps = value, steps
+        self.micro = 0
+        self.filter_seen: list[bool] = []
+
+    def _set(self, model: nn.Module, step: int) -> None:
+        weight = model.get_output_embeddings().weight
+        with torch.no_grad():
+            weight.copy_(self.clean)
+            if self.micro in self.steps.get(step, ()):
+                weight[3] = self.value
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.clean = model.get_output_embeddings().weight.detach().clone()
+            self.state = copy.deepcopy(model.state_dict())
+        self.micro = 0
+        self._set(model, state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.filter_seen.append(args.logging_nan_inf_filter)
+        self.micro += 1
+        self._set(model, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.filter_seen.append(args.logging_nan_inf_filter)
+        model.load_state_dict(self.state)
+
+    def on_evaluate(self, args: Any, *rest: Any, **kwargs: Any) -> None:
+        self.filter_seen.append(args.logging_nan_inf_filter)
+
+    on_log = on_evaluate
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("filters", [True, False], ids=["filtered", "unfiltered"])
+def test_a_loss_that_is_not_finite_is_logged_as_in_stock(value: float, filters: bool, tmp_path: Path) -> None:
+    logs = []
+    for cls in BOTH:
+        model = tiny_model("qwen3", tie_word_embeddings=False)
+        poison = Poison(value, {1: (1,), 2: (0, 1), 4: (0,)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        trainer = train(
+            cls, tmp_path, model=model, packing=True, gradient_accumulation_steps=2, max_steps=6, logging_steps=3,
+            eval_steps=3, logging_nan_inf_filter=filters,
+            trainer={"callbacks": [poison], "optimizers": (optimizer, schedule)},
+        )  # fmt: skip
+        assert set(poison.filter_seen) == {filters}
+        assert trainer.args.logging_nan_inf_filter is filters
+        logs.append(figures(trainer))
+    ours, stock = logs
+    assert [row.keys() for row in ours] == [row.keys() for row in stock]
+    for row, expected in zip(ours, stock, strict=True):
+        for name, figure in expected.items():
+            assert row[name] == pytest.approx(figure, rel=1e-5, abs=2e-6, nan_ok=True), (name, row, expected)
+    losses = torch.tensor([row["loss"] for row in ours if "loss" in row])
+    assert losses.isfinite().all().item() is filters
+
+
+def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    seen: list[Any] = []
+
+    class Keeps(FastSFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            seen.append(self)
+
+        def _track_num_input_tokens(self, inputs: Any) -> None:
+            assert self.args.logging_nan_inf_filter is True
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
+    assert seen[0].args.logging_nan_inf_filter is True
+    assert not seen[0].fastpack_step.host
+    assert "train" not in vars(seen[0].model)
+
+
+def test_a_subclass_that_looks_at_the_loss_sees_it_as_it_is(tmp_path: Path) -> None:
+    class Looks(FastSFTTrainer):
+        finite: bool = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.finite = self.finite and bool(loss.isfinite())
+            return loss
+
+    model = tiny_model("qwen3", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = torch.nan
+    unproven = {"verify_packing": "off"}  # the proof would find the NaN
+    trainer = train(Looks, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast=unproven)
+    assert isinstance(trainer, Looks)
+    assert not trainer.finite
+    assert "training_step of Looks may look at the loss" in trainer.fastpack_report["sync_free"].reason
+
+
+class Modes(TrainerCallback):
+    """After the second step part of the model, then all of it, is in evaluation mode; stock's next step resets both."""
+
+    def __init__(self) -> None:
+        self.in_step: list[bool] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: None)
+        backbone = model.base_model
+        self.watch = backbone.register_forward_hook(
+            lambda *_: self.in_step.append(all(module.training for module in model.modules()))
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            model.base_model.layers[1].mlp.eval()
+        if state.global_step == 3:
+            model.eval()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.watch.remove()
+
+
+@pytest.mark.parametrize("cls", BOTH, ids=["ours", "stock"])
+def test_modes_are_set_where_they_change_and_only_there(
+    cls: type[SFTTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    real = nn.Module.train
+
+    def counting(self: nn.Module, mode: bool = True) -> nn.Module:
+        if isinstance(self, PreTrainedModel) and self.can_generate():
+            calls.append(mode)
+        return real(self, mode)
+
+    model = tiny_model("qwen3").eval()
+    monkeypatch.setattr(nn.Module, "train", counting)
+    callback = Modes()
+    train(
+        cls, tmp_path, model=model, packing=True, max_steps=6, gradient_accumulation_steps=2, eval_strategy="no",
+        trainer={"callbacks": [callback]},
+    )  # fmt: skip
+    assert len(callback.in_step) >= 10
+    assert all(callback.in_step)
+    # Of ours: the first micro-batch, after a part was in evaluation mode, after all of it was.
+    trains = [mode for mode in calls if mode]
+    assert len(trains) == (3 if cls is FastSFTTrainer else len(callback.in_step))
+
+
+def test_a_module_that_refuses_training_mode_is_asked_in_each_step_as_in_stock(tmp_path: Path) -> None:
+    asked = []
+
+    class Frozen(nn.Module):
+        def train(self, mode: bool = True) -> nn.Module:
+            asked.append(mode)
+            return super().train(False)
+
+    counts = []
+    for cls in BOTH:
+        model = tiny_model("qwen3")
+        model.frozen = Frozen()
+        asked.clear()
+        train(cls, tmp_path, model=model, packing=True, eval_strategy="no", fast={"verify_packing": "off"})
+        counts.append(len(asked))
+    assert counts[0] == counts[1] == 4
+
+
+def test_parameters_are_counted_once_and_total_flos_is_that_of_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, flops, calls = PreTrainedModel.num_parameters, [], []
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> int:
+        if kwargs.get("exclude_embeddings"):
+            calls.append(1)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", counting)
+    for cls in BOTH:
+        trainer = train(cls, tmp_path, packing=True, gradient_accumulation_steps=2)
+        flops.append(trainer.state.total_flos)
+    assert flops[0] == flops[1] > 0
+    assert len(calls) == 1 + 8  # ours, stock
