@@ -406,7 +406,7 @@ def test_the_head_at_chosen_positions_has_no_recompute(frozen_head: bool, tmp_pa
     sums = counter.take()
     assert sums.scored == sums.scored_once == sums.loss == 16
     # The eager attention of stock over the row as one document.
-    pairs = {window: 2 * attention_pairs([18], causal_half=False) for window in flops.windows}
+    pairs = {window: attention_pairs([18], causal_half=False) for window in flops.windows}
     twice = sums.scored - sums.scored_once
     assert flops.count(18, pairs, sums.scored, twice=twice).hardware == operations.get_total_flops()
 
