@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines
+from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines, overhead_lines
 from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -209,6 +209,14 @@ def _collator_row(tokens: int, measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _host_overhead(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import host_overhead
+
+    _without(args, "model", "layers", "no_checkpointing", "seconds", "backends", "quick")
+    given = _given(tokens=args.tokens, pairs=args.pairs, threads=args.threads)
+    return host_overhead.measure(device=_device(args), seed=args.seed, progress=True, **given)
+
+
 CASES = {
     "packed_attention": Case(
         "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
@@ -219,6 +227,10 @@ CASES = {
     "lora": Case(
         "whole training step with LoRA or QLoRA: stock and stock compiled, with the same attention, beside fastpack",
         _lora,
+    ),
+    "host_overhead": Case(
+        "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' own loops",
+        _host_overhead,
     ),
     "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
 }
@@ -232,6 +244,8 @@ def table(record: Mapping[str, Any]) -> str:
         out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
     if record["case"] == "attention":
         return "\n".join([*out, *attention_lines(rows)])
+    if record["case"] == "host_overhead":
+        return "\n".join([*out, *overhead_lines(rows)])
     if any("sides" in row for row in rows):
         return "\n".join([*out, *model_lines(rows)])
     for setting in dict.fromkeys(row["setting"] for row in rows):

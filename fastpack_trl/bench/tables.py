@@ -106,5 +106,52 @@ def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per setting: a step of each side and its overhead; then, on CUDA, what the device did in a micro-step."""
+    out: list[str] = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        chosen = [row for row in rows if row["setting"] == setting]
+        cells = [["tokens", "side", "step ms", "overhead ms", "tok/s", "step ratio", "overhead of stock's", "target"]]
+        device = [["tokens", "side", "kernels", "host us", "waits", "busy us", "idle"]]
+        for row in chosen:
+            for side in ("stock", "fastpack"):
+                figures, ours = row[side], side == "fastpack"
+                cells.append(
+                    [
+                        f"{row['tokens']:,}",
+                        side,
+                        f"{figures['seconds']['median'] * 1000:.2f}",
+                        f"{figures['overhead_seconds']['median'] * 1000:.2f}",
+                        f"{figures['tokens_per_second']['median']:,.0f}",
+                        f"{row['ratio']['median']:.2f}x, {_interval(row['ratio'])}" if ours else "-",
+                        f"{row['overhead']['median']:.2f}, {_interval(row['overhead'])}" if ours else "-",
+                        _overhead_verdict(row) if ours else "-",
+                    ]
+                )
+                gpu = figures.get("gpu")
+                if gpu is not None:
+                    device.append(
+                        [
+                            f"{row['tokens']:,}",
+                            side,
+                            f"{gpu['kernels_per_micro_step']:,.0f}",
+                            f"{gpu['host_microseconds_per_micro_step']:,.0f}",
+                            f"{gpu['waits_per_micro_step']:.1f}",
+                            f"{gpu['busy_seconds_per_micro_step'] * 1e6:,.0f}",
+                            f"{gpu['idle_share']:.0%}",
+                        ]
+                    )
+        out += ["", setting, *aligned(cells), *disturbances(chosen)]
+        if len(device) > 1:
+            out += ["", "per micro-step, host and kernels under torch.profiler", *aligned(device)]
+    return out
+
+
+def _overhead_verdict(row: Mapping[str, Any]) -> str:
+    if row["target"] is None:
+        return "reported only"
+    return f"at most {row['target']:g}, no slower: {'missed' if row['below_target'] else 'reached'}"
+
+
 def _interval(ratio: Mapping[str, float]) -> str:
     return f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})"

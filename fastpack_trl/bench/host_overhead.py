@@ -1,0 +1,401 @@
+"""What a training step costs beside its arithmetic: the real loop of both trainers, LoRA, in turn in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.bench.gpu_profile import GpuProfile
+from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model
+from fastpack_trl.bench.packed_attention import check_parity
+from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.steps import limited_threads, quiet
+from fastpack_trl.bench.timing import Comparison, interleave, median_interval
+from fastpack_trl.bench.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.errors import UserError
+from fastpack_trl.trainer import FastSFTTrainer
+
+CASE = "host_overhead"
+DEFAULT_PAIRS, DEFAULT_THREADS = 7, 1
+ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
+OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
+"""On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
+
+_WARMUP_STEPS, _STEPS = 2, 8  # per burst of either trainer; the first of each are not timed
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: a model by its shape, LoRA on all linear layers, documents packed into rows.
+
+    Attributes:
+        name: of the model.
+        shape: of the model, random weights.
+        documents: tokens of the shortest and of the longest document, uniform between.
+        rows: (tokens of a row, micro-batches of one row per optimizer step).
+        bf16: autocast to bf16; fp32 otherwise.
+    """
+
+    name: str
+    shape: ModelShape
+    documents: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]
+    bf16: bool
+    rank: int = 16
+
+
+CPU = Workload(
+    "qwen3, 28 layers of 32",
+    ModelShape(
+        "qwen3",
+        {
+            "num_hidden_layers": 28, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512, "tie_word_embeddings": True,
+        },
+    ),
+    (16, 64),
+    ((128, 1), (128, 4)),
+    bf16=False,
+)  # fmt: skip
+CUDA = Workload("qwen3-0.6b", MODELS["qwen3-0.6b"], (64, 512), ((1024, 1), (2048, 1), (1024, 8)), bf16=True)
+
+
+@dataclass(slots=True)
+class Burst:
+    """Some optimizer steps of one trainer, from the end of one step to the end of another.
+
+    Attributes:
+        seconds: of each step, host time.
+        inside: seconds of each step in each of `ARITHMETIC`.
+        total: seconds of all steps; the device has finished at both ends.
+        tokens: of all steps.
+        loss: mean loss of the burst, its first steps included.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    inside: list[dict[str, float]] = field(default_factory=list)
+    total: float = 0.0
+    tokens: int = 0
+    loss: float = 0.0
+
+    @property
+    def outside(self) -> list[float]:
+        """Seconds of each step that are no arithmetic: batches, metrics, the loop, callbacks, the schedule."""
+        return [taken - sum(parts.values()) for taken, parts in zip(self.seconds, self.inside, strict=True)]
+
+
+class _Watch(TrainerCallback):
+    """Fills a `Burst` while a trainer trains; `installed` puts it around the calls that are arithmetic."""
+
+    def __init__(self, device: str, profile: GpuProfile | None = None) -> None:
+        self.device, self.profile = device, profile
+        self.burst = Burst()
+        self._parts = dict.fromkeys(ARITHMETIC, 0.0)
+        self._last = self._start = self._optimizer = self._backward_end = 0.0
+        self._tokens = 0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[name] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def installed(self, trainer: Any) -> Iterator[None]:
+        """Around forward, backward and clipping; the optimizer has callbacks of its own."""
+        accelerator, model = trainer.accelerator, trainer.model
+        starts: list[float] = []
+
+        def before(*_: Any) -> None:
+            starts.append(time.perf_counter())
+
+        def after(*_: Any) -> None:
+            self._parts["forward"] += time.perf_counter() - starts.pop()
+
+        def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.part(name):
+                    return call(*args, **kwargs)
+
+            return run
+
+        batches = trainer.get_batch_samples
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found, items = batches(*args, **kwargs)
+            self._tokens += sum(inputs["input_ids"].numel() for inputs in found)
+            return found, items
+
+        around_step, watch = trainer.maybe_activation_offload_context, self
+
+        class UntilTheGraphIsFree:
+            """In the place of TRL's context around stock's step: what a step returned holds no graph when it ends."""
+
+            def __enter__(self) -> None:
+                around_step.__enter__()
+
+            def __exit__(self, *error: Any) -> None:
+                if watch._backward_end:
+                    watch._parts["backward"] += time.perf_counter() - watch._backward_end
+                    watch._backward_end = 0.0
+                around_step.__exit__(*error)
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with self.part("backward"):
+                run_backward(*args, **kwargs)
+            self._backward_end = time.perf_counter()
+
+        run_backward = accelerator.backward
+        hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+        accelerator.backward = backward
+        trainer.maybe_activation_offload_context = UntilTheGraphIsFree()
+        accelerator.clip_grad_norm_ = timed("clipping", accelerator.clip_grad_norm_)
+        trainer.get_batch_samples = counted
+        trainer.add_callback(self)
+        # Each `train` lays autocast around the forward that it finds; it is to find the same one each time.
+        forward = vars(model).get("forward")
+        try:
+            yield
+        finally:
+            trainer.remove_callback(self)
+            trainer.maybe_activation_offload_context = around_step
+            del accelerator.backward, accelerator.clip_grad_norm_, trainer.get_batch_samples
+            for hook in hooks:
+                hook.remove()
+            if forward is not None:
+                model.forward = forward
+            else:
+                vars(model).pop("forward", None)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._optimizer = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        end = time.perf_counter()
+        self._parts["optimizer"] = end - self._optimizer  # its step, the schedule's, and the gradients set to None
+        if state.global_step > _WARMUP_STEPS:
+            self.burst.seconds.append(end - self._last)
+            self.burst.inside.append(dict(self._parts))
+        if state.global_step in (_WARMUP_STEPS, args.max_steps):
+            self._at_an_end(state.global_step == _WARMUP_STEPS)
+        self._parts = dict.fromkeys(ARITHMETIC, 0.0)
+        self._last = time.perf_counter()
+
+    def _at_an_end(self, first: bool) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if first:
+            self._start, self._tokens = now, 0
+            if self.profile is not None:
+                self.profile.start()
+        else:
+            self.burst.total, self.burst.tokens = now - self._start, self._tokens
+            if self.profile is not None:
+                self.profile.stop(now - self._start)
+
+
+def measure(
+    *,
+    tokens: Sequence[int] | None = None,
+    pairs: int = DEFAULT_PAIRS,
+    threads: int = DEFAULT_THREADS,
+    device: str = "cpu",
+    seed: int = 0,
+    workload: Workload | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Time bursts of training steps of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
+
+    Both train the same weights with LoRA on the same rows, at a learning rate of 0: so each burst computes the same
+    losses, and they are compared (`ParityError`). A step lasts from the end of one to the end of the next, and has
+    forward (the model's own call), backward (until its graph is freed), clipping, the optimizer (with the schedule and
+    the gradients set to None), and everything else, the batch included: the *overhead*.
+
+    Args:
+        tokens: row lengths in place of the workload's, one row per step.
+        pairs: timed bursts per side, of 8 steps each; 6 or more give an interval of 95 %.
+        threads: torch's intra-op threads.
+        device: ``cpu`` or ``cuda``. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one burst more per side under
+            torch.profiler.
+        seed: of weights, documents and order.
+        workload: `CPU` or `CUDA` by default.
+        progress: show a progress bar (on a terminal).
+
+    Returns:
+        A record (`make_record`). A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``,
+        ``phases`` and, on CUDA, ``gpu``: busy seconds, idle share, kernels and host microseconds per micro-step;
+        ``ratio``: stock's seconds / ours; ``overhead``: our overhead / stock's, burst by burst.
+
+    Raises:
+        UserError: a row shorter than the longest document, no pair, no thread, more than one CUDA device.
+        ParityError: the losses differ.
+    """
+    work = workload or (CUDA if device == "cuda" else CPU)
+    rows_of = tuple((length, 1) for length in tokens) if tokens else work.rows
+    if pairs < 1 or threads < 1:
+        raise UserError(f"pairs={pairs}, threads={threads}: each must be 1 or more")
+    if min(length for length, _ in rows_of) < work.documents[1]:
+        raise UserError(
+            f"tokens={min(rows_of)[0]} is shorter than the longest document: give {work.documents[1]} or more"
+        )
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        raise UserError(f"torch sees {torch.cuda.device_count()} CUDA devices: set CUDA_VISIBLE_DEVICES=0")
+    rows: list[dict[str, Any]] = []
+    complete = True
+    with limited_threads(threads), quiet(), tqdm(rows_of, unit="row", disable=None if progress else True) as bar:
+        try:
+            for length, micro_batches in bar:
+                rows.append(_measure_row(work, length, micro_batches, pairs, device, seed))
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+        except KeyboardInterrupt:
+            complete = False
+    return make_record(
+        case=CASE,
+        settings={
+            "model": work.name,
+            "shape": {"model_type": work.shape.model_type, **work.shape.fields},
+            "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
+            "bf16": work.bf16,
+            "lora_rank": work.rank,
+            "pairs": pairs,
+            "steps_per_burst": _STEPS,
+            "warmup_steps_per_burst": _WARMUP_STEPS,
+            "learning_rate": 0.0,
+            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+        },
+        rows=rows,
+        complete=complete,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+
+
+def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        trainers = _trainers(work, tokens, ga, device, seed, folder)
+
+        def burst(name: str) -> Callable[[], Burst]:
+            return lambda: _run(trainers[name], device)
+
+        load = OtherLoad()
+        found = interleave(
+            {name: burst(name) for name in (STOCK, OURS)},
+            pairs=pairs,
+            after_pair=lambda pair: _check(pair, tokens * ga * (_WARMUP_STEPS + _STEPS), work.bf16),
+        )
+        other_load = load.cores()
+        profiles = {name: _profiled(trainers[name], device, ga) for name in (STOCK, OURS)} if device == "cuda" else {}
+        report = trainers[OURS].fastpack_report
+        paths = {line.feature: f"{line.status}: {line.path}" for line in report}
+    row = {
+        "setting": f"{work.name}, LoRA, {'bf16' if work.bf16 else 'fp32'}, {ga} micro-batch{'es' * (ga > 1)} per step",
+        "tokens": tokens,
+        "micro_batches": ga,
+        "path": report["packed_attention"].path,
+        "features": paths,
+        "other_load": other_load,
+        "order": list(found.order),
+        **{name: _figures(found.results[name], ga, profiles.get(name)) for name in (STOCK, OURS)},
+    }
+    return row | _ratios(found) | _judged(row, _ratios(found), work)
+
+
+def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, folder: str) -> dict[str, Any]:
+    steps = _WARMUP_STEPS + _STEPS
+    vocabulary = int(work.shape.fields["vocab_size"])
+    documents = random_documents(*work.documents, vocabulary, tokens * ga * (steps + 2), seed)
+    setting = Setting("", bf16=work.bf16, gradient_checkpointing=False)
+    arguments = trainer_arguments(setting, tokens, steps, device, seed, folder) | {
+        "gradient_accumulation_steps": ga, "learning_rate": 0.0, "logging_strategy": "no", "save_strategy": "no",
+    }  # fmt: skip
+    model = build_model(work.shape, positions=tokens, seed=seed, device=device)
+    sides: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        STOCK: (SFTTrainer, SFTConfig, {}),
+        # Each burst starts a training; its proof is no part of a step.
+        OURS: (FastSFTTrainer, FastSFTConfig, {"verify_packing": "off"}),
+    }
+    return {
+        name: trainer_class(
+            model=copy.deepcopy(model),
+            args=config_class(**arguments, **more),
+            train_dataset=documents,
+            processing_class=make_tokenizer(vocabulary),
+            peft_config=LoraConfig(target_modules="all-linear", r=work.rank, lora_dropout=0.0),
+        )
+        for name, (trainer_class, config_class, more) in sides.items()
+    }
+
+
+def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> Burst:
+    watch = _Watch(device, profile)
+    with watch.installed(trainer), contextlib.redirect_stdout(None):
+        result = trainer.train()
+    watch.burst.loss = float(result.training_loss)
+    return watch.burst
+
+
+def _check(pair: Mapping[str, Burst], tokens: int, bf16: bool) -> None:
+    check_parity(pair[STOCK].loss, pair[OURS].loss, tokens=tokens, bf16=bf16)
+
+
+def _profiled(trainer: Any, device: str, ga: int) -> dict[str, Any]:
+    profile = GpuProfile()
+    burst = _run(trainer, device, profile)
+    return profile.figures(micro_steps=len(burst.seconds) * ga)
+
+
+def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) -> dict[str, Any]:
+    step = median_interval([burst.total / len(burst.seconds) for burst in bursts])
+    rates = [burst.tokens / burst.total for burst in bursts]
+    inside = [parts for burst in bursts for parts in burst.inside]
+    overheads = [median(burst.outside) for burst in bursts]
+    out = {
+        "seconds": {**step.to_dict(), "values": [burst.seconds for burst in bursts]},
+        "overhead_seconds": {**median_interval(overheads).to_dict(), "values": overheads},
+        "tokens_per_second": median_interval(rates).to_dict(),
+        "phases": {name: median(parts[name] for parts in inside) for name in ARITHMETIC}
+        | {"overhead": median(overheads)},
+        "losses": [burst.loss for burst in bursts],
+    }
+    if gpu is None:
+        return out
+    # Kernels take as long without the profiler, the host does not: busy time against the step that was not profiled.
+    busy = gpu["busy_seconds_per_micro_step"]
+    return {**out, "gpu": {**gpu, "idle_share": max(0.0, 1 - busy * ga / step.median)}}
+
+
+def _ratios(found: Comparison[Burst]) -> dict[str, Any]:
+    pairs = list(zip(found.results[STOCK], found.results[OURS], strict=True))
+    steps = [stock.total / ours.total for stock, ours in pairs]
+    overheads = [median(ours.outside) / median(stock.outside) for stock, ours in pairs]
+    return {
+        "ratio": {**median_interval(steps).to_dict(), "values": steps},
+        "overhead": {**median_interval(overheads).to_dict(), "values": overheads},
+    }
+
+
+def _judged(row: Mapping[str, Any], ratios: Mapping[str, Any], work: Workload) -> dict[str, Any]:
+    if work is not CPU or row["micro_batches"] > 1:
+        return {"target": None, "below_target": None}
+    reached = ratios["overhead"]["median"] <= OVERHEAD_TARGET and ratios["ratio"]["median"] >= STEP_TARGET
+    return {"target": OVERHEAD_TARGET, "below_target": not reached}

@@ -1,0 +1,131 @@
+"""``fastpack-trl bench --case host_overhead``: what counts as overhead, and a miniature run of the real loops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastpack_trl import cli
+from fastpack_trl.bench import host_overhead, packed_attention
+from fastpack_trl.bench.command import table
+from fastpack_trl.bench.gpu_profile import covered
+from fastpack_trl.bench.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
+from fastpack_trl.bench.model_shapes import ModelShape
+from fastpack_trl.errors import UserError
+
+SHAPE = ModelShape(
+    "qwen3",
+    {
+        "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "tie_word_embeddings": True,
+    },
+)  # fmt: skip
+MINIATURE = Workload("miniature", SHAPE, (4, 16), ((32, 1), (32, 2)), bf16=False, rank=2)
+
+
+@pytest.fixture(scope="module")
+def miniature() -> dict[str, Any]:
+    return measure(pairs=1, workload=MINIATURE)
+
+
+def test_a_step_is_its_arithmetic_and_its_overhead(miniature: dict[str, Any]) -> None:
+    assert miniature["complete"]
+    assert [(row["tokens"], row["micro_batches"]) for row in miniature["rows"]] == [(32, 1), (32, 2)]
+    for row in miniature["rows"]:
+        for side in ("stock", "fastpack"):
+            figures = row[side]
+            phases = figures["phases"]
+            assert list(phases) == [*ARITHMETIC, "overhead"]
+            assert all(seconds > 0 for seconds in phases.values()), phases
+            values = figures["seconds"]["values"][0]
+            assert len(values) == host_overhead._STEPS
+            # Medians of parts do not add up exactly to the median of the whole.
+            assert sum(phases.values()) == pytest.approx(sorted(values)[len(values) // 2], rel=0.5)
+            assert figures["tokens_per_second"]["median"] * figures["seconds"]["median"] <= 32 * row["micro_batches"]
+        assert row["stock"]["losses"] == pytest.approx(row["fastpack"]["losses"], rel=1e-5)
+        assert row["target"] is None
+    assert miniature["rows"][1]["features"]["merge_accumulation"].startswith("on")
+
+
+def test_the_record_is_json_and_a_table(miniature: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(miniature)) == miniature
+    text = table(miniature)
+    assert "2 micro-batches per step" in text
+    assert text.count("reported only") == 2
+
+
+def test_overhead_is_what_the_arithmetic_leaves() -> None:
+    inside = dict(zip(ARITHMETIC, (0.4, 0.3, 0.1, 0.1), strict=True))
+    assert Burst(seconds=[1.0, 1.5], inside=[inside, inside]).outside == pytest.approx([0.1, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("overhead", "step", "missed"),
+    [(0.1, 1.2, False), (0.3, 1.2, True), (0.1, 0.9, True), (OVERHEAD_TARGET, 1.0, False)],
+)
+def test_the_target_is_the_overhead_and_that_no_step_is_slower(overhead: float, step: float, missed: bool) -> None:
+    ratios = {"overhead": {"median": overhead}, "ratio": {"median": step}}
+    judged = host_overhead._judged({"micro_batches": 1}, ratios, host_overhead.CPU)
+    assert judged == {"target": OVERHEAD_TARGET, "below_target": missed}
+
+
+def _state(trainer: Any) -> tuple[object, ...]:
+    return (
+        trainer.maybe_activation_offload_context,
+        len(trainer.callback_handler.callbacks),
+        vars(trainer.model).get("forward"),
+        "backward" in vars(trainer.accelerator),
+        len(trainer.model._forward_hooks),
+    )
+
+
+def test_a_trainer_is_left_as_it_was(tmp_path: Path) -> None:
+    with host_overhead.quiet():
+        for trainer in host_overhead._trainers(MINIATURE, 32, 1, "cpu", 0, str(tmp_path)).values():
+            before = _state(trainer)
+            first = host_overhead._run(trainer, "cpu")
+            second = host_overhead._run(trainer, "cpu")
+            assert first.loss == second.loss > 0  # a learning rate of 0: each burst computes the same
+            assert _state(trainer) == before
+
+
+def test_other_losses_stop_the_measurement() -> None:
+    pair = {"stock": Burst(loss=4.0), "fastpack": Burst(loss=4.001)}
+    with pytest.raises(packed_attention.ParityError, match="different work"):
+        host_overhead._check(pair, tokens=256, bf16=False)
+
+
+def test_covered_is_the_length_of_the_union() -> None:
+    assert covered([(1, 3), (0, 2), (5, 6)]) == 4
+    assert covered([(0, 10), (2, 3), (4, 12)]) == 12
+    assert covered([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tokens": [8]}, "longest document"), ({"pairs": 0}, "1 or more"), ({"threads": 0}, "1 or more")],
+)
+def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        measure(workload=MINIATURE, **options)
+
+
+def test_options_of_other_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--case", "host_overhead", "--quick"]) == cli.EXIT_USER_ERROR
+    assert "--quick does not go with this case" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_profile_counts_kernels_and_the_idle_share() -> None:
+    work = Workload("miniature", SHAPE, (4, 16), ((64, 1),), bf16=True, rank=2)
+    (row,) = measure(pairs=1, device="cuda", workload=work)["rows"]
+    for side in ("stock", "fastpack"):
+        gpu = row[side]["gpu"]
+        assert gpu["kernels_per_micro_step"] > 100
+        assert 0 < gpu["busy_seconds_per_micro_step"] < row[side]["seconds"]["median"]
+        assert 0 < gpu["idle_share"] < 1
+        assert gpu["host_microseconds_per_micro_step"] > 100
+    assert row["fastpack"]["gpu"]["kernels_per_micro_step"] < row["stock"]["gpu"]["kernels_per_micro_step"]
