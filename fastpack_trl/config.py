@@ -21,6 +21,7 @@ _CHOICES = {
     "lora": SWITCH_CHOICES,
     "cache_dequantized": SWITCH_CHOICES,
     "moe": SWITCH_CHOICES,
+    "moe_quantize_experts": ("off", "on"),
     "sync_free": SWITCH_CHOICES,
     "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
     "merge_accumulation": SWITCH_CHOICES,
@@ -79,6 +80,8 @@ class FastSFTConfig(SFTConfig):
             ``on`` (also in place of another `experts_implementation`), ``off``.
         layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
             measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
+        moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
+            what is computed, as QLoRA does. ``off`` by default.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
         sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
             walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
@@ -140,6 +143,13 @@ class FastSFTConfig(SFTConfig):
             "find most of it in Inductor's cache."
         },
     )
+    moe_quantize_experts: str = field(
+        default="off",
+        metadata={
+            "help": "Store frozen expert stacks in four bits (NF4): on or off. About 0.53 bytes per weight, and one "
+            "dense stack at a time while it is used. The model is loaded in its own dtype first. Needs bitsandbytes."
+        },
+    )
     padded_rows_limit: float = field(
         default=DEFAULT_PADDED_ROWS_LIMIT,
         metadata={
@@ -188,6 +198,10 @@ class FastSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             setattr(self, name, normalise_choice(name, getattr(self, name), choices))
+        if self.moe_quantize_experts == "on" and self.moe == "off":
+            raise ValueError(
+                "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
+            )
         self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
         if self.max_length is not None and not int(self.max_length) >= 1:
             raise ValueError(f"max_length={self.max_length} is below 1: give tokens per row, or None for no limit")

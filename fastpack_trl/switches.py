@@ -18,6 +18,7 @@ from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.aux_loss import auxiliary_loss
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.step.accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
 
@@ -62,7 +63,9 @@ def moe(trainer: Any) -> Iterator[None]:
     """Mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's."""
     setting, report = setting_of(trainer, "moe"), trainer.fastpack_report
     present = bool(experts_modules(trainer.model))
-    if not trainer.fastpack_trains or not (present or setting == "on"):
+    # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
+    wanted = trainer.fastpack_trains or (present and has_quantised_experts(trainer.model))
+    if not wanted or not (present or setting == "on"):
         yield
         return
     asked = (trainer.args.model_init_kwargs or {}).get("experts_implementation")
@@ -107,7 +110,10 @@ def aux_loss(trainer: Any) -> Iterator[None]:
         yield
 
 
+EARLY_SWITCHES: tuple[Switch, ...] = (moe,)
+"""Entered before the packing proof runs the model: on four-bit experts PEFT's own forward would fail."""
+
 SWITCHES: tuple[Switch, ...] = (
-    lora, moe, aux_loss, sync_free, checkpoint_offload, merge_accumulation, layer_compile,
+    lora, aux_loss, sync_free, checkpoint_offload, merge_accumulation, layer_compile,
 )  # fmt: skip
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

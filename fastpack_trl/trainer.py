@@ -31,11 +31,12 @@ from fastpack_trl.batching import (
 from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
+from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
-from fastpack_trl.switches import SWITCHES
+from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES
 from fastpack_trl.verify import PackingProof, verify_packing
 
 logger = get_logger(__name__)
@@ -99,6 +100,8 @@ class FastSFTTrainer(SyncFreeTrainer):
         if isinstance(model, PreTrainedModel) and not model.can_generate():
             raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
         super().__init__(*args, **kwargs)
+        if self._fastpack_setting("moe_quantize_experts", "off") == "on":
+            self.fastpack_report.facts["quantised experts"] = str(quantize_experts(self.model))
         if self._fastpack_setting("sync_free", "auto") != "off":
             self.fastpack_step = SyncFreeStep(self.model)  # before accelerate wraps the model
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
@@ -252,13 +255,15 @@ class FastSFTTrainer(SyncFreeTrainer):
             yield  # evaluation inside of training: installed already
             return
         with contextlib.ExitStack() as stack:
+            self.fastpack_trains = announce
+            for switch in EARLY_SWITCHES:
+                stack.enter_context(switch(self))
             if self._fastpack_plan.kind != "stock":
                 self._fastpack_install(stack, prove=announce)
             elif announce and self.padding_free:
                 self._fastpack_prove_stock()
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
-            self.fastpack_trains = announce
             for switch in SWITCHES:
                 stack.enter_context(switch(self))
             if announce:

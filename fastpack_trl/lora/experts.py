@@ -19,10 +19,9 @@ from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.moe.block import LowRank, is_decoding, run_experts, traceable
+from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
-
-_STACKS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(slots=True)
@@ -91,19 +90,21 @@ def _forward(adapter: ExpertLora, hidden: Tensor, *args: Any, **kwargs: Any) -> 
         adapter.reason = reason
         if reason:
             logger.warning_once(f"expert LoRA: peft ({reason})")
-    if reason or is_decoding(adapter.module, hidden) or not traceable(adapter.module._fastpack_moe):
+    # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
+    decoding = is_decoding(adapter.module, hidden) and read_stack(adapter.module, STACKS[0])[1] is None
+    if reason or decoding or not traceable(adapter.module._fastpack_moe):
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
         return out
     factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}
     ids, weights = args
-    gate_up, down = (factors.get(name) for name in _STACKS)
+    gate_up, down = (factors.get(name) for name in STACKS)
     return run_experts(adapter.module, hidden, ids, weights, gate_up, down)
 
 
 def _reason_for_peft(adapter: ExpertLora) -> str:
     module = adapter.module
     for wrapper in adapter.wrappers:
-        if wrapper.parameter_name not in _STACKS:
+        if wrapper.parameter_name not in STACKS:
             return f"{wrapper.parameter_name} is adapted too"
         if wrapper.disable_adapters:
             return "adapters are disabled"
@@ -125,7 +126,9 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+    # Those of bitsandbytes only cache a dense stack within a call, which our path does not make.
+    return any(getattr(hook, "__module__", "") != "bitsandbytes.nn.parametrize" for hook in hooks)
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:
@@ -135,7 +138,7 @@ def low_rank(wrapper: Any, module: Any) -> LowRank:
     zeros to what torch's grouped GEMM can address.
     """
     (name,) = (active for active in wrapper.active_adapters if active in wrapper.lora_A)
-    experts, dtype = wrapper.num_experts, getattr(module, wrapper.parameter_name).dtype
+    experts, dtype = wrapper.num_experts, stack_dtype(module, wrapper.parameter_name)
     weight_a, weight_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     a = weight_a.to(dtype).view(experts, -1, weight_a.shape[1])
     b = weight_b.to(dtype).view(weight_b.shape[0], -1, experts).permute(2, 1, 0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.plans import PlanKeeper
+from fastpack_trl.moe.quantised import STACKS, read_stack
 
 NAME = "fastpack"
 """Under which our experts function is registered in transformers' `ExpertsInterface`."""
@@ -104,11 +105,17 @@ def run_experts(
         gate_up, down: in the dtype of the stacks.
     """
     state: ExpertsState = module._fastpack_moe
-    form = state.form
+    form, compiling = state.form, torch.compiler.is_compiling()
+    (first, packed), (second, packed_down) = (read_stack(module, name) for name in STACKS)
+    if packed is not None and packed_down is not None:
+        if compiling:  # a graph makes the stack dense by itself
+            first, second = packed.dense(first), packed_down.dense(second)
+        else:
+            form = replace(form, gate_up_packed=packed, down_packed=packed_down)
     block = ExpertWeights(
-        module.gate_up_proj,
+        first,
         module.gate_up_proj_bias if module.has_bias else None,
-        module.down_proj,
+        second,
         module.down_proj_bias if module.has_bias else None,
     )
     if gate_up is not None:
@@ -117,5 +124,5 @@ def run_experts(
     if down is not None:
         block = block._replace(down_a=down.a, down_b=down.b)
         form = replace(form, down_scale=down.scale)
-    run = experts_in_graph if torch.compiler.is_compiling() else experts
+    run = experts_in_graph if compiling else experts
     return run(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)

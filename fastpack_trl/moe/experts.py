@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.gate import Gate, gate_backward, gate_forward
 from fastpack_trl.kernels.grouped import grouped_mm, grouped_outer, grouped_sum
+from fastpack_trl.moe.quantised import Packed
 from fastpack_trl.moe.routing import RoutingPlan
 
 
@@ -75,25 +76,28 @@ class BlockForm:
         gate: the activation between the projections.
         transposed: weights are stored as (E, in, out).
         gate_up_scale, down_scale: factors of the low-rank additions.
+        gate_up_packed, down_packed: how a stack that is stored in four bits is made dense; made again for each use.
     """
 
     gate: Gate
     transposed: bool
     gate_up_scale: float = 1.0
     down_scale: float = 1.0
+    gate_up_packed: Packed | None = None
+    down_packed: Packed | None = None
 
 
 def experts_forward(
     hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm
 ) -> tuple[Tensor, Tensor]:
     """Output (T, H) in the dtype of `hidden_th`, and the pre-activation without bias (S, F) in that of the experts."""
-    dtype = block.gate_up.dtype
+    dtype = _dtype(block, form)
     x_sh = hidden_th.to(dtype).index_select(0, plan.token)
-    h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form), plan.offsets)
+    h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form.gate_up_packed, form), plan.offsets)
     _add_low_rank(h_sf, x_sh, block.gate_up_a, block.gate_up_b, form.gate_up_scale, plan)
     del x_sh
     a_si = gate_forward(h_sf, block.gate_up_bias, plan.expert, form.gate)
-    y_sh = grouped_mm(a_si, _in_out(block.down, form), plan.offsets)
+    y_sh = grouped_mm(a_si, _in_out(block.down, form.down_packed, form), plan.offsets)
     _add_low_rank(y_sh, a_si, block.down_a, block.down_b, form.down_scale, plan)
     out = combine(
         y_sh, plan.inverse, weights_tk, bias_eh=block.down_bias, ids_tk=_ids(plan, block), dtype=hidden_th.dtype
@@ -119,12 +123,14 @@ def experts_backward(
     """
     need_hidden, need_weights, *need_block = needed
     need = ExpertNeeds(*need_block)
-    dtype, offsets = block.gate_up.dtype, plan.offsets
+    dtype, offsets = _dtype(block, form), plan.offsets
 
     # Down: the product comes before the routing weight, which `gate_backward` applies.
     grad_cast_th = grad_th.to(dtype)
     g_sh = grad_cast_th.index_select(0, plan.token)
-    grad_a_si, low_down = _input_grad(g_sh, block.down, block.down_a, block.down_b, form.down_scale, form, offsets)
+    grad_a_si, low_down = _input_grad(
+        g_sh, block.down, form.down_packed, block.down_a, block.down_b, form.down_scale, form, offsets
+    )
     weight_s = plan.sorted_weights(weights_tk)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
         h_sf, block.gate_up_bias, plan.expert, form.gate, grad_a_si, weight_s
@@ -139,7 +145,15 @@ def experts_backward(
 
     # Gate and up.
     grad_x_sh, low_up = _input_grad(
-        grad_h_sf, block.gate_up, block.gate_up_a, block.gate_up_b, form.gate_up_scale, form, offsets, need_hidden
+        grad_h_sf,
+        block.gate_up,
+        form.gate_up_packed,
+        block.gate_up_a,
+        block.gate_up_b,
+        form.gate_up_scale,
+        form,
+        offsets,
+        need_hidden,
     )
     grad_hidden = None if grad_x_sh is None else combine(grad_x_sh, plan.inverse, dtype=hidden_th.dtype)
     del grad_x_sh
@@ -191,7 +205,13 @@ def experts(hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: Exp
     return out
 
 
-def _in_out(weight: Tensor, form: BlockForm) -> Tensor:
+def _dtype(block: ExpertWeights, form: BlockForm) -> torch.dtype:
+    return block.gate_up.dtype if form.gate_up_packed is None else form.gate_up_packed.dtype
+
+
+def _in_out(stored: Tensor, packed: Packed | None, form: BlockForm) -> Tensor:
+    """The stack as (E, in, out)."""
+    weight = stored if packed is None else packed.dense(stored)
     return weight if form.transposed else weight.transpose(1, 2)
 
 
@@ -225,7 +245,8 @@ def _stack_grads(
 
 def _input_grad(
     grad_sn: Tensor,
-    weight: Tensor,
+    stored: Tensor,
+    packed: Packed | None,
     a_erk: Tensor | None,
     b_ern: Tensor | None,
     scale: float,
@@ -237,7 +258,7 @@ def _input_grad(
     low_sr = None if b_ern is None else grouped_mm(grad_sn, b_ern.transpose(1, 2), offsets_e).mul_(scale)
     if not needed:
         return None, low_sr
-    grad_sk = grouped_mm(grad_sn, weight.transpose(1, 2) if form.transposed else weight, offsets_e)
+    grad_sk = grouped_mm(grad_sn, _in_out(stored, packed, form).transpose(1, 2), offsets_e)
     if low_sr is not None and a_erk is not None:
         grad_sk.add_(grouped_mm(low_sr, a_erk, offsets_e))
     return grad_sk, low_sr

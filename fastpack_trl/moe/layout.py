@@ -33,6 +33,11 @@ def not_covered(module: Any) -> str:
     if any(True for _ in _gate_parameters(module)):
         return "the gate has parameters of its own"
     for name in ("gate_up_proj", "down_proj"):
+        if name in getattr(module, "parametrizations", ()):
+            made_by = [type(step).__name__ for step in module.parametrizations[name]]
+            if made_by != ["Bnb4bitParametrization"]:
+                return f"{name} is parametrised by {', '.join(made_by)}"
+            continue
         parameter = getattr(module, name, None)
         if parameter is None or parameter.ndim != 3:
             return f"{name} is no stack of matrices"

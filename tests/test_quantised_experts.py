@@ -1,0 +1,130 @@
+"""Expert stacks in four bits under expert LoRA: the figures of the dequantised model, nothing dense kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_material import experts_of, input_ids, moe_model, norm_of_difference
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from test_expert_lora import STACKS, adapted, randomised, step
+from torch import Tensor
+from trainer_material import make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.quantised import has_quantised_experts, quantize_experts, read_stack
+from fastpack_trl.testing import assert_gradients_close
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+
+def _pair(family: str, **options: Any) -> tuple[Any, Any]:
+    """A model with packed stacks, and the same model with the dense stacks that these stand for."""
+    packed, dense = adapted(family, **options), adapted(family, **options)
+    quantize_experts(packed)
+    for ours, theirs in zip(experts_modules(packed).values(), experts_modules(dense).values(), strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(theirs, name).data.copy_(getattr(ours, name))
+    return packed, dense
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_training_step_equals_the_dequantised_model(family: str, checkpointing: bool) -> None:
+    packed, dense = _pair(family)
+    logits, expected = step(dense)
+    with apply_moe(packed) as report:
+        assert {line.path for line in report.layers + report.adapters} == {"fastpack"}, report
+        if checkpointing:
+            packed.enable_input_require_grads()
+            packed.gradient_checkpointing_enable({"use_reentrant": False})
+        for _ in range(2):  # the second forward is where PEFT's own path fails
+            found, grads = step(packed)
+    assert norm_of_difference(found, logits) <= 1e-5
+    assert_gradients_close(grads, expected, rtol=1e-5)
+
+
+def test_frozen_experts_without_lora_and_decoding() -> None:
+    packed, dense = _pair("qwen3_moe")
+    with apply_moe(packed), packed.disable_adapter(), dense.disable_adapter():
+        ids = input_ids()
+        found, expected = (model(input_ids=ids, use_cache=False).logits for model in (packed, dense))
+        assert norm_of_difference(found, expected) <= 1e-5
+    with apply_moe(packed.eval()):
+        tokens = [
+            model.eval().generate(input_ids=input_ids(6), max_new_tokens=5, do_sample=False)
+            for model in (packed, dense)
+        ]
+    assert torch.equal(*tokens)
+
+
+def test_no_dense_stack_is_kept_for_backward() -> None:
+    packed, _ = _pair("qwen3_moe", num_experts=16)
+    stacks = {read_stack(experts_of(packed), name)[1].state.shape for name in ("gate_up_proj", "down_proj")}  # type: ignore[union-attr]
+    saved: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with apply_moe(packed), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        packed(input_ids=input_ids(), use_cache=False)
+    assert not {tuple(shape) for shape in stacks} & set(saved)
+
+
+def test_trainer_quantises_reports_and_saves_adapters_that_stock_loads(tmp_path: Path) -> None:
+    args = settings(
+        tmp_path, packing=True, max_steps=2, save_strategy="steps", save_steps=2, gradient_checkpointing=True
+    )
+    trainer = FastSFTTrainer(
+        moe_model("qwen3_moe"), args=FastSFTConfig(**args, moe_quantize_experts="on"),
+        train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(),
+        peft_config=LoraConfig(r=4, target_parameters=STACKS),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0  # by itself: PEFT's own forward would fail
+    assert has_quantised_experts(trainer.model)
+    assert trainer.fastpack_report.facts["quantised experts"].startswith("4 stacks")
+    before, after = (trainer.state.log_history[i]["loss"] for i in (0, 1) if "loss" in trainer.state.log_history[i])
+    assert before != after
+    stored = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in stored)
+    loaded = PeftModel.from_pretrained(moe_model("qwen3_moe"), tmp_path / "checkpoint-2")
+    assert all(torch.equal(loaded.state_dict()[name.replace(".weight", ".default.weight")], value)
+               for name, value in stored.items())  # fmt: skip
+
+
+def test_memory_is_about_an_eighth_of_fp32() -> None:
+    model = moe_model("qwen3_moe", num_experts=16, moe_intermediate_size=64)
+    model.requires_grad_(False)
+    done = quantize_experts(model)
+    assert done.stacks == 4
+    assert done.bytes_before == 2 * 4 * 16 * 3 * 64 * 32
+    assert 7 < done.bytes_before / done.bytes_after < 8
+    assert quantize_experts(model).stacks == 0  # a second call finds nothing to do
+
+
+def test_experts_that_train_and_models_without_experts_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"is trained and cannot be quantised: train LoRA on it"):
+        quantize_experts(moe_model("qwen3_moe"))
+    from fastpack_trl.testing import tiny_model
+
+    with pytest.raises(ValueError, match="the model has no expert stacks: switch it off"):
+        quantize_experts(tiny_model("qwen3"))
+    with pytest.raises(ValueError, match="moe_quantize_experts='on' needs moe"):
+        FastSFTConfig(output_dir="unused", use_cpu=True, bf16=False, moe_quantize_experts="on", moe="off")
+
+
+def test_compiled_without_a_graph_break() -> None:
+    packed, dense = _pair("qwen3_moe")
+    block, plain = (randomised(model).base_model.model.model.layers[0].mlp for model in (packed, dense))
+    x = torch.randn(1, 24, 32)
+    torch._dynamo.reset()
+    with apply_moe(packed):
+        found = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+    assert norm_of_difference(found, plain(x)) <= 1e-5
