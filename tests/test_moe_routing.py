@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_material import experts_of, input_ids, moe_model, routed
 
+from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.plans import PlanKeeper, PlanTape
 from fastpack_trl.moe.routing import routing_plan
@@ -104,6 +108,39 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one() -> None:
         model(input_ids=input_ids(tokens=7, seed=6), use_cache=False)  # a forward whose backward never comes
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         assert_gradients_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("last", ["offload", "moe"])
+def test_offloaded_checkpoints_compose_and_either_may_be_taken_off_first(last: str) -> None:
+    model = moe_model("qwen3_moe")
+    ids = input_ids()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = checkpointed_layers(model)
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    report = None if last == "moe" else apply_moe(model, check_plans=True)
+    with offload_checkpoints(layers, "double_buffer", min_bytes=1, keep_last_layers=0, streams=HostStreams):
+        report = report or apply_moe(model, check_plans=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert report.sorts == 2
+        if last == "offload":
+            report.revert()
+    report.revert()
+    assert [layer._gradient_checkpointing_func for layer in layers] == before
+    assert_gradients_close(gradients(model), expected)
+
+
+def test_a_copy_of_the_model_has_stocks_checkpointing() -> None:
+    model = moe_model("qwen3_moe")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    stock = model.model.layers[0]._gradient_checkpointing_func
+    with apply_moe(model):
+        model(input_ids=input_ids(), use_cache=False)
+        copied = copy.deepcopy(model)
+        assert copied.model.layers[0]._gradient_checkpointing_func.func is stock.func
+        copied(input_ids=input_ids(), use_cache=False).logits.sum().backward()
 
 
 def test_checkpoint_functions_are_given_back() -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpack_trl.moe.routing import RoutingPlan, routing_plan
+
+_SEAM = "_gradient_checkpointing_func"
 
 
 class PlanTape:
@@ -78,7 +80,9 @@ class _Checkpointed:
         self.stock = stock
         self.keepers = keepers
         self.active = True
-        update_wrapper(self, stock, updated=())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.stock,)  # a copy of the model has no plans to keep
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active or torch.compiler.is_compiling():
@@ -119,10 +123,11 @@ def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterat
 
     def look(_module: nn.Module, _args: Any) -> None:
         for layer, own in layers:
-            stock = getattr(layer, "_gradient_checkpointing_func", None)
-            if stock is not None and not _holds_ours(stock):
-                layer._gradient_checkpointing_func = _Checkpointed(stock, own)
-                installed.append((layer, layer._gradient_checkpointing_func))
+            *_, (holder, name, innermost) = _wrappers(layer)
+            if innermost is not None and not isinstance(innermost, _Checkpointed):
+                ours = _Checkpointed(innermost, own)
+                setattr(holder, name, ours)
+                installed.append((layer, ours))
 
     hook = model.register_forward_pre_hook(look)
     try:
@@ -131,13 +136,22 @@ def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterat
         hook.remove()
         for layer, ours in reversed(installed):
             ours.active = False  # where somebody wrapped it since, it passes calls through
-            if layer._gradient_checkpointing_func is ours:
-                layer._gradient_checkpointing_func = ours.stock
+            for holder, name, function in _wrappers(layer):
+                if function is ours:
+                    setattr(holder, name, ours.stock)
 
 
-def _holds_ours(function: Any) -> bool:
-    while function is not None:
-        if isinstance(function, _Checkpointed):
-            return function.active
-        function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
-    return False
+def _wrappers(layer: Any) -> list[tuple[Any, str, Any]]:
+    """A layer's checkpoint function and what stands inside of it, as (holder, attribute, function).
+
+    Others wrap the function too, and may be taken off before or after us: with ours innermost, neither order loses one.
+    """
+    found = [(layer, _SEAM, getattr(layer, _SEAM, None))]
+    while hasattr(found[-1][2], "inner"):
+        holder = found[-1][2]
+        found.append((holder, "inner", holder.inner))
+    return found
+
+
+def _itself(function: Any) -> Any:
+    return function
