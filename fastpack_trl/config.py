@@ -14,6 +14,7 @@ PACKED_ATTENTION_CHOICES = (
     "flex", "xformers", "sdpa", "off",
 )  # fmt: skip
 SWITCH_CHOICES = ("auto", "on", "off")
+ACTIVATION_MEMORY_CHOICES = ("auto", "keep", "selective", "checkpoint", "offload", "off")
 CHECKPOINT_OFFLOAD_CHOICES = ("auto", "double_buffer", "single_buffer", "off")
 _CHOICES = {
     "packed_attention": PACKED_ATTENTION_CHOICES,
@@ -24,6 +25,7 @@ _CHOICES = {
     "moe_quantize_experts": ("off", "on"),
     "sync_free": SWITCH_CHOICES,
     "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
+    "activation_memory": ACTIVATION_MEMORY_CHOICES,
     "merge_accumulation": SWITCH_CHOICES,
     "layer_compile": SWITCH_CHOICES,
 }
@@ -85,6 +87,10 @@ class FastSFTConfig(SFTConfig):
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
         sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
             walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
+        activation_memory: what decoder layers keep for their backward pass: ``keep`` (all), ``selective`` (attention),
+            ``checkpoint`` (their input), ``offload`` (their input, in host memory), ``auto`` (the least recompute that
+            fits the memory, layer by layer, on CUDA), or ``off`` (as `gradient_checkpointing` says).
+        activation_memory_gib: device memory for activations that the plan may use, in GiB; None: what is free.
         checkpoint_offload: inputs of checkpointed layers in pinned host memory: ``double_buffer`` (the next one is
             fetched while a layer is recomputed), ``single_buffer`` (each when it is needed), ``off``, or ``auto`` (as
             the memory at hand demands).
@@ -172,6 +178,22 @@ class FastSFTConfig(SFTConfig):
             "activations of the longer row; on CUDA only as far as free memory allows, split again when it runs out."
         },
     )
+    activation_memory: str = field(
+        default="auto",
+        metadata={
+            "help": "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint "
+            "(their input), offload (their input, in host memory), auto (the least recompute that fits the memory, on "
+            "CUDA) or off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto "
+            "costs a few passes over 2048 tokens, once."
+        },
+    )
+    activation_memory_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "Device memory that the plan of activation_memory may use for activations, in GiB (default: what "
+            "is free after model, gradients and optimizer state, less 10 %)."
+        },
+    )
     checkpoint_offload: str = field(
         default="auto",
         metadata={
@@ -209,6 +231,13 @@ class FastSFTConfig(SFTConfig):
             raise ValueError(
                 f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
             )
+        if self.activation_memory_gib is not None:
+            self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")
+            if not self.activation_memory_gib > 0:
+                raise ValueError(
+                    f"activation_memory_gib={self.activation_memory_gib} must be above 0: GiB for activations, or "
+                    "leave it out for what is free"
+                )
         if self.offload_budget_gib is not None:
             self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
         check_settings(self.offload_budget_gib, self.keep_last_layers)

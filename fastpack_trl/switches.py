@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from fastpack_trl.checkpointing.feature import checkpoint_offload
+from fastpack_trl.checkpointing.feature import activation_memory, checkpoint_offload
 from fastpack_trl.compile.feature import layer_compile
 from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
@@ -114,6 +114,6 @@ EARLY_SWITCHES: tuple[Switch, ...] = (moe,)
 """Entered before the packing proof runs the model: on four-bit experts PEFT's own forward would fail."""
 
 SWITCHES: tuple[Switch, ...] = (
-    lora, aux_loss, sync_free, checkpoint_offload, merge_accumulation, layer_compile,
+    lora, aux_loss, sync_free, activation_memory, checkpoint_offload, merge_accumulation, layer_compile,
 )  # fmt: skip
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

@@ -28,6 +28,7 @@ from fastpack_trl.batching import (
     plan_batches,
     vocabulary,
 )
+from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
@@ -57,7 +58,7 @@ def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
-class FastSFTTrainer(SyncFreeTrainer):
+class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
 
     `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs

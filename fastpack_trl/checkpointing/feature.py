@@ -1,4 +1,4 @@
-"""The switch `checkpoint_offload` of `FastSFTTrainer`."""
+"""The switches `activation_memory` and `checkpoint_offload` of `FastSFTTrainer`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fastpack_trl.checkpointing import memory
+from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.callback import (
     MODES,
     AsyncCheckpointCallback,
@@ -21,6 +23,64 @@ FEATURE = "checkpoint_offload"
 
 
 @contextmanager
+def activation_memory(trainer: Any) -> Iterator[None]:
+    """Every layer at a level that fits the memory, while `trainer` trains; off, all is as its `SFTConfig` says.
+
+    Raises:
+        ValueError: a level was asked for that another setting excludes.
+    """
+    args, report = trainer.args, trainer.fastpack_report
+    setting = getattr(args, memory.FEATURE, "auto")
+    if not trainer.fastpack_trains:
+        yield
+        return
+    planned, reason = _plan(trainer, setting)
+    if planned is None:
+        report.add(memory.FEATURE, "off", "stock", reason)
+        yield
+        return
+    memory.report(trainer, planned.plan, reason)
+    trainer.add_callback(planned)
+    trainer.fastpack_memory = planned.go_deeper
+    try:
+        yield
+    finally:
+        trainer.fastpack_memory = None
+        planned.close()
+        trainer.remove_callback(planned)
+        if planned.measured is not None:
+            report.facts["activation memory, peak"] = (
+                f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
+            )
+
+
+def _plan(trainer: Any, setting: str) -> tuple[memory.ActivationMemory | None, str]:
+    """The plan and what fell back, or why there is none."""
+    reason = memory.why_not(trainer, setting)
+    if reason:
+        return None, reason
+    said: list[str] = []
+    try:
+        planned = memory.plan_memory(trainer, setting, offload_options(trainer.args), said.append)
+    except memory.CANNOT_PLAN as error:
+        why = f"no plan can be made: {type(error).__name__}: {error}"
+        if setting != "auto":
+            raise ValueError(f"activation_memory={setting!r}: {why}") from error
+        return None, why
+    for message in said:
+        logger.warning(f"{memory.FEATURE}: {message}")
+    return planned, "; ".join(said)
+
+
+def offload_options(args: Any) -> dict[str, Any]:
+    """How layers at the level ``offload`` are offloaded."""
+    return {
+        "mode": "single_buffer" if getattr(args, FEATURE, "auto") == "single_buffer" else "double_buffer",
+        "offload_budget_gib": getattr(args, "offload_budget_gib", None),
+    }
+
+
+@contextmanager
 def checkpoint_offload(trainer: Any) -> Iterator[None]:
     """Layer inputs in host memory while `trainer` trains, where its config asks for it.
 
@@ -32,7 +92,9 @@ def checkpoint_offload(trainer: Any) -> Iterator[None]:
     args, report = trainer.args, trainer.fastpack_report
     mode: Mode | None = next((mode for mode in MODES if getattr(args, FEATURE, "auto") == mode), None)
     reason = _why_off(trainer, mode)
-    if mode is None or reason:
+    if trainer.fastpack_memory is not None:
+        mode, reason = None, "by the plan of activation_memory"
+    if mode is None or reason or not trainer.fastpack_trains:
         report.add(FEATURE, "off", "stock", reason)
         yield
         return

@@ -1,0 +1,231 @@
+"""The feature `activation_memory`: plan a level for every layer, install it, go deeper when memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastpack_trl.attention.model_features import backbones, text_model
+from fastpack_trl.checkpointing.buffers import GIB
+from fastpack_trl.checkpointing.callback import checkpointing_arguments, offload_conflict
+from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
+from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
+from fastpack_trl.checkpointing.seam import offload_unavailable
+from fastpack_trl.checkpointing.trace import Run, host_copy_seconds, trace_levels
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
+
+logger = logging.getLogger(__name__)
+
+FEATURE = "activation_memory"
+CANNOT_PLAN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+LEVEL_OF = {level: getattr(Level, level.upper()) for level in ("keep", "selective", "checkpoint", "offload")}
+MARGIN = 0.9  # of the free memory; the allocator's gaps and what no trace sees need the rest
+TIMED_TOKENS = 2048
+_HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
+
+
+def decoder_layers(model: Any) -> list[GradientCheckpointingLayer]:
+    """The decoder layers of `model`, first to last."""
+    return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+class ActivationMemory(TrainerCallback):
+    """A model's layers at the levels of a plan while training runs.
+
+    Args:
+        trainer: a `FastSFTTrainer`.
+        layers: its decoder layers.
+        plan: what is installed when training begins.
+        next_plan: the plan with less memory than the one given; None where there is none.
+        offload: arguments of `offload_checkpoints`.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        layers: Sequence[GradientCheckpointingLayer],
+        plan: Plan,
+        next_plan: Callable[[Plan], Plan | None],
+        offload: dict[str, Any],
+    ) -> None:
+        self.plan = plan
+        self._trainer, self._layers, self._next, self._offload = trainer, layers, next_plan, offload
+        self._stack = contextlib.ExitStack()
+        self._fell = ""
+        self._static = 0
+        self.measured: int | None = None
+        """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Install: checkpointing has just been switched on."""
+        self.close()
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._trainer)
+        self._install()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the peak."""
+        if args.device.type == "cuda":
+            self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
+
+    def close(self) -> None:
+        """Every layer as it was."""
+        self._stack.close()
+
+    def _install(self) -> None:
+        self._stack.close()
+        self._stack.enter_context(layer_levels(self._layers, self.plan.levels, **self._offload))
+        report(self._trainer, self.plan, self._fell)
+
+    def go_deeper(self) -> bool:
+        """After an out-of-memory: install the plan with less; False where there is none."""
+        plan = self._next(self.plan)
+        if plan is None:
+            return False
+        told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again with less"
+        if not self._fell:
+            logger.warning(f"{FEATURE}: {told}")
+        self._fell = told
+        self.plan = plan
+        self._install()
+        return True
+
+
+def report(trainer: Any, plan: Plan, note: str = "") -> None:
+    """The plan's line in the report."""
+    levels = " + ".join(str(level) for level in sorted(set(plan.levels)))
+    trainer.fastpack_report.add(FEATURE, "on", levels, f"{plan}; {note}" if note else str(plan))
+
+
+def why_not(trainer: Any, setting: str) -> str:
+    """Why the user's own settings stay as they are; empty where a plan may be made.
+
+    Raises:
+        ValueError: a level was asked for that another setting excludes.
+    """
+    args = trainer.args
+    enabled, keywords = checkpointing_arguments(args)
+    keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
+    own = getattr(args, "checkpoint_offload", "auto")
+    conflict = offload_conflict(args, trainer)
+    if not conflict and not enabled:
+        conflict = "gradient_checkpointing=False keeps all activations"
+    if not conflict and keywords:
+        conflict = f"gradient_checkpointing_kwargs={keywords} says what to keep"
+    if not conflict and own not in ("auto", "off") and setting != "offload":
+        conflict = f"checkpoint_offload={own!r} says what to keep"
+    if not conflict and args.torch_compile:
+        conflict = "torch_compile=True decides by itself what to keep"
+    if setting == "off":
+        return "switched off: as gradient_checkpointing says"
+    if conflict and setting != "auto" and not (setting == "keep" and not enabled):
+        raise ValueError(f"activation_memory={setting!r}: {conflict}; leave one of the two out")
+    if conflict:
+        return conflict
+    if setting == "auto" and args.device.type != "cuda" and getattr(args, "activation_memory_gib", None) is None:
+        return f"{args.device} has no memory of its own: activation_memory_gib=... plans for a budget"
+    return "" if decoder_layers(trainer.model) else "the model has no layers that transformers checkpoints"
+
+
+def largest_row(trainer: Any) -> tuple[int, int]:
+    """Tokens of the largest row, and of its longest document.
+
+    Raises:
+        ValueError: rows of any length.
+    """
+    args, facts = trainer.args, getattr(trainer, "_fastpack_facts", None)
+    longest = args.max_length if facts is None or not facts.longest else min(args.max_length or 2**62, facts.longest)
+    if longest is None:
+        raise ValueError("max_length=None: rows may have any length")
+    row = args.max_length if args.packing and args.max_length is not None else longest
+    tokens = int(args.per_device_train_batch_size * row)
+    if getattr(args, "merge_accumulation", "off") != "off":
+        tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, CUDA_ROW_TOKENS))
+    return tokens, int(longest)
+
+
+def decoder_run(trainer: Any) -> Run:
+    """Runs the decoder of `trainer` on one document, as its training step does."""
+    model, embedding = backbones(trainer.model)[0], text_model(trainer.model).get_input_embeddings()
+    packed = trainer._fastpack_plan.kind != "stock" and trainer._fastpack_choice.path != "off"
+
+    def run(tokens: int) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(tokens, device=trainer.args.device)[None] % embedding.num_embeddings
+        leaf = embedding(ids).detach().requires_grad_()
+        batch = PackedBatch.from_lengths((tokens,)).to(trainer.args.device)
+        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
+        with trainer.accelerator.autocast():
+            out = model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)
+        return leaf, out[0]
+
+    return run
+
+
+def memory_to_come(trainer: Any) -> int:
+    """Bytes of gradients and optimizer state that do not exist yet."""
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in parameters if p.grad is None)
+    optimizer = getattr(trainer, "optimizer", None)
+    if optimizer is not None and getattr(optimizer, "state", None):
+        return gradients
+    name = str(trainer.args.optim).lower()
+    per_weight = 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else None
+    state = sum(p.numel() * (2 * p.element_size() if per_weight is None else per_weight) for p in parameters)
+    return gradients + state
+
+
+def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
+    """Bytes for activations: what was asked for, at most what the device has."""
+    asked, device = getattr(trainer.args, "activation_memory_gib", None), trainer.args.device
+    if device.type != "cuda":
+        assert asked is not None
+        return int(asked * GIB)
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    there = max(0, int((free + unused - memory_to_come(trainer)) * MARGIN))
+    if asked is None:
+        return there
+    if asked * GIB > there:
+        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
+    return min(there, int(asked * GIB))
+
+
+def plan_memory(trainer: Any, setting: str, offload: dict[str, Any], say: Callable[[str], None]) -> ActivationMemory:
+    """Trace the model and choose its levels.
+
+    Raises:
+        ValueError: rows of any length.
+        RuntimeError: the decoder cannot be run by itself.
+    """
+    device, layers = trainer.args.device, decoder_layers(trainer.model)
+    tokens, longest = largest_row(trainer)
+    cuda = device.type == "cuda"
+    blocked = "" if "streams" in offload else offload_unavailable(device)
+    copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+    timed = min(tokens, TIMED_TOKENS) if cuda else None
+    costs, failed = trace_levels(trainer.model, layers, decoder_run(trainer), timed_tokens=timed, copy_seconds=copies)
+    hidden = text_model(trainer.model).config.get_text_config().hidden_size
+    budget = max(0, budget_bytes(trainer, say) - tokens * hidden * _HEAD_BYTES)
+    deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
+    sizes = {"tokens": tokens, "longest": longest}
+    if setting == "auto":
+        plan = choose_levels(costs, budget=budget, deepest=deepest, **sizes)
+        if not plan.fits:
+            say(f"nothing fits the budget: {plan}")
+    else:
+        level = LEVEL_OF[setting]
+        if level not in costs.growth:
+            why = failed.get(level, blocked)
+            say(f"{setting} cannot be used: {why}")
+            level = Level.CHECKPOINT
+        plan = make_plan(costs, [level] * len(layers), budget=budget, **sizes)
+    return ActivationMemory(trainer, layers, plan, lambda plan: deeper(costs, plan, deepest=deepest, **sizes), offload)

@@ -1,0 +1,120 @@
+"""A training step that runs out of memory is undone and run again with less of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import SFTTrainer
+
+
+class StepState:
+    """What one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
+
+    Made before the micro-batch; holds no copy of a gradient.
+
+    Args:
+        trainer: whose step it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._gradients = [
+            (p, p.grad, 0 if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
+        ]
+        self._cpu = torch.get_rng_state()
+        device = trainer.args.device
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(device) if self._device is not None else None
+        self._metrics = {
+            (mode, name): len(values)
+            for mode, metrics in getattr(trainer, "_metrics", {}).items()
+            for name, values in metrics.items()
+        }
+        self._tokens = getattr(trainer, "_total_train_tokens", None)
+        step = getattr(trainer, "fastpack_step", None)
+        self._deferred = None if step is None else (step.metrics, len(step.metrics))
+        self._complete: dict[Tensor, Tensor] = {}
+
+    def undo(self) -> None:
+        """Back to the state before the micro-batch, but for gradients that it has completed; those are set aside.
+
+        Autograd adds to a gradient once per backward pass, all at once: one that changed has this micro-batch's whole
+        share, and what a second pass would add to it is dropped by `finish`.
+        """
+        for parameter, gradient, version in self._gradients:
+            if gradient is None or parameter in self._complete:
+                parameter.grad = None
+            elif parameter.grad is not gradient or gradient._version != version:
+                assert parameter.grad is not None
+                self._complete[parameter] = parameter.grad
+                parameter.grad = None
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        for mode, metrics in getattr(self._trainer, "_metrics", {}).items():
+            for name, values in metrics.items():
+                del values[self._metrics.get((mode, name), 0) :]
+        if self._tokens is not None:
+            self._trainer._total_train_tokens = self._tokens
+        if self._deferred is not None:
+            metrics, length = self._deferred
+            metrics.truncate(length)
+
+    def finish(self) -> None:
+        """After a pass that succeeded: the gradients that were complete before it take their place again."""
+        for parameter, gradient in self._complete.items():
+            parameter.grad = gradient
+
+
+def run_again(trainer: Any, attempt: Callable[[], Tensor], less: Callable[[], bool]) -> Tensor:
+    """Run a micro-batch; after an out-of-memory, undo it, free, and run it again. No batch is lost, no result changes.
+
+    Args:
+        trainer: of one process: others would wait for the gradients of the first attempt.
+        attempt: the micro-batch, forward and backward.
+        less: makes the next attempt need less memory; False where nothing is left to try.
+
+    Raises:
+        torch.OutOfMemoryError: of the attempt after which `less` found nothing.
+    """
+    state = StepState(trainer)
+    while True:
+        try:
+            loss = attempt()
+        except torch.OutOfMemoryError:
+            if not less():
+                raise
+        else:
+            state.finish()
+            return loss
+        # The exception held the frames, and they the activations, of the attempt.
+        state.undo()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class RetryingTrainer(SFTTrainer):
+    """Stock as long as `fastpack_memory` is None.
+
+    Attributes:
+        fastpack_memory: set around a run by the feature ``activation_memory``: makes a step need less memory; False
+            where nothing is left to try.
+    """
+
+    fastpack_memory: Callable[[], bool] | None = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
+        step = super().training_step
+        less = self.fastpack_memory
+        batch = inputs.get("packed_batch")
+        # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
+        if less is None or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
+            return step(model, inputs, *args, **kwargs)
+        return run_again(self, lambda: step(model, copy.copy(inputs), *args, **kwargs), less)

@@ -1,0 +1,239 @@
+"""What each level of each layer keeps and computes again, found by running a few tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts
+
+PROBE_TOKENS = (64, 128, 192)
+"""Three lengths of one document: enough for a parabola."""
+
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, NotImplementedError)
+_POINTWISE_SHARE = 0.03  # of a step's products, where nothing was timed: element-wise work beside them
+
+Run = Callable[[int], tuple[Tensor, Tensor]]
+"""Runs the decoder on one document of that many tokens: (embeddings, a leaf; hidden states)."""
+
+
+class SavedBytes:
+    """Bytes of the distinct storages that one layer call keeps, without parameters and what all layers share."""
+
+    def __init__(self, known: set[int], shared: Sequence[Any]) -> None:
+        self._seen = known
+        self._shared = {_storage(tensor) for tensor in tree_leaves(shared) if isinstance(tensor, Tensor)}
+        self._alive: list[Tensor] = []
+        self.total = 0
+
+    def see(self, tensor: Tensor) -> None:
+        """Count `tensor`, once per storage."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return
+        place = _storage(tensor)
+        if place in self._seen or place in self._shared:
+            return
+        self._seen.add(place)
+        self._alive.append(tensor.detach())  # no other tensor gets this address while we count
+        self.total += tensor.untyped_storage().nbytes()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.see(tensor)
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+class _Counted:
+    """A layer's checkpoint function that counts what it keeps."""
+
+    def __init__(self, level: Level, known: set[int]) -> None:
+        self._level, self._known = level, known
+        self.saved: SavedBytes | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, getattr(function, "keywords", {})])
+        inner = level_function(self._level, saved.see)
+        with saved_tensors_hooks(saved.pack, _same):
+            return inner(function, *args, **kwargs)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def saved_bytes(
+    model: nn.Module, layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, tokens: int
+) -> list[int]:
+    """Bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
+    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    counted = [_Counted(level, known) for _ in layers]
+    with layer_functions(layers, [(function, True) for function in counted]):
+        leaf, hidden = run(tokens)
+        totals = [0 if function.saved is None else function.saved.total for function in counted]
+        torch.autograd.grad(hidden.float().sum(), leaf)  # the level must also survive its backward pass
+    return totals
+
+
+def trace_levels(
+    model: nn.Module,
+    layers: Sequence[GradientCheckpointingLayer],
+    run: Run,
+    *,
+    timed_tokens: int | None = None,
+    copy_seconds: Callable[[int], float] | None = None,
+) -> tuple[LayerCosts, dict[Level, str]]:
+    """Measure every level on a few tokens, in training mode; gradients and random states are left alone.
+
+    Args:
+        model: whose parameters are not activations.
+        layers: its decoder layers.
+        run: runs the decoder.
+        timed_tokens: row on which passes are timed; None: costs are counted matrix products.
+        copy_seconds: seconds to copy that many bytes between device and host; None: no offload.
+
+    Returns:
+        The costs, and for each level that this model cannot run, why.
+    """
+    growth: dict[Level, Sequence[Growth]] = {}
+    products: dict[Level, float] = {}
+    seconds: dict[Level, float] = {}
+    failed: dict[Level, str] = {}
+    base: tuple[float, float] | None = None
+    parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    with training(model):
+        for level in (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT):
+            try:
+                points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
+                flops = _products(layers, level, run, parameters)
+                if timed_tokens is not None and level is Level.KEEP:
+                    timed_tokens = _fitting(layers, run, timed_tokens, parameters)
+                timed = None if timed_tokens is None else _seconds(layers, level, run, timed_tokens, parameters)
+            except _CANNOT_RUN as error:
+                if level is Level.KEEP:
+                    raise
+                failed[level] = f"{type(error).__name__}: {error}"
+                continue
+            growth[level] = [
+                Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
+            ]
+            base = base or (flops, timed or 0.0)
+            products[level] = max(0.0, flops - base[0]) / base[0]
+            recompute = products[level] if timed is None else max(0.0, timed - base[1]) / len(layers)
+            if timed is None and level is not Level.KEEP:
+                recompute += _POINTWISE_SHARE
+            # Less kept is never faster: what a short run shows otherwise is noise.
+            seconds[level] = max([recompute, *seconds.values()])
+    if copy_seconds is not None and Level.CHECKPOINT in growth:
+        _add_offload(growth, products, seconds, copy_seconds, timed_tokens, base)
+    return LayerCosts(growth, seconds, products), failed
+
+
+def _add_offload(
+    growth: dict[Level, Sequence[Growth]],
+    products: dict[Level, float],
+    seconds: dict[Level, float],
+    copy_seconds: Callable[[int], float],
+    timed_tokens: int | None,
+    base: tuple[float, float] | None,
+) -> None:
+    """`OFFLOAD` from `CHECKPOINT`: no bytes kept, and what a copy takes longer than a layer's backward."""
+    inputs = growth[Level.CHECKPOINT]
+    growth[Level.OFFLOAD] = [Growth() for _ in inputs]
+    products[Level.OFFLOAD] = products[Level.CHECKPOINT]
+    exposed = 0.0
+    if timed_tokens is not None and base is not None:
+        layer = base[1] / len(inputs) * 2 / 3 + seconds[Level.CHECKPOINT]
+        exposed = max(0.0, copy_seconds(inputs[-1].at(timed_tokens, timed_tokens)) - layer)
+    seconds[Level.OFFLOAD] = (seconds[Level.CHECKPOINT] + exposed) * 1.02 or 1e-9
+
+
+def _pass(run: Run, tokens: int, parameters: Sequence[Tensor]) -> None:
+    """Forward and backward, with the gradients of weights that a step computes; none is kept."""
+    leaf, hidden = run(tokens)
+    torch.autograd.grad(hidden.float().sum(), [leaf, *parameters], allow_unused=True)
+
+
+def _products(
+    layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, parameters: Sequence[Tensor]
+) -> float:
+    """Operations of the matrix products of forward and backward at `level`."""
+    functions = layer_functions(layers, [(level_function(level), True)] * len(layers))
+    with functions, FlopCounterMode(display=False) as counter:
+        _pass(run, PROBE_TOKENS[0], parameters)
+    return float(counter.get_total_flops())
+
+
+def _seconds(
+    layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, tokens: int, parameters: Sequence[Tensor]
+) -> float:
+    """The faster of two passes, forward and backward, after one to warm up."""
+    times = []
+    with layer_functions(layers, [(level_function(level), True)] * len(layers)):
+        for _ in range(3):
+            _synchronize()
+            start = time.perf_counter()
+            _pass(run, tokens, parameters)
+            _synchronize()
+            times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _fitting(
+    layers: Sequence[GradientCheckpointingLayer], run: Run, tokens: int, parameters: Sequence[Tensor]
+) -> int | None:
+    """The largest row of `tokens`, a half, a quarter, ... that may keep everything; None below `PROBE_TOKENS`."""
+    while tokens >= max(PROBE_TOKENS):
+        try:
+            _seconds(layers, Level.KEEP, run, tokens, parameters)
+        except torch.OutOfMemoryError:
+            tokens //= 2
+        else:
+            return tokens
+    return None
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Training mode; every module's mode and every random state are as before afterwards."""
+    modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def host_copy_seconds(device: torch.device, nbytes: int = 2**26) -> Callable[[int], float]:
+    """Seconds per copy from pinned host memory, from one short measurement on `device`."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    rate = nbytes / min(times)
+    return lambda count: count / rate

@@ -1,0 +1,330 @@
+"""A plan of levels: bytes as predicted, products as it says, bit-equal at every level, a step too large undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from test_offload import LAYERS, assert_same, loss_of, make, step
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, packed_attention
+from fastpack_trl.attention.model_features import text_model
+from fastpack_trl.checkpointing import feature, memory
+from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
+from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
+from fastpack_trl.checkpointing.streams import HostStreams
+from fastpack_trl.checkpointing.trace import Run, saved_bytes, trace_levels, training
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import tiny_model
+
+MODELS = [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
+TRACED = (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT)
+HOST = {"streams": HostStreams, "min_bytes": 1}
+
+
+def decoder(model: Any, documents: int, *, packed: bool = True) -> Run:
+    """Runs the decoder on `documents` documents of equal length."""
+    base = text_model(model)
+
+    def run(tokens: int) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(tokens * documents)[None] % 90
+        leaf = base.get_input_embeddings()(ids).detach().requires_grad_()
+        batch = PackedBatch.from_lengths((tokens,) * documents)
+        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
+        return leaf, base.base_model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)[0]
+
+    return run
+
+
+@pytest.mark.parametrize(("family", "lora"), MODELS)
+@pytest.mark.parametrize("attention", ["off", "per_document"])
+def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lora: bool, attention: str) -> None:
+    model = make(family, lora=lora)
+    layers = decoder_layers(model)
+    with packed_attention(model, attention):
+        packed = attention != "off"
+        costs, failed = trace_levels(model, layers, decoder(model, 1, packed=packed))
+        assert set(costs.growth) | set(failed) == set(TRACED)
+        assert set(TRACED) - set(costs.growth) <= {Level.POINTWISE}
+        with training(model):
+            for level, growth in costs.growth.items():
+                for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if packed else ()):
+                    counted = saved_bytes(model, layers, level, decoder(model, documents, packed=packed), tokens)
+                    predicted = [each.at(documents * tokens, tokens) for each in growth]
+                    for mine, real in zip(predicted, counted, strict=True):
+                        assert abs(mine - real) <= 0.1 * real, (level, documents, tokens)
+    inputs = costs.growth[Level.CHECKPOINT][1]
+    assert inputs.at(100, 100) == 100 * 32 * 4
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"):
+            self.calls["products"] += 1
+        elif name.startswith("_scaled_dot_product") and not name.endswith("backward"):
+            self.calls["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products(model: Any, levels: list[Level]) -> tuple[Counter[str], Counter[str]]:
+    """Of the forward pass and of the backward pass."""
+    with layer_levels(decoder_layers(model), levels, **HOST):
+        with Products() as forward:
+            loss = loss_of(model)
+        with Products() as backward:
+            loss.backward()
+    model.zero_grad()
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize(("family", "lora"), [("llama", False), ("qwen3", True)])
+def test_backward_computes_as_many_products_again_as_the_level_says(family: str, lora: bool) -> None:
+    model = make(family, lora=lora)
+    forward, keep = products(model, [Level.KEEP] * LAYERS)
+    per_layer = (forward["products"] - 1) // LAYERS  # but the head
+    # Autograd needs no result of the last product of a layer, so the recompute ends before it.
+    last = 1 + lora
+    assert keep["attention"] == 0
+    assert products(model, [Level.POINTWISE] * LAYERS) == (forward, keep)
+    for level in (Level.SELECTIVE, Level.CHECKPOINT, Level.OFFLOAD):
+        _, backward = products(model, [level] * LAYERS)
+        assert keep["products"] + LAYERS * (per_layer - last) <= backward["products"]
+        assert backward["products"] <= keep["products"] + LAYERS * per_layer
+        assert backward["attention"] == (0 if level is Level.SELECTIVE else LAYERS)
+    _, mixed = products(model, [Level.CHECKPOINT] * (LAYERS - 1) + [Level.KEEP])
+    _, full = products(model, [Level.CHECKPOINT] * LAYERS)
+    assert (full["products"] - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
+
+
+@pytest.mark.parametrize(("family", "lora"), MODELS)
+def test_loss_and_gradients_are_bit_equal_at_every_level_and_in_any_mix(family: str, lora: bool) -> None:
+    model = make(family, lora=lora)
+    layers = decoder_layers(model)
+    model.zero_grad()
+    with layer_levels(layers, [Level.KEEP] * LAYERS):
+        stock = step(model, 0, 1)
+    mixes = [[level] * LAYERS for level in Level]
+    mixes += [
+        [Level.OFFLOAD, Level.OFFLOAD, Level.CHECKPOINT, Level.KEEP],
+        [Level.CHECKPOINT, Level.SELECTIVE, Level.OFFLOAD, Level.KEEP],
+    ]
+    if family == "gpt_oss":  # its experts write into the result of a product
+        mixes.remove([Level.POINTWISE] * LAYERS)
+    for levels in mixes:
+        with layer_levels(layers, levels, **HOST) as offload:
+            assert_same(step(model, 0, 1), stock)
+            assert (offload is not None) == (Level.OFFLOAD in levels)
+            assert offload is None or offload.use.leases == 0
+    assert all(layer.gradient_checkpointing for layer in layers)
+
+
+def costs_of(layers: int, sizes: list[int], seconds: list[float]) -> LayerCosts:
+    growth = {level: [Growth(0, size, 0)] * layers for level, size in zip(Level, sizes, strict=True)}
+    products = {level: min(1.0, cost) for level, cost in zip(Level, seconds, strict=True)}
+    return LayerCosts(growth, dict(zip(Level, seconds, strict=True)), products)
+
+
+@examples(max_examples=200, deadline=None)
+@given(
+    layers=st.integers(1, 6),
+    sizes=st.lists(st.integers(0, 1000), min_size=4, max_size=4),
+    steps=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    budget=st.integers(0, 8000),
+)
+def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_first(
+    layers: int, sizes: list[int], steps: list[float], budget: int
+) -> None:
+    sizes = [*sorted(sizes, reverse=True), 0]
+    seconds = [0.0]
+    for more in steps:
+        seconds.append(seconds[-1] + more)
+    costs = costs_of(layers, sizes, seconds)
+
+    def cost(levels: Any) -> float:
+        return sum(costs.seconds[level] for level in levels)
+
+    plan = choose_levels(costs, budget=budget, tokens=1, longest=1)
+    working = costs.working_bytes([Level.OFFLOAD], 1, 1)
+    assert plan.fits == (budget >= working or layers * sizes[0] + costs.working_bytes([Level.KEEP], 1, 1) <= budget)
+    assert list(plan.levels) == sorted(plan.levels, reverse=True)
+    assert len(set(plan.levels)) <= 2
+    if plan.fits:
+        for level in Level:
+            same = [level] * layers
+            fits = costs.bytes_of(same, 1, 1) + costs.working_bytes(same, 1, 1) <= budget
+            assert not fits or cost(plan.levels) <= cost(same) + 1e-9
+        more = choose_levels(costs, budget=budget + 500, tokens=1, longest=1)
+        assert cost(more.levels) <= cost(plan.levels) + 1e-9
+    levels = worthwhile(costs, 1, 1)
+    below: Any = plan
+    seen = 0
+    while below is not None:
+        following = deeper(costs, below, tokens=1, longest=1, deepest=Level.OFFLOAD)
+        assert following is None or following.predicted <= below.predicted or below.levels[0] is Level.KEEP
+        below, seen = following, seen + 1
+        assert seen <= len(levels) + 1
+
+
+def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs() -> None:
+    true = Growth(7, 3, 0.5)
+    found = Growth.through([(tokens, true.at(tokens, tokens)) for tokens in (8, 16, 32)])
+    assert found.at(100, 40) == true.at(100, 40)
+    assert describe([Level.OFFLOAD, Level.OFFLOAD, Level.KEEP]) == "offload 0-1, keep 2"
+
+
+def fast(folder: Path, *, model: Any = None, **more: Any) -> FastSFTTrainer:
+    names = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation")
+    own = {name: more.pop(name) for name in names if name in more}
+    args = FastSFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, "max_steps": 3, **more}), **own)
+    return FastSFTTrainer(
+        model if model is not None else tiny_model("llama", num_hidden_layers=LAYERS),
+        args=args,
+        train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8, seed=7),
+        processing_class=make_tokenizer(),
+    )
+
+
+def trained(trainer: FastSFTTrainer) -> tuple[Any, list[Tensor]]:
+    trainer.train()
+    return figures(trainer), [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def same(ours: tuple[Any, list[Tensor]], stock: tuple[Any, list[Tensor]]) -> bool:
+    return ours[0] == stock[0] and all(torch.equal(a, b) for a, b in zip(ours[1], stock[1], strict=True))
+
+
+def test_on_the_cpu_auto_leaves_the_settings_alone_unless_there_is_a_budget(tmp_path: Path) -> None:
+    trainer = fast(tmp_path / "auto")
+    stock = trained(trainer)
+    line = trainer.fastpack_report["activation_memory"]
+    assert (line.status, line.path) == ("off", "stock")
+    assert "activation_memory_gib=... plans for a budget" in line.reason
+    for gib, level in ((1.0, "keep"), (1e-4, "checkpoint")):
+        trainer = fast(tmp_path / str(gib), activation_memory_gib=gib)
+        assert same(trained(trainer), stock)
+        line = trainer.fastpack_report["activation_memory"]
+        assert (line.status, line.path) == ("on", level), line
+        assert "GiB, recompute" in line.reason
+        assert all(layer.gradient_checkpointing for layer in decoder_layers(trainer.model))
+    assert "over the" in line.reason
+
+
+@pytest.mark.parametrize("setting", ["keep", "selective", "checkpoint"])
+def test_a_level_that_is_asked_for_is_installed_and_changes_no_bit(tmp_path: Path, setting: str) -> None:
+    stock = trained(fast(tmp_path / "off", activation_memory="off"))
+    trainer = fast(tmp_path / "on", activation_memory=setting, activation_memory_gib=1.0)
+    assert same(trained(trainer), stock)
+    assert trainer.fastpack_report["activation_memory"].path == setting
+
+
+EXCLUDED = {
+    "gradient_checkpointing=False": ("checkpoint", {"gradient_checkpointing": False}),
+    "gradient_checkpointing_kwargs": ("keep", {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
+    "checkpoint_offload='double_buffer'": ("selective", {"checkpoint_offload": "double_buffer"}),
+}
+
+
+@pytest.mark.parametrize("message", EXCLUDED)
+def test_what_the_user_says_is_respected_by_auto_and_a_contradiction_raises(tmp_path: Path, message: str) -> None:
+    setting, more = EXCLUDED[message]
+    trainer = fast(tmp_path / "auto", activation_memory_gib=1.0, max_steps=1, eval_strategy="no", **more)
+    trainer.train()
+    assert message in trainer.fastpack_report["activation_memory"].reason
+    with pytest.raises(ValueError, match=f"activation_memory='{setting}'") as error:
+        fast(tmp_path / "both", activation_memory=setting, **more).train()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("gib", [0, -2, "many"])
+def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any) -> None:
+    with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}"):
+        FastSFTConfig(**settings(tmp_path), activation_memory_gib=gib)
+
+
+def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Path) -> None:
+    trainer = fast(tmp_path, activation_memory_gib=1.0, max_length=None, max_steps=1, eval_strategy="no")
+    trainer._fastpack_facts = None
+    trainer.train()
+    assert "max_length=None" in trainer.fastpack_report["activation_memory"].reason
+
+
+@contextlib.contextmanager
+def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[str]]:
+    """The device is full in the forward or backward pass of a middle layer, `times` times, from its third call on."""
+    layer = decoder_layers(trainer.model)[1]
+    calls: list[str] = []
+    seen = 0
+
+    def fail(*args: Any) -> None:
+        nonlocal seen
+        if not layer.training or not hasattr(layer, "_gradient_checkpointing_func") or not trainer.state.max_steps:
+            return
+        seen += 1
+        if seen >= 3 and len(calls) < times:
+            calls.append(place)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    if place == "forward":
+        handle = layer.mlp.register_forward_pre_hook(fail)
+    else:
+        handle = layer.mlp.register_full_backward_hook(fail)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
+    tmp_path: Path, place: str, times: int, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(feature, "offload_options", lambda args: dict(HOST))
+    monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
+
+    def make_trainer(name: str) -> FastSFTTrainer:
+        model = tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.1, attn_implementation="eager")
+        return fast(
+            tmp_path / name, model=model, activation_memory="keep", activation_memory_gib=1.0,
+            max_steps=3, eval_strategy="no", merge_accumulation="off",
+        )  # fmt: skip
+
+    stock = trained(make_trainer("stock"))
+    trainer = make_trainer("ours")
+    with too_large(trainer, place, times) as calls:
+        ours = trained(trainer)
+    assert len(calls) == times
+    assert same(ours, stock)
+    line = trainer.fastpack_report["activation_memory"]
+    assert "it was run again with less" in line.reason
+    assert line.path != "keep"
+    assert sum("ran out of memory" in text for text in caplog.messages) == 1
+    assert all("offload" not in layer.__dict__ for layer in decoder_layers(trainer.model))
+
+
+def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -> None:
+    trainer = fast(tmp_path, activation_memory="checkpoint", activation_memory_gib=1.0, eval_strategy="no")
+    with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        trainer.train()
+    assert trainer.fastpack_memory is None
+    assert trainer.args.gradient_checkpointing
