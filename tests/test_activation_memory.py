@@ -192,7 +192,7 @@ def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs()
 
 
 def fast(folder: Path, *, model: Any = None, **more: Any) -> FastSFTTrainer:
-    names = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation")
+    names = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
     own = {name: more.pop(name) for name in names if name in more}
     args = FastSFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, "max_steps": 3, **more}), **own)
     return FastSFTTrainer(
@@ -328,3 +328,22 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
         trainer.train()
     assert trainer.fastpack_memory is None
     assert trainer.args.gradient_checkpointing
+
+
+@pytest.mark.parametrize("own", [{"activation_memory": "offload"}, {"checkpoint_offload": "double_buffer"}])
+def test_with_compiled_layers_the_model_is_left_as_it_was(
+    tmp_path: Path, own: dict[str, Any], monkeypatch: Any
+) -> None:
+    """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
+    from fastpack_trl.checkpointing import callback as room
+
+    monkeypatch.setattr(feature, "offload_options", lambda args: dict(HOST))
+    for place in (memory, feature, room):
+        monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
+    monkeypatch.setattr(room, "CudaStreams", HostStreams)
+    trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", **own)
+    trainer.train()
+    for layer in decoder_layers(trainer.model):
+        assert type(layer._gradient_checkpointing_func).__name__ == "partial"
+        assert layer._compiled_call_impl is None
+    assert trainer.fastpack_report[next(iter(own))].status == "on"

@@ -66,6 +66,7 @@ class AsyncCheckpointCallback(TrainerCallback):
         _min_bytes: int = MIN_BYTES,
         _streams: Callable[[torch.device], Streams] | None = None,
         _say: Callable[[str], None] = logger.warning,
+        _stays: bool = False,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is not available: use one of {', '.join(MODES)}")
@@ -76,6 +77,7 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.reason = ""
         self._budget, self._keep, self._min_bytes = offload_budget_gib, keep_last_layers, _min_bytes
         self._streams, self._say = _streams, _say
+        self._stays = _stays  # whoever made it closes it: others may stand around the layers' functions until then
         self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
 
@@ -105,7 +107,8 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
-        self.close()
+        if not self._stays:
+            self.close()
 
     def close(self) -> None:
         """Take the offload out of the model. May be called at any time, also twice."""

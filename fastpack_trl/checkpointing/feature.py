@@ -104,7 +104,11 @@ def checkpoint_offload(trainer: Any) -> Iterator[None]:
         logger.warning(message)
 
     callback = AsyncCheckpointCallback(
-        mode, offload_budget_gib=args.offload_budget_gib, keep_last_layers=args.keep_last_layers, _say=say
+        mode,
+        offload_budget_gib=args.offload_budget_gib,
+        keep_last_layers=args.keep_last_layers,
+        _say=say,
+        _stays=True,
     )
     report.add(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     trainer.add_callback(callback)

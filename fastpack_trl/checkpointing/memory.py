@@ -212,7 +212,13 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any], say: Callab
     blocked = "" if "streams" in offload else offload_unavailable(device)
     copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
     timed = min(tokens, TIMED_TOKENS) if cuda else None
-    costs, failed = trace_levels(trainer.model, layers, decoder_run(trainer), timed_tokens=timed, copy_seconds=copies)
+    # A compiled layer decides by itself which element-wise work it does again, and hides its products.
+    compiles = getattr(trainer.args, "layer_compile", "off")
+    compiled = compiles == "on" or (compiles == "auto" and cuda)
+    levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
+    costs, failed = trace_levels(
+        trainer.model, layers, decoder_run(trainer), timed_tokens=timed, copy_seconds=copies, levels=levels
+    )
     hidden = text_model(trainer.model).config.get_text_config().hidden_size
     budget = max(0, budget_bytes(trainer, say) - tokens * hidden * _HEAD_BYTES)
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT

@@ -98,6 +98,7 @@ class Offload:
         self._offloaders: dict[torch.device, Offloader] = {}
         self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
         self._local = threading.local()
+        self._closed = False
 
     @property
     def use(self) -> HostUse:
@@ -121,9 +122,15 @@ class Offload:
             self.said.append(message)
             self._tell(f"checkpoint_offload: {message}")
 
+    def close(self) -> None:
+        """From here on every layer is left as it is: whoever wrapped our function may still call it."""
+        self._closed = True
+        self.trim()
+
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """What this call may offload; None where it is none of ours: no gradients, a nested layer, not training."""
-        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self._active():
+        inside = getattr(self._local, "inside", False)
+        if self._closed or inside or not torch.is_grad_enabled() or not self._active():
             return None
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or not first.is_floating_point():
@@ -234,7 +241,7 @@ def offload_checkpoints(
     )
     if budget > total:
         offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")
-    if any(layer._compiled_call_impl is not None for layer in layers):
+    if any(_compiled_around(layer) for layer in layers):
         offload.say("layers compiled around their checkpoint run eagerly: compile what is inside of it")
     installed: list[tuple[GradientCheckpointingLayer, OffloadedCheckpoint]] = []
     try:
@@ -248,7 +255,13 @@ def offload_checkpoints(
         for layer, ours in installed:
             if getattr(layer, _SEAM, None) is ours:  # else checkpointing was switched on anew meanwhile
                 setattr(layer, _SEAM, ours.inner)
-        offload.trim()
+        offload.close()
+
+
+def _compiled_around(layer: nn.Module) -> bool:
+    """Whether the whole layer is compiled, by something else than `layer_compile`, which compiles what we run."""
+    call = layer._compiled_call_impl
+    return call is not None and not type(call).__module__.startswith("fastpack_trl.")
 
 
 def check_settings(offload_budget_gib: float | None, keep_last_layers: int) -> None:

@@ -94,6 +94,7 @@ def trace_levels(
     *,
     timed_tokens: int | None = None,
     copy_seconds: Callable[[int], float] | None = None,
+    levels: Sequence[Level] = tuple(Level),
 ) -> tuple[LayerCosts, dict[Level, str]]:
     """Measure every level on a few tokens, in training mode; gradients and random states are left alone.
 
@@ -103,6 +104,7 @@ def trace_levels(
         run: runs the decoder.
         timed_tokens: row on which passes are timed; None: costs are counted matrix products.
         copy_seconds: seconds to copy that many bytes between device and host; None: no offload.
+        levels: those to measure, `KEEP` among them.
 
     Returns:
         The costs, and for each level that this model cannot run, why.
@@ -114,7 +116,7 @@ def trace_levels(
     base: tuple[float, float] | None = None
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
     with training(model):
-        for level in (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT):
+        for level in [level for level in levels if level is not Level.OFFLOAD]:
             try:
                 points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
                 flops = _products(layers, level, run, parameters)
