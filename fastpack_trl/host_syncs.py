@@ -41,7 +41,8 @@ class HostSync:
     """The operation in aten or of `torch.Tensor`; ``synchronize`` on CUDA, which does not name it."""
     kind: Kind
     """``sync``: the host reads from the device. ``copy``: a copy to the device that the host waits for. ``host``:
-    a read of a tensor that is never on the device (collator, optimizer step counters); nobody waits."""
+    a read of a tensor that is never on the device (collator, optimizer step counters); nobody waits. On CUDA all are
+    ``sync``: torch does not tell a copy from a read, and host tensors make no wait."""
     file: str
     """Of the first frame outside of torch."""
     line: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ def _labelled(lengths: list[int], num_padding: int, seed: int) -> tuple[PackedBa
     return PackedBatch.from_lengths(lengths, num_padding=num_padding, labels=labels), labels[: sum(lengths)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 3)), min_size=1, max_size=5)
 )
@@ -50,6 +51,7 @@ def test_rows_that_do_not_say_where_their_loss_is_are_refused() -> None:
         merge_batches([])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 120))
 def test_groups_keep_the_order_and_the_limit(tokens: list[int], limit: int) -> None:
     groups = group_by_tokens(tokens, limit)

@@ -3,7 +3,8 @@
 The trainer's loop stays as it is. It is given all micro-batches and calls a step for each; those before the last of a
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
 So steps, callbacks, token and FLOP counts go on per micro-batch, and under DDP the group that ends the accumulation is
-the one that reduces the gradients.
+the one that reduces the gradients. Only the NaN filter of the logged loss sees the sum of a group: a NaN in one of its
+micro-batches replaces the loss of all of them.
 """
 
 from __future__ import annotations
@@ -230,6 +231,9 @@ def merge_accumulation(trainer: Any) -> Iterator[None]:
 
     Entered after `sync_free`, whose losses and metrics it needs.
     """
+    if not trainer.fastpack_trains:
+        yield
+        return
     report, setting = trainer.fastpack_report, str(getattr(trainer.args, "merge_accumulation", "auto"))
     why_not = _why_not(trainer, setting)
     if why_not:
