@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines, overhead_lines
+from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines, moe_lines, overhead_lines
 from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -217,6 +217,20 @@ def _host_overhead(args: Namespace) -> dict[str, Any]:
     return host_overhead.measure(device=_device(args), seed=args.seed, progress=True, **given)
 
 
+def _moe(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import moe
+    from fastpack_trl.bench.moe_sides import SHAPES
+
+    _without(args, "quick", "backends")
+    for name in args.model or ():
+        if name not in SHAPES:
+            raise UserError(f"there is no MoE model {name!r}{did_you_mean(name, SHAPES)} (models: {', '.join(SHAPES)})")
+    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
+    return moe.measure(
+        models=args.model, layers=args.layers, device=_device(args), seed=args.seed, progress=True, **given
+    )
+
+
 CASES = {
     "packed_attention": Case(
         "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
@@ -232,6 +246,10 @@ CASES = {
         "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' own loops",
         _host_overhead,
     ),
+    "moe": Case(
+        "mixture-of-experts, forward and backward: stock grouped_mm and PEFT beside fastpack, one block and decoders",
+        _moe,
+    ),
     "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
 }
 
@@ -244,6 +262,8 @@ def table(record: Mapping[str, Any]) -> str:
         out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
     if record["case"] == "attention":
         return "\n".join([*out, *attention_lines(rows)])
+    if record["case"] == "moe":
+        return "\n".join([*out, *moe_lines(rows)])
     if record["case"] == "host_overhead":
         return "\n".join([*out, *overhead_lines(rows)])
     if any("sides" in row for row in rows):

@@ -99,6 +99,17 @@ MODELS = {
         layers=4,
         leaks=True,
     ),
+    "qwen3-30b-a3b": ModelShape(
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        weights=torch.bfloat16,
+        layers=4,
+    ),
     "small": ModelShape(
         "qwen3",
         {

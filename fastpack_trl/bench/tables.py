@@ -106,6 +106,43 @@ def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per configuration: forward and backward of each side, what it keeps for backward, how much faster fastpack is."""
+    out: list[str] = []
+    head = ["tokens", "side", "forward ms", "backward ms", "tok/s", "kept MiB", "peak GiB", "fastpack is", "interval"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        chosen = [row for row in rows if row["setting"] == setting]
+        cells, notes = [head], []
+        for row in chosen:
+            notes += [f"{row['tokens']:,} tokens: skipped: {row['skipped']}"] if "skipped" in row else []
+            for name, side in row["sides"].items():
+                if "failed" in side:
+                    notes.append(f"{row['tokens']:,} tokens, {name}: {side['failed']}")
+                    continue
+                ratio, memory = row["ratios"].get(name), side["memory"]
+                cells.append(
+                    [
+                        f"{row['tokens']:,}",
+                        name,
+                        f"{side['forward']['median'] * 1000:,.2f}",
+                        f"{side['backward']['median'] * 1000:,.2f}",
+                        f"{side['tokens_per_second']['median']:,.0f}",
+                        f"{side['saved_bytes'] / (1 << 20):,.1f}",
+                        "-" if memory is None else f"{(memory['peak_bytes'] - memory['before_bytes']) / _GIB:.2f}",
+                        "-" if ratio is None else f"{ratio['seconds']['median']:.2f}x",
+                        "-" if ratio is None else _interval(ratio["seconds"]),
+                    ]
+                )
+            if row.get("target") is not None:
+                saved = f" and {row['saved_target']:g}x less kept" if row["saved_target"] else ""
+                verdict = "below target" if row["below_target"] else "reached"
+                notes.append(f"{row['tokens']:,} tokens: target {row['target']:g}x{saved}: {verdict}")
+        attention = next((row["attention"] for row in chosen if "attention" in row), "none")
+        title = setting if attention == "none" else f"{setting}, {attention} attention on every side"
+        out += ["", title, *(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(chosen)]
+    return out
+
+
 def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Per setting: a step of each side and its overhead; then, on CUDA, what the device did in a micro-step."""
     out: list[str] = []

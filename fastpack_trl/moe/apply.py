@@ -113,7 +113,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
             # Directly: the public setter would walk all modules and write to every sub-config.
             stack.callback(setattr, config, "_experts_implementation_internal", config._experts_implementation)
             config._experts_implementation_internal = NAME
-        stack.enter_context(plans_kept(text_model(model), {module: state.keeper for module, state in states.items()}))
+        # The backbone and not the whole model: some call it without the head.
+        backbone = getattr(text_model(model), "base_model", model)
+        stack.enter_context(plans_kept(backbone, {module: state.keeper for module, state in states.items()}))
         if lora:
             for adapter in stack.enter_context(expert_lora(model)):
                 report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))

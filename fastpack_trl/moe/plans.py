@@ -110,7 +110,7 @@ def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterat
     Checkpointing may be switched on later (a trainer does so when training begins), so each forward looks again.
 
     Args:
-        model: the whole model; its forward is where the look happens.
+        model: what holds the layers; its forward is where the look happens.
         keepers: per experts module.
     """
     held = [
@@ -146,7 +146,7 @@ def _wrappers(layer: Any) -> list[tuple[Any, str, Any]]:
 
     Others wrap the function too, and may be taken off before or after us: with ours innermost, neither order loses one.
     """
-    found = [(layer, _SEAM, getattr(layer, _SEAM, None))]
+    found: list[tuple[Any, str, Any]] = [(layer, _SEAM, getattr(layer, _SEAM, None))]
     while hasattr(found[-1][2], "inner"):
         holder = found[-1][2]
         found.append((holder, "inner", holder.inner))

@@ -1,0 +1,104 @@
+"""The case ``moe`` of ``fastpack-trl bench``: a miniature run, its gate and its table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastpack_trl.bench import command, moe, moe_sides
+from fastpack_trl.cli import main
+from fastpack_trl.errors import UserError
+from fastpack_trl.moe.layout import experts_modules
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    shape = moe_sides.SHAPES["gpt_oss-small"]
+    smaller = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2}
+    fields = {**shape.fields, **smaller, "layer_types": ["sliding_attention", "full_attention"]}
+    monkeypatch.setitem(moe_sides.SHAPES, "tiny", replace(shape, fields=fields))
+    return "tiny"
+
+
+def _run(tiny: str, **options: Any) -> dict[str, Any]:
+    return moe.measure(models=[tiny], tokens=[48], rounds=2, **options)
+
+
+def test_decoder_row_of_the_cpu_and_its_table(tiny: str) -> None:
+    record = _run(tiny)
+    (row,) = record["rows"]
+    assert (row["part"], row["mode"], row["attention"]) == ("decoder", "lora", "per_document")
+    assert set(row["sides"]) == {"stock", "fastpack"}
+    assert row["ratios"]["stock"]["saved_bytes"] > 1
+    assert row["target"] is None  # no target for 48 tokens
+    text = command.table(record)
+    assert "2 decoder layers without the head, lora r=16, float32" in text
+    assert "per_document attention on every side" in text
+    json.dumps(record)
+
+
+@pytest.mark.parametrize("mode", moe_sides.MODES)
+def test_block_rows_of_cuda_run_on_the_cpu_too(tiny: str, mode: str) -> None:
+    found = moe._measure_row(moe.Row("block", tiny, 1, mode, 40, skewed=True), 2, 60.0, "cpu", 0)
+    assert found["gate"]["fastpack"] <= 1e-4
+    assert not any("failed" in side for side in found["sides"].values())
+
+
+def test_checkpointed_decoder_sorts_once_per_layer(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Any] = []
+
+    def noted(model: nn.Module) -> Any:
+        reports.append(moe_sides.apply_moe(model, check_plans=True))
+        return reports[-1]
+
+    monkeypatch.setattr(moe, "sides", lambda _device: {**moe_sides.sides("cpu"), "fastpack": noted})
+    row = moe.Row("decoder", tiny, 2, "lora", 40, checkpointing=True)
+    found = moe._measure_row(row, 1, 60.0, "cpu", 0)
+    assert not any("failed" in side for side in found["sides"].values())
+    assert reports[-1].sorts == 2
+
+
+def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def wrong(model: nn.Module) -> Iterator[None]:
+        module = next(iter(experts_modules(model).values()))
+        before = module.down_proj.data.clone()
+        module.down_proj.data.mul_(1.1)
+        yield
+        module.down_proj.data.copy_(before)
+
+    monkeypatch.setattr(moe, "sides", lambda _device: {**moe_sides.sides("cpu"), "wrong": wrong})
+    found = moe._measure_row(moe.Row("block", tiny, 1, "frozen", 40), 1, 60.0, "cpu", 0)
+    assert "differs from stock by" in found["sides"]["wrong"]["failed"]
+    assert "seconds" in found["sides"]["fastpack"]
+
+
+def test_plan_of_cuda_names_every_configuration() -> None:
+    rows = moe.plan("cuda", ["gpt-oss-20b", "qwen3-30b-a3b"], [8192], 2, False)
+    assert len(rows) == 2 * (3 * 2 + 2 * 2)
+    assert len({row.describe()["setting"] for row in rows}) == len(rows)
+
+
+def test_wrong_options_are_named(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rounds=0"):
+        moe.measure(models=[tiny], tokens=[48], rounds=0)
+    with pytest.raises(UserError, match="tokens=0 is below 1"):
+        moe.measure(models=[tiny], tokens=[0])
+    assert main(["bench", "--case", "moe", "--device", "cpu", "--model", "gpt_oss-smal"]) == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("mode", moe_sides.MODES)
+def test_block_in_bf16_on_cuda(tiny: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moe_sides.SHAPES, "tiny", replace(moe_sides.SHAPES["tiny"], weights=torch.bfloat16))
+    found = moe._measure_row(moe.Row("block", tiny, 1, mode, 512), 2, 60.0, "cuda", 0)
+    assert "seconds" in found["sides"]["fastpack"], found["sides"]["fastpack"]
