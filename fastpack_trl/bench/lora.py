@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -152,7 +151,8 @@ def _measure_row(
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name, trainer))
-            return Side(trainer, clock, steps)
+            with _compiled_regions(trainer) if name in (COMPILED, LIGER) else contextlib.nullcontext():
+                return Side(trainer, clock, steps)
 
         for name in names:
             side, failure = attempt(partial(make, name))
@@ -185,6 +185,12 @@ def _measure_row(
                 continue
             launches = count_launches(sides[name].step, device)
             figures[name] = _figures(found, name, clock, paths[name], launches, flops, peak)
+            if name == OURS:
+                report = sides[name].trainer.fastpack_report
+                figures[name]["path"] = ", ".join(
+                    f"{line.feature} {line.path}" for line in report if line.status == "on"
+                )
+                figures[name]["report"] = report.to_dict()
         _gate(figures)
         good = [name for name in names if "failed" not in figures[name]]
         return {
@@ -220,25 +226,30 @@ def _installed(name: str, trainer: Any) -> Iterator[str]:
             features = trainer._fastpack_features(announce=True)
             features.__enter__()
         try:
-            report = trainer.fastpack_report
-            yield ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
+            yield ""  # what runs is decided in the first step
         finally:
             features.__exit__(None, None, None)
         return
     with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
-        if name != STOCK:
-            _compile_regions(trainer)
         compiled = "" if name == STOCK else ", layers compiled by accelerate"
         yield f"{attention.path}{compiled}{', Liger' if name == LIGER else ''}"
 
 
-def _compile_regions(trainer: Any) -> None:
-    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model when it is prepared."""
+@contextlib.contextmanager
+def _compiled_regions(trainer: Any) -> Iterator[None]:
+    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model that is prepared inside.
+
+    Not through the arguments: accelerate keeps them for the process, and the other sides would be compiled too.
+    """
     from accelerate.utils import TorchDynamoPlugin
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-    trainer.accelerator.state.dynamo_plugin = plugin
+    state = trainer.accelerator.state
+    before = state.dynamo_plugin
+    state.dynamo_plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    try:
+        yield
+    finally:
+        state.dynamo_plugin = before
 
 
 def _step(side: Side, device: str) -> tuple[Step, Any]:

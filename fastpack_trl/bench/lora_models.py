@@ -6,6 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import datasets
@@ -97,7 +98,7 @@ def definitions(tokens: int, vocabulary: int) -> tuple[Any, datasets.Dataset]:
     Real source text, so that document lengths and repetitions are those of a data set of code; repeated from the start
     where it is too short.
     """
-    tokenizer = train_tokenizer(_up_to(_TOKENIZER_CHARACTERS), vocabulary=min(vocabulary, 8000), progress=False)
+    tokenizer = _tokenizer(min(vocabulary, 8000))
     rows: list[list[int]] = []
     total = 0
     for text in itertools.cycle(_texts()):
@@ -107,6 +108,11 @@ def definitions(tokens: int, vocabulary: int) -> tuple[Any, datasets.Dataset]:
         if total >= tokens:
             return tokenizer, datasets.Dataset.from_dict({"input_ids": rows})
     raise AssertionError("cycle ends only by return")
+
+
+@cache
+def _tokenizer(vocabulary: int) -> Any:
+    return train_tokenizer(_up_to(_TOKENIZER_CHARACTERS), vocabulary=vocabulary, progress=False)
 
 
 def _up_to(characters: int) -> Iterator[str]:
