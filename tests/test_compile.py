@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 import random
 from collections.abc import Iterator
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 from trainer_material import figures, train
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention.backends import Varlen
+from fastpack_trl.attention.model_features import read_features
+from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.varlen import VarlenLayer
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients, tiny_model
@@ -170,6 +175,96 @@ def test_one_graph_per_window(family: str) -> None:
         for seed in range(50):
             one_step(model, *row(seed, longest=4 if seed % 2 else 30))
     assert (backend.graphs, layers.path, len(layers.kinds)) == (2, "compiled", 2), layers.reason
+
+
+def four_bit(device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A LoRA model over NF4 weights, and the same in float64 over what those weights stand for."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    exact = copy.deepcopy(model).double()
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            quantised = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
+            )
+            quantised.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            quantised = quantised.to(device)
+            weight = bnb.functional.dequantize_4bit(quantised.weight.data, quantised.weight.quant_state)
+            exact.model.layers.get_submodule(name).weight.data = weight.double().cpu()
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(parent), leaf, quantised)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model.is_loaded_in_4bit = True
+    config = {"r": 4, "target_modules": targets, "init_lora_weights": False}
+    model, exact = (get_peft_model(each, LoraConfig(**config)) for each in (model.to(device), exact))
+    exact.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
+    return model.train(), exact.train()
+
+
+def test_a_row_of_long_documents_has_a_form_for_compiled_layers() -> None:
+    """On Hopper eager attention calls one kernel per long document, which is no part of a graph."""
+    features = dataclasses.replace(read_features(make("llama"), torch.bfloat16), capability=(9, 0))
+    batch = PackedBatch.from_lengths([5000, 4200])
+    layer = Varlen().prepare(batch, features, torch.device("cpu"))
+    assert isinstance(layer, PerDocumentLayer)
+    assert isinstance(layer.compiled, VarlenLayer)
+    assert torch.equal(layer.compiled.parts[0][0], batch.cu_seqlens)
+    too_long = dataclasses.replace(features, num_heads=2**20)
+    assert Varlen().prepare(PackedBatch.from_lengths([5000]), too_long, torch.device("cpu")).compiled is None
+
+
+def cast_adapters(model: Any, autocast: torch.dtype | None) -> Any:
+    from fastpack_trl.lora.linear import apply_lora
+
+    report = apply_lora(model, compute_dtype=autocast)
+    assert report.fast, str(report)
+    return report
+
+
+def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> None:
+    """The adapters are cast outside of the layer, anew in each step: a trial must leave that graph to the run."""
+    backend, data = Counting(differentiate=True), [row(seed) for seed in range(4)]
+    results = []
+    for compiled in (False, True):
+        model = make("llama", lora=True, checkpointing=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(cast_adapters(model, torch.bfloat16).revert)
+            stack.enter_context(packed_attention(model, compute_dtype=torch.bfloat16))
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if compiled:
+                layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            losses = []
+            for one in data:
+                losses.append(one_step(model, *one)[0])
+                optimizer.step()
+            results.append(losses)
+    assert (backend.graphs, layers.path) == (1, "compiled"), layers.reason
+    assert results[1] == pytest.approx(results[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool) -> None:
+    model, backend = make(family, checkpointing=checkpointing), Counting()
+    ids, batch = row(0)
+
+    def run() -> tuple[float, dict[str, Tensor], list[Tensor]]:
+        model.zero_grad()
+        keywords = to_transformers_kwargs(batch)
+        out = model(input_ids=ids, packed_batch=batch, use_cache=False, output_router_logits=True, **keywords)
+        (out.aux_loss + out.logits.logsumexp(-1).sum()).backward()
+        return out.aux_loss.item(), gradients(model), [logits.detach() for logits in out.router_logits]
+
+    with packed_attention(model):
+        expected = run()
+        with compiled_layers(model, verbose=False, _backend=backend) as layers:
+            actual = run()
+    assert layers.path == "compiled", layers.reason
+    assert len(actual[2]) == 2
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:
@@ -368,3 +463,109 @@ def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, options: dict[s
     line = trainer.fastpack_report["layer_compile"]
     assert line.status == "off"
     assert why in line.reason
+
+
+# The kernels themselves: bf16 under autocast over float32 weights, varlen attention.
+
+
+def cuda_row(seed: int, longest: int = 700) -> tuple[Tensor, PackedBatch]:
+    ids, batch = row(seed, longest=longest)
+    return ids.cuda(), batch.to("cuda")
+
+
+def cuda_model(family: str = "llama", **options: Any) -> Any:
+    options = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 8192} | options
+    return make(family, **options).cuda()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_bf16_within_twice_the_error_of_eager(family: str, lora: bool, inductor: None) -> None:
+    model = make(family, lora=lora, checkpointing=lora, head_dim=16).cuda()
+    compare(model, "inductor", device="cuda", autocast=torch.bfloat16, rows=6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
+def test_cuda_one_graph_for_fifty_rows_and_no_sync(fast: bool, checkpointing: bool, inductor: None) -> None:
+    model = cuda_model(lora=True, checkpointing=checkpointing)
+    data = [cuda_row(seed) for seed in range(50)]
+    counters = torch._dynamo.utils.counters["stats"]
+    with contextlib.ExitStack() as stack:
+        if fast:
+            stack.callback(cast_adapters(model, torch.bfloat16).revert)
+        attention = stack.enter_context(packed_attention(model, compute_dtype=torch.bfloat16))
+        assert attention.path == "varlen"
+        layers = stack.enter_context(compiled_layers(model, verbose=False))
+        stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+        before = counters["unique_graphs"]
+        for ids, batch in data[:2]:
+            loss_of(model, ids, batch).backward()
+        stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("error")
+        for ids, batch in data:
+            loss_of(model, ids, batch).backward()
+            batch.clear_derived()
+    assert layers.path == "inductor", layers.reason
+    assert counters["unique_graphs"] - before == 1
+
+
+@pytest.mark.cuda
+def test_cuda_rows_of_long_documents_keep_the_graph_of_the_others(inductor: None) -> None:
+    """Where eager attention goes document by document, a compiled layer stays with one call over the row."""
+    model = cuda_model()
+    long = torch.randint(3, 96, (1, 5000), device="cuda")
+    batch = PackedBatch.from_lengths([5000], labels=long.cpu()).to("cuda")
+    counters = torch._dynamo.utils.counters["stats"]
+    with packed_attention(model, compute_dtype=torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+        expected = loss_of(model, long, batch).item()
+        before = counters["unique_graphs"]
+        with compiled_layers(model, verbose=False) as layers:
+            loss_of(model, *cuda_row(0)).backward()
+            actual = loss_of(model, long, batch)
+            actual.backward()
+    assert layers.path == "inductor", layers.reason
+    assert counters["unique_graphs"] - before == 1
+    assert actual.item() == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, inductor: None) -> None:
+    pytest.importorskip("bitsandbytes")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model, exact_model = four_bit(device, dtype)
+    checkpoint(model)
+    data = [row(seed) for seed in range(3 if device == "cpu" else 6)]
+    with packed_attention(exact_model, "per_document"):
+        exact = [one_step(exact_model, *one) for one in data]
+
+    def run() -> Tensor:
+        steps = (one_step(model, ids.to(device), batch.to(device)) for ids, batch in data)
+        return torch.stack([errors(step, known) for step, known in zip(steps, exact, strict=True)])
+
+    with contextlib.ExitStack() as stack:
+        if fast:
+            stack.callback(cast_adapters(model, None if device == "cpu" else dtype).revert)
+        stack.enter_context(packed_attention(model, compute_dtype=dtype))
+        stack.enter_context(torch.autocast(device, dtype, enabled=device == "cuda"))
+        eager = run()
+        backend = "inductor" if device == "cuda" else "aot_eager"
+        layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+        compiled = run()
+    assert layers.path == backend, layers.reason
+    mean_error, mean_budget = (values.square().mean(0).sqrt() for values in (compiled, eager))
+    assert (mean_error <= 2 * mean_budget + torch.finfo(dtype).eps / 2).all(), (mean_error, mean_budget)
+
+
+@pytest.mark.cuda
+def test_cuda_auto_measures_and_says_what_it_saw(inductor: None) -> None:
+    model = cuda_model(lora=True, checkpointing=True)
+    with packed_attention(model, compute_dtype=torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+        with compiled_layers(model, measure=True, verbose=False) as layers:
+            loss_of(model, *cuda_row(0)).backward()
+    assert "compiled" in layers.reason
+    assert "eager" in layers.reason
+    assert "ms per layer" in layers.reason

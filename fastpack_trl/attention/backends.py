@@ -93,10 +93,13 @@ class Varlen:
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         long_from = LONG_DOCUMENTS.get(features.capability or ())
         plain = not features.windows and not features.sinks
-        if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
-            return per_document.prepare(batch, features.windows, device)
         rounded = -(-features.head_dim // 32) * 32
-        return varlen.prepare(batch, device, features.num_heads * rounded)
+        elements = features.num_heads * rounded
+        if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
+            layer = per_document.prepare(batch, features.windows, device)
+            fits = varlen.can_index(max(batch.segment_lengths), elements)
+            return layer._replace(compiled=varlen.prepare(batch, device, elements)) if fits else layer
+        return varlen.prepare(batch, device, elements)
 
 
 class PerDocument:

@@ -41,6 +41,8 @@ class PerDocumentLayer(NamedTuple):
     max_seqlen: int
     bands: dict[int, Tensor]
     """Per window: (max_seqlen, max_seqlen) additive float mask of the band; (2, 2) where no segment exceeds it."""
+    compiled: Any = None
+    """The same row for a compiled layer, where one call per document cannot be part of a graph."""
 
     def attend(
         self,

@@ -97,6 +97,11 @@ def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -
     return batch.derive(("varlen", device), build)
 
 
+def can_index(length: int, elements_per_token: int) -> bool:
+    """Whether the kernel's backward can index a segment of `length` tokens with an int32."""
+    return (length + _BUFFER_ROWS_PER_SEGMENT) * elements_per_token < _INT32
+
+
 def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> list[tuple[int, int]]:
     """Runs of segments, (first, end), that the kernel's backward can index with an int32 each.
 
@@ -106,7 +111,7 @@ def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> li
     bounds, first, rows = [], 0, 0
     for index, length in enumerate(segment_lengths):
         needed = length + _BUFFER_ROWS_PER_SEGMENT
-        if needed * elements_per_token >= _INT32:
+        if not can_index(length, elements_per_token):
             raise ValueError(
                 f"a document of {length} tokens is too long for varlen's int32 backward ({elements_per_token} elements "
                 f"per token): set packed_attention='per_document' or a smaller max_length"

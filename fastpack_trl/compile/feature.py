@@ -50,6 +50,9 @@ def _not_compiled(trainer: Any) -> str:
         "stock's batches have no packed metadata": trainer.fastpack_report["batches"].status != "on",
         f"{RIGHT_PADDED} has another shape for every batch": trainer.fastpack_report["packed_attention"].path
         == RIGHT_PADDED,
+        # Windows, sinks or softcaps would be plain torch per document: right, and nothing to gain from.
+        f"per_document on {device} calls a kernel per document, which is no part of a graph": device != "cpu"
+        and trainer.fastpack_report["packed_attention"].path == "per_document",
         "parameters are sharded while the step runs": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
         f"on {device} compiling takes longer than most runs; layer_compile='on' compiles": setting == "auto"
         and device == "cpu",

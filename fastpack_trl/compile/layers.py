@@ -30,6 +30,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.attention.model_features import attention_modules, text_model, window_of
+from fastpack_trl.attention.per_document import PerDocumentLayer
+from fastpack_trl.compile import recorded
 from fastpack_trl.compile.trial import CANNOT_RUN, Run, median_times, step, undisturbed
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -80,47 +82,64 @@ class LayerKind:
         if hidden is None:
             return stock(args[0])
         kwargs = {name: value for name, value in kwargs.items() if name not in _UNREAD}
-        rest = args[1:]
-        place = _place(checkpoint)
+        rest, names = args[1:], recorded.asked_for()
+        kwargs["packed_layer"] = _traceable(kwargs["packed_layer"], hidden)
+        if kwargs["packed_layer"] is None or not recorded.KNOWN.issuperset(names):
+            return stock(args[0])
+        place = _place(checkpoint, names)
         if place not in self._tried:
             self._tried.add(place)
-            self._decide(layer, checkpoint, stock, hidden, rest, kwargs)
+            self._decide(names, layer, checkpoint, stock, hidden, rest, kwargs)
             if self.path == "eager":
                 return stock(args[0])
         try:
-            return self._compiled(layer, checkpoint, hidden, rest, kwargs)
+            output, records = self._compiled(names, layer, checkpoint, hidden, rest, kwargs)
         except self._owner.compile_errors as error:
             # Raised while a new shape or type was compiled, before anything ran.
             self._give_up(error)
             return stock(args[0])
+        recorded.hand_over(records)
+        return output
 
     def _compiled(
-        self, layer: Any, checkpoint: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self,
+        names: tuple[str, ...],
+        layer: Any,
+        checkpoint: Any,
+        hidden: Tensor,
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, recorded.Recorded]:
         _mark_dynamic(hidden, kwargs)
-        place = _place(checkpoint)
+        place = _place(checkpoint, names)
         forward = _forward_of(layer, checkpointed=place != "alone")
-        if place == "alone":
-            return self._layer(forward, layer, hidden, rest, kwargs)
         if place == "outside":
-            return self._with_checkpoint(checkpoint, forward, layer, hidden, rest, kwargs)
-        return checkpoint(partial(self._layer, forward, layer, rest=rest, kwargs=kwargs), hidden)
+            return self._with_checkpoint(names, checkpoint, forward, layer, hidden, rest, kwargs)
+        run = partial(self._layer, names, forward, layer, rest=rest, kwargs=kwargs)
+        return run(hidden) if place == "alone" else checkpoint(run, hidden)
 
     def _decide(
-        self, layer: Any, checkpoint: Any, stock: Run, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        names: tuple[str, ...],
+        layer: Any,
+        checkpoint: Any,
+        stock: Run,
+        hidden: Tensor,
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
         if isinstance(checkpoint, partial) and checkpoint.keywords.get("use_reentrant", True):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
         # An offloading checkpoint counts the layers that it sees: the trial takes torch's, and compiles what it runs.
-        inside = _place(checkpoint) == "inside"
+        inside = _place(checkpoint, names) == "inside"
         trial = _NOT_COMPILED if inside else checkpoint
         eager: Run = partial(_eager_trial, layer, rest, kwargs) if inside else stock
-        compiled: Run = lambda tensor: self._compiled(layer, trial, tensor, rest, kwargs)  # noqa: E731
+        compiled: Run = lambda tensor: self._compiled(names, layer, trial, tensor, rest, kwargs)  # noqa: E731
         owner = self._owner
         owner.say(f"layer_compile: compiling {self.name} ...", end=" ")
-        with undisturbed(hidden.device, _hooks_active()), _floats_as_constants():
+        with undisturbed(hidden.device, _hooks_active()), recorded.nothing_recorded(), _floats_as_constants():
             try:
                 self.seconds += step(compiled, hidden, layer)
             except CANNOT_RUN + owner.compile_errors as error:
@@ -350,14 +369,22 @@ def _eager_trial(layer: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], hidd
     return _not_compiled(partial(_forward_of(layer, checkpointed=True), layer, **kwargs), hidden, *rest)
 
 
-def _run_layer(forward: Any, layer: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward(layer, hidden, *rest, **kwargs)
+def _run_layer(
+    names: tuple[str, ...], forward: Any, layer: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, recorded.Recorded]:
+    return recorded.recording(names, partial(forward, layer, **kwargs), hidden, *rest)
 
 
 def _run_checkpointed(
-    checkpoint: Any, forward: Any, layer: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return checkpoint(partial(forward, layer, **kwargs), hidden, *rest)
+    names: tuple[str, ...],
+    checkpoint: Any,
+    forward: Any,
+    layer: Any,
+    hidden: Tensor,
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, recorded.Recorded]:
+    return recorded.recording(names, checkpoint, partial(forward, layer, **kwargs), hidden, *rest)
 
 
 def _call_impl(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -389,6 +416,13 @@ def _is_packed_training(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         and args[0].dim() == 3
         and args[0].shape[1] > 1
     )
+
+
+def _traceable(packed_layer: Any, hidden: Tensor) -> Any:
+    """The row's metadata for a graph; None where attention is one kernel per document, which no graph can hold."""
+    if isinstance(packed_layer, PerDocumentLayer) and hidden.device.type != "cpu":
+        return packed_layer.compiled
+    return packed_layer
 
 
 def _with_gradient(layer: nn.Module, hidden: Tensor) -> Tensor | None:
@@ -434,11 +468,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
                 yield from _tensors(item)
 
 
-def _place(checkpoint: Any) -> str:
-    """Where the compiled function is: ``alone`` (no checkpoint), ``outside`` of the checkpoint, or ``inside``."""
+def _place(checkpoint: Any, names: tuple[str, ...]) -> str:
+    """Where the compiled function is: ``alone`` (no checkpoint), ``outside`` of the checkpoint, or ``inside``.
+
+    Nothing may be recorded in a checkpoint that is compiled: its function has no side effects there.
+    """
     if checkpoint is None:
         return "alone"
-    return "outside" if _is_plain(checkpoint) and not _hooks_active() else "inside"
+    return "outside" if _is_plain(checkpoint) and not names and not _hooks_active() else "inside"
 
 
 def _floats_as_constants() -> contextlib.AbstractContextManager[Any]:

@@ -34,12 +34,10 @@ def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
 def step(run: Run, hidden: Tensor, layer: nn.Module) -> float:
     """Seconds of one forward and backward. Gradients are returned to nobody: no ``.grad``, no hook of a reducer."""
     hidden = hidden.detach().requires_grad_()
-    inputs = [hidden, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    inputs = [hidden, *_trained(layer)]
     _wait(hidden.device)
     start = time.perf_counter()
-    output = run(hidden)
-    output = output if isinstance(output, tuple) else (output,)
-    roots = [tensor for tensor in output if isinstance(tensor, Tensor) and tensor.requires_grad]
+    roots = [tensor for tensor in _tensors(run(hidden)) if tensor.requires_grad]
     torch.autograd.grad(roots, inputs, [torch.ones_like(tensor) for tensor in roots], allow_unused=True)
     _wait(hidden.device)
     return time.perf_counter() - start
@@ -54,6 +52,27 @@ def median_times(paths: dict[str, Run], hidden: Tensor, layer: nn.Module) -> dic
             if count:
                 times[name].append(seconds)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _trained(layer: nn.Module) -> Iterator[Tensor]:
+    """What a step trains, as the layer reads it.
+
+    Where adapters were cast together for the whole model (`apply_lora`) those casts stand for them: a gradient of the
+    parameters would go through a graph that is not this layer's, and the run still needs it.
+    """
+    casts = [cast for module in layer.modules() if (cast := getattr(module, "fastpack_cast", None)) is not None]
+    made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
+    for cast in casts:
+        yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
+    yield from (p for p in layer.parameters() if p.requires_grad and id(p) not in made)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list | dict):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(item)
 
 
 def _same(tensor: Tensor) -> Tensor:
