@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME, fastpack_experts
-from fastpack_trl.testing import assert_gradients_close, gradients
+from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
 
 
 def _run(module: Any, function: Any, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -240,3 +241,67 @@ def test_a_dense_model_is_left_alone() -> None:
     assert not report.layers
     assert str(report) == "no experts"
     report.revert()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_all_tokens_at_one_expert(family: str) -> None:
+    module, (x, ids, weights, grad) = _case(family, torch.float32, top_k=1, skew="hot")
+    assert set(ids.reshape(-1).tolist()) == {0}
+    ours = _run(module, module, x, ids, weights, grad)
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    for name, value in exact.items():
+        assert norm_of_difference(ours[name], value) <= 1e-6, name
+
+
+def _device_case(family: str, device: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any, tuple[Tensor, ...]]:
+    model = moe_model(family)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"]))
+    model = model.to(device, dtype).train()
+    block = (model.base_model.model if lora else model).model.layers[0].mlp.experts
+    ids, weights = routed(64, 2, 4)
+    values = torch.randn(64, 32), weights, torch.randn(64, 32)
+    x, weights, grad = (value.to(device, dtype) for value in values)
+    return model, block, (x.requires_grad_(), ids.to(device), weights.requires_grad_(), grad)
+
+
+def _assert_no_sync(model: Any, block: Any, inputs: tuple[Tensor, ...]) -> None:
+    x, ids, weights, grad = inputs
+    with apply_moe(model):
+        block(x, ids, weights).backward(grad)  # what is made once
+        with count_host_syncs() as syncs:
+            block(x, ids, weights).backward(grad)
+    assert syncs.total == 0, syncs
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_no_host_sync_forward_or_backward(family: str, lora: bool) -> None:
+    _assert_no_sync(*_device_case(family, "cpu", torch.float32, lora))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_no_host_sync_on_cuda(family: str, lora: bool) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("torch's grouped GEMM asks the device before Hopper")
+    _assert_no_sync(*_device_case(family, "cuda", torch.bfloat16, lora))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str) -> None:
+    module, values = _case(family, torch.bfloat16, tokens=400)
+    module = module.cuda()
+    x, ids, weights, grad = (value.cuda() for value in values)
+    ours = _run(module, module, x, ids, weights, grad)
+    again = _run(module, module, x, ids, weights, grad)
+    eager = _run(module, _eager(module), x, ids, weights, grad)
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    for name, value in exact.items():
+        assert torch.equal(ours[name], again[name]), name  # deterministic
+        bound = 1.1 * norm_of_difference(eager[name], value)
+        assert norm_of_difference(ours[name], value) <= bound, name
