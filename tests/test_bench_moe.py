@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpack_trl.bench import command, moe, moe_sides
+from fastpack_trl.bench import command, moe, moe_sides, readme
 from fastpack_trl.cli import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
@@ -79,6 +79,12 @@ def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch
     found = moe._measure_row(moe.Row("block", tiny, 1, "frozen", 40), 1, 60.0, "cpu", 0)
     assert "differs from stock by" in found["sides"]["wrong"]["failed"]
     assert "seconds" in found["sides"]["fastpack"]
+
+
+def test_readme_table_of_a_record(tiny: str) -> None:
+    text = readme.numbers({"moe.json": _run(tiny)})
+    assert "| tiny, 2 decoder layers without the head, lora r=16, float32" in text
+    assert "`fastpack-trl bench --case moe --device cpu --pairs 2 --threads 1`" in text
 
 
 def test_plan_of_cuda_names_every_configuration() -> None:

@@ -243,6 +243,14 @@ def test_a_dense_model_is_left_alone() -> None:
     report.revert()
 
 
+def test_routing_weights_for_every_expert_are_read_at_the_chosen_ones() -> None:
+    module, (x, ids, weights, grad) = _case("gpt_oss", torch.float32)
+    everywhere = torch.zeros(len(ids), 4).scatter(1, ids, weights)
+    chosen, scattered = (_run(module, module, x, ids, given, grad) for given in (weights, everywhere))
+    assert torch.equal(chosen["out"], scattered["out"])
+    assert torch.equal(chosen["dweights"], scattered["dweights"].gather(1, ids))
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_all_tokens_at_one_expert(family: str) -> None:
     module, (x, ids, weights, grad) = _case(family, torch.float32, top_k=1, skew="hot")

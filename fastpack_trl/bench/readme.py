@@ -115,9 +115,40 @@ def _collator(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([head, "", *lines, "", _made_by(name, record, "fastpack-trl bench --case collator")])
 
 
+def _moe(name: str, record: Mapping[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    timed = [row for row in record["rows"] if "stock" in row["ratios"]]
+    coverage = min(row["ratios"]["stock"]["seconds"]["coverage"] for row in timed)
+    head = (
+        f"**Mixture-of-experts, forward and backward: `grouped_mm` and PEFT (*stock*) beside fastpack, on "
+        f"{machine.get('gpu') or machine['processor']}.** Ratio of times with its interval of at least {coverage:.0%}; "
+        "memory that a forward keeps for backward."
+    )
+    lines = [
+        head,
+        "",
+        "| configuration | tokens | stock, tok/s | fastpack, tok/s | ratio | forward | backward | kept, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in timed:
+        sides, ratio = row["sides"], row["ratios"]["stock"]
+        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        parts = [f"{ratio[part]['median']:.2f}" for part in ("forward", "backward")]
+        kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in ("stock", "fastpack"))
+        cells = [row["setting"], f"{row['tokens']:,}", *rates, _ratio(ratio["seconds"]), *parts, kept]
+        lines.append(f"| {' | '.join(cells)} |")
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "peft"))
+    threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
+    command = (
+        f"fastpack-trl bench --case moe --device {machine['device']} --pairs {record['settings']['rounds']}{threads}"
+    )
+    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`."])
+
+
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
     "collator": _collator,
+    "moe": _moe,
 }
 
 

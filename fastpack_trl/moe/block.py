@@ -105,6 +105,8 @@ def run_experts(
         gate_up, down: in the dtype of the stacks.
     """
     state: ExpertsState = module._fastpack_moe
+    if weights_tk.shape != ids_tk.shape:  # (T, E), as some routers of earlier transformers give them
+        weights_tk = weights_tk.gather(1, ids_tk.long())
     form, compiling = state.form, torch.compiler.is_compiling()
     (first, packed), (second, packed_down) = (read_stack(module, name) for name in STACKS)
     if packed is not None and packed_down is not None:
