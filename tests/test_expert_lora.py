@@ -246,6 +246,24 @@ def test_optimizer_steps_follow_peft() -> None:
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
 
 
+def test_applied_twice_and_before_peft() -> None:
+    config = LoraConfig(r=4, target_parameters=STACKS)
+    plain = moe_model("qwen3_moe")
+    first = apply_moe(plain)
+    model = randomised(get_peft_model(plain, config))
+    second, third = apply_moe(model), apply_moe(model)
+    assert {line.reason for line in second.layers} == {"applied before"}
+    assert {line.path for report in (second, third) for line in report.adapters} == {"fastpack"}
+    found, grads = step(model)
+    for report in (third, second, first, first):
+        report.revert()
+    logits, expected = step(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.config._experts_implementation == "grouped_mm"
+    assert norm_of_difference(found, logits) <= 1e-5
+    assert_gradients_close(grads, expected, rtol=1e-5)
+
+
 def test_switched_off_leaves_the_wrappers_alone() -> None:
     model = adapted()
     logits, _ = step(model)

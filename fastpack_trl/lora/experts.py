@@ -54,7 +54,10 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
         for adapter in found:
             outer = adapter.wrappers[0]
             adapter.reason = _reason_for_peft(adapter)
-            if "forward" in vars(outer):
+            before = vars(outer).get("forward")
+            if before is not None and getattr(before, "func", None) is _forward:
+                continue  # applied before
+            if before is not None:
                 adapter.reason = "the wrapper's forward was replaced by somebody else"
                 continue
             # On the instance: the class and everything that PEFT reads stay as they are.

@@ -75,7 +75,8 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
 
     The function is registered in transformers' `ExpertsInterface`, and the config of each covered model names it.
     What is not covered (expert parallel, no gate, a norm after the experts, sharded or quantised stacks) keeps stock's
-    path; the report names each with its reason.
+    path; the report names each with its reason. A second call adds what the first could not see, such as LoRA that PEFT
+    put on the experts since; each report reverts its own part.
 
     ```python
     report = apply_moe(model)
@@ -94,6 +95,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
     found = experts_modules(model)
     states: dict[nn.Module, ExpertsState] = {}
     for name, module in found.items():
+        if hasattr(module, "_fastpack_moe"):
+            report.layers.append(LayerPath(name, NAME, "applied before"))
+            continue
         reason = _reason_for_stock(module, force)
         if reason:
             report.layers.append(LayerPath(name, "stock", reason))
@@ -102,10 +106,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         keeper = PlanKeeper(int(module.num_experts), check=check_plans)
         states[module] = ExpertsState(BlockForm(gate, bool(module.is_transposed)), keeper)
         report.layers.append(LayerPath(name, NAME, "the model's own gate" if gate.kind == "own" else ""))
-    if not states:
-        return report
     with contextlib.ExitStack() as stack:
-        register()
+        if states:
+            register()
         for module, state in states.items():
             module._fastpack_moe = state
             stack.callback(delattr, module, "_fastpack_moe")
@@ -114,8 +117,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
             stack.callback(setattr, config, "_experts_implementation_internal", config._experts_implementation)
             config._experts_implementation_internal = NAME
         # The backbone and not the whole model: some call it without the head.
-        backbone = getattr(text_model(model), "base_model", model)
-        stack.enter_context(plans_kept(backbone, {module: state.keeper for module, state in states.items()}))
+        if states:
+            backbone = getattr(text_model(model), "base_model", model)
+            stack.enter_context(plans_kept(backbone, {module: state.keeper for module, state in states.items()}))
         if lora:
             for adapter in stack.enter_context(expert_lora(model)):
                 report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
