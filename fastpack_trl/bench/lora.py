@@ -33,8 +33,8 @@ from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.step.flops import attention_pairs, model_flops
 from fastpack_trl.trainer import FastSFTTrainer
 
-COMPILED, LIGER = "tuned", "tuned_liger"
-SIDES = (STOCK, COMPILED, LIGER, OURS)
+COMPILED, LIGER, PLANNED = "tuned", "tuned_liger", "fastpack_plan"
+SIDES = (STOCK, COMPILED, LIGER, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
 WARMUP, LEAST_ROUNDS = 4, 3
 LOSS_TOLERANCE = 0.01
@@ -62,7 +62,8 @@ def measure(
     ``stock``: `trl.SFTTrainer` with PEFT as installed, but with the packed attention of this package, so that the
     attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
     ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``). ``tuned_liger``: the same with ``use_liger_kernel=True`` as well.
-    ``fastpack``: `FastSFTTrainer`, every field at its default.
+    ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
+    ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
 
     Args:
         models: by name.
@@ -138,7 +139,7 @@ def _measure_row(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
         vocabulary = int(weights.get_base_model().config.vocab_size)
-        tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary)
+        tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary, longest=tokens)
         arguments = trainer_arguments(Setting("", True, checkpointing), tokens, steps, device, seed, folder)
         arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn: their losses stay comparable
         sides: dict[str, Side] = {}
@@ -185,7 +186,7 @@ def _measure_row(
                 continue
             launches = count_launches(sides[name].step, device)
             figures[name] = _figures(found, name, clock, paths[name], launches, flops, peak)
-            if name == OURS:
+            if name in (OURS, PLANNED):
                 report = sides[name].trainer.fastpack_report
                 figures[name]["path"] = ", ".join(
                     f"{line.feature} {line.path}" for line in report if line.status == "on"
@@ -204,9 +205,13 @@ def _measure_row(
 
 
 def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, tokenizer: Any) -> Any:
-    if name == OURS:
+    if name in (OURS, PLANNED):
+        memory = "off" if name == OURS else "auto"
         trainer: Any = FastSFTTrainer(
-            model, args=FastSFTConfig(**arguments), train_dataset=documents, processing_class=tokenizer
+            model,
+            args=FastSFTConfig(**arguments, activation_memory=memory),
+            train_dataset=documents,
+            processing_class=tokenizer,
         )
     else:
         more = {"use_liger_kernel": True} if name == LIGER else {}
@@ -221,7 +226,7 @@ def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, t
 @contextlib.contextmanager
 def _installed(name: str, trainer: Any) -> Iterator[str]:
     """What makes a trainer this side; yields the name of its path."""
-    if name == OURS:
+    if name in (OURS, PLANNED):
         with contextlib.redirect_stdout(io.StringIO()):  # the banner
             features = trainer._fastpack_features(announce=True)
             features.__enter__()

@@ -92,17 +92,17 @@ def quantise(model: Any, device: str) -> None:
     model.hf_device_map = {"": 0 if device == "cuda" else "cpu"}
 
 
-def definitions(tokens: int, vocabulary: int) -> tuple[Any, datasets.Dataset]:
+def definitions(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datasets.Dataset]:
     """A tokenizer, and at least `tokens` tokens of the standard library's top-level functions and classes.
 
     Real source text, so that document lengths and repetitions are those of a data set of code; repeated from the start
-    where it is too short.
+    where it is too short, and cut to `longest` tokens, as packing would.
     """
     tokenizer = _tokenizer(min(vocabulary, 8000))
     rows: list[list[int]] = []
     total = 0
     for text in itertools.cycle(_texts()):
-        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:longest]
         rows.append(ids)
         total += len(ids)
         if total >= tokens:
