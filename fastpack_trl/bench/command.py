@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.tables import aligned, attention_lines, disturbances, model_lines, moe_lines, overhead_lines
+from fastpack_trl.bench.tables import (
+    aligned,
+    attention_lines,
+    disturbances,
+    model_lines,
+    moe_lines,
+    offload_lines,
+    overhead_lines,
+)
 from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -164,6 +172,21 @@ def _lora(args: Namespace) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _activation_memory(args: Namespace) -> dict[str, Any]:
+    from fastpack_trl.bench import activation_memory
+
+    _without(args, "quick", "backends", "no_checkpointing")
+    device = _device(args)
+    if len(args.tokens or ()) > 1:
+        raise UserError("the case 'activation_memory' takes one row length: --tokens N")
+    names = args.model or (["qwen3-8b", "qwen3-14b", "qwen3-32b"] if device == "cuda" else ["small"])
+    given = _given(
+        tokens=args.tokens[0] if args.tokens else None, layers=args.layers, rounds=args.pairs, seconds=args.seconds,
+        threads=args.threads,
+    )  # fmt: skip
+    return activation_memory.measure(names, device=device, seed=args.seed, progress=True, **given)
+
+
 def _collator(args: Namespace) -> dict[str, Any]:
     from tqdm.auto import tqdm
 
@@ -250,6 +273,10 @@ CASES = {
         "mixture-of-experts, forward and backward: stock grouped_mm and PEFT beside fastpack, one block and decoders",
         _moe,
     ),
+    "activation_memory": Case(
+        "layer inputs in host memory: checkpointing without, upstream's offloads and ours; and the plan at its default",
+        _activation_memory,
+    ),
     "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
 }
 
@@ -266,6 +293,8 @@ def table(record: Mapping[str, Any]) -> str:
         return "\n".join([*out, *moe_lines(rows)])
     if record["case"] == "host_overhead":
         return "\n".join([*out, *overhead_lines(rows)])
+    if record["case"] == "activation_memory":
+        return "\n".join([*out, *model_lines(rows), *offload_lines(rows)])
     if any("sides" in row for row in rows):
         return "\n".join([*out, *model_lines(rows)])
     for setting in dict.fromkeys(row["setting"] for row in rows):

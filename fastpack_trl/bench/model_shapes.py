@@ -78,6 +78,14 @@ MODELS = {
             "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
+    "qwen3-32b": ModelShape(
+        "qwen3",
+        {
+            "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
     "llama-3.2-1b": ModelShape(
         "llama",
         {

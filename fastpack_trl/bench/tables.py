@@ -143,6 +143,28 @@ def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def offload_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per row: copies predicted and hidden, the gain of the prefetch, the largest rows, and the plan."""
+    out: list[str] = []
+    for row in rows:
+        notes = [f"plan: {row['plan']}"] if row.get("plan") else []
+        copies = row.get("copies") or {}
+        for side, events in (copies.get("events") or {}).items():
+            if events is not None and events["hidden"] is not None:
+                seconds = f"{events['copy_seconds'] * 1000:.1f} ms of copies"
+                notes.append(f"{side}: {seconds}, {events['hidden']:.1%} hidden")
+        if copies.get("predicted_gain") is not None and copies["gain_over_single_buffer"] is not None:
+            gain, predicted = copies["gain_over_single_buffer"], copies["predicted_gain"]
+            published = copies["published_gain"]
+            beside = "" if published is None else f"; published for whole models on a B200: {published:.1%}"
+            notes.append(f"over single_buffer: {gain:+.1%}, predicted {predicted:+.1%}{beside}")
+        for side, caps in (row.get("largest_row") or {}).items():
+            fits = ", ".join(f"{cap} GiB {found['tokens'] or 0:,}" for cap, found in caps.items())
+            notes.append(f"{side}: tokens that fit under {fits}")
+        out += ["", f"{row['setting']}, {row['tokens']:,} tokens", *notes] if notes else []
+    return out
+
+
 def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Per setting: a step of each side and its overhead; then, on CUDA, what the device did in a micro-step."""
     out: list[str] = []

@@ -1,0 +1,138 @@
+"""Whole trainers: `activation_memory` at its default beside stock with and without checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.bench.lora import LOSS_TOLERANCE, _installed
+from fastpack_trl.bench.lora_models import LoraModel, build, definitions
+from fastpack_trl.bench.model_shapes import PAD
+from fastpack_trl.bench.model_steps import shared_copy
+from fastpack_trl.bench.record import OtherLoad
+from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.steps import Side, Step, side_figures
+from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
+from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
+from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.trainer import FastSFTTrainer
+
+STOCK_KEEP = "stock_no_checkpointing"
+SIDES = (STOCK, STOCK_KEEP, OURS)
+WARMUP, LEAST_ROUNDS = 4, 3
+_WHOLE_DOCUMENT = 2048  # tokens: few functions and classes are longer
+
+
+def measure_auto(
+    model: LoraModel, layers: int | None, tokens: int, rounds: int, seconds: float, device: str, seed: int
+) -> dict[str, Any]:
+    """Training steps of three trainers in turn, on the same packed rows of real text.
+
+    ``stock``: `trl.SFTTrainer` as configured by default, with checkpointing, but with this package's attention.
+    ``stock_no_checkpointing``: the same with ``gradient_checkpointing=False``. ``fastpack``: every field at its default
+    (on the CPU with a budget, without which the plan is off there).
+
+    Returns:
+        A row without its labels: ``sides``, ``ratios`` and ``plan``, the line of the report.
+    """
+    start = time.perf_counter()
+    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    steps = WARMUP + rounds
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
+        weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
+        vocabulary = int(weights.get_base_model().config.vocab_size)
+        # Documents are cut at the length of a row: short rows take more of them.
+        wanted = tokens * (steps + SPARE_ROWS + 1) * max(1, _WHOLE_DOCUMENT // tokens)
+        tokenizer, documents = definitions(wanted, vocabulary)
+        sides: dict[str, Side] = {}
+        paths: dict[str, str] = {}
+        failed: dict[str, str] = {}
+
+        def make(name: str) -> Side:
+            arguments = trainer_arguments(Setting("", True, name != STOCK_KEEP), tokens, steps, device, seed, folder)
+            arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn
+            copied = shared_copy(weights)
+            if name == OURS:
+                budget = None if device == "cuda" else 4.0
+                args = FastSFTConfig(**arguments, activation_memory_gib=budget)
+                trainer: Any = FastSFTTrainer(copied, args=args, train_dataset=documents, processing_class=tokenizer)
+            else:
+                trainer = SFTTrainer(
+                    copied, args=SFTConfig(**arguments), train_dataset=documents, processing_class=tokenizer
+                )
+                trainer.data_collator = PackingCollator(pad_token_id=PAD)
+            trainer.train_dataset = without_emptiest(trainer.train_dataset)
+            first = next(iter(sides.values()), None)
+            if first is not None:
+                trainer.optimizer = first.optimizer.optimizer
+            paths[name] = stack.enter_context(_installed(name if name == OURS else STOCK, trainer))
+            made = Side(trainer, clock, steps)
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, ActivationMemory):  # `train` would begin here
+                    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+            return made
+
+        for name in SIDES:
+            made, failure = attempt(partial(make, name))
+            if made is None:
+                failed[name] = failure or ""
+            else:
+                sides[name] = made
+        load = OtherLoad()
+
+        def clean() -> None:
+            weights.zero_grad()
+            free_memory(device)
+
+        found: Rounds[tuple[Step, Any]] = take_turns(
+            {name: partial(_step, made, device) for name, made in sides.items()},
+            rounds=rounds,
+            warmup=WARMUP,
+            seconds=seconds - (time.perf_counter() - start),
+            least=min(LEAST_ROUNDS, rounds),
+            clock=clock,
+            clean=clean,
+        )
+        other_load = load.cores()
+        failed |= found.failed
+        if OURS in sides:  # some of what runs is decided in the first step
+            report = sides[OURS].trainer.fastpack_report
+            paths[OURS] = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
+        figures = {
+            name: {"failed": failed[name]} if name in failed else _figures(found, name, paths[name], clock)
+            for name in SIDES
+        }
+        line = sides[OURS].trainer.fastpack_report["activation_memory"] if OURS in sides else None
+        return {
+            "sides": figures,
+            "ratios": {name: found.ratio(name, OURS) for name in found.seconds if name != OURS}
+            if OURS in found.seconds
+            else {},
+            "plan": None if line is None else str(line),
+            "loss_tolerance": LOSS_TOLERANCE,
+            "order": found.order,
+            "other_load": other_load,
+        }
+
+
+def _step(made: Side, device: str) -> tuple[Step, Any]:
+    memory = PeakMemory(device)
+    return made.step(), memory.read()
+
+
+def _figures(found: Rounds[tuple[Step, Any]], name: str, path: str, clock: Clock) -> dict[str, Any]:
+    steps = [step for step, _ in found.results[name]]
+    memory = [used for _, used in found.results[name] if used is not None]
+    return {
+        "path": path,
+        **side_figures(found.seconds[name], steps, clock),
+        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+    }

@@ -1,0 +1,61 @@
+"""``fastpack-trl bench --case activation_memory``: sides that compute the same, and a miniature of what it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpack_trl import cli
+from fastpack_trl.bench.activation_memory import _different, measure
+from fastpack_trl.bench.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from fastpack_trl.bench.command import table
+from fastpack_trl.bench.lora_models import LoraModel, build
+from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.errors import UserError
+
+
+def test_sides_share_their_weights_compute_the_same_and_leave_the_layers_as_they_were() -> None:
+    weights = build(LoraModel("small", "fp32"), layers=3, positions=64, seed=0, device="cpu")
+    batch = Batch.of(64, 24, 4000, "cpu", 0)
+    assert batch.packed.seq_lengths == (24, 24, 16)
+    found = {}
+    for name in (CHECKPOINT, SINGLE, OURS):
+        with side(name, weights, "cpu") as made:
+            assert next(made.model.parameters()) is next(weights.parameters())
+            loss, _ = made.step(batch)
+            found[name] = (float(loss), made.gradient_norm())
+            assert (made.offload is None) == (name == CHECKPOINT)
+            assert made.offload is None or made.offload.use.most_leased >= 2 * 64 * 256 * 4
+        assert not decoder_layers(made.model)[0].gradient_checkpointing
+    assert len(set(found.values())) == 1
+    assert _different(found) == {}
+    assert OURS in _different(found | {OURS: (found[OURS][0] + 1e-6, found[OURS][1])})
+    assert SINGLE in _different(found | {SINGLE: (found[SINGLE][0], found[SINGLE][1] * 1.01)})
+
+
+def test_a_miniature_run_times_every_side_or_names_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = measure(["small"], tokens=64, layers=2, rounds=2, device="cpu", threads=torch.get_num_threads())
+    decoder, whole = record["rows"]
+    assert decoder["sides"].keys() == set(SIDES)
+    for name in (CHECKPOINT, SINGLE, OURS):
+        assert len(decoder["sides"][name]["seconds"]["values"]) == 2
+        assert decoder["sides"][name]["losses"] == decoder["sides"][CHECKPOINT]["losses"]
+    assert all("failed" in figures or figures["losses"] for figures in decoder["sides"].values())
+    assert decoder["copies"]["gain_over_single_buffer"] is not None
+    assert "failed" not in whole["sides"]["fastpack"], whole
+    assert "activation_memory: keep" in whole["plan"]
+    assert whole["ratios"].keys() == {"stock", "stock_no_checkpointing"}
+    text = table(json.loads(json.dumps(record)))
+    assert "double_buffer" in text
+    assert "plan: activation_memory: keep" in text
+
+
+def test_wrong_settings_are_one_line() -> None:
+    with pytest.raises(UserError, match="no workload 'qwen9'"):
+        measure(["qwen9"])
+    with pytest.raises(UserError, match="rounds=0"):
+        measure(["small"], rounds=0)
+    assert cli.main(["bench", "--case", "activation_memory", "--tokens", "64", "128"]) == cli.EXIT_USER_ERROR
