@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastpack_trl import cli
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, cli
 from fastpack_trl.bench.activation_memory import _different, measure
 from fastpack_trl.bench.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
 from fastpack_trl.bench.command import table
-from fastpack_trl.bench.lora_models import LoraModel, build
+from fastpack_trl.bench.lora_models import LoraModel, build, definitions
+from fastpack_trl.bench.steps import Side, quiet
+from fastpack_trl.bench.timing import WallClock
+from fastpack_trl.bench.workload import Setting, trainer_arguments
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.errors import UserError
 
@@ -51,6 +54,18 @@ def test_a_miniature_run_times_every_side_or_names_why_not(tmp_path: Path, capsy
     text = table(json.loads(json.dumps(record)))
     assert "double_buffer" in text
     assert "plan: activation_memory: keep" in text
+
+
+def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> None:
+    weights = build(LoraModel("small", "fp32"), layers=2, positions=128, seed=0, device="cpu")
+    tokenizer, documents = definitions(128 * 20, 4000, 128)
+    arguments = trainer_arguments(Setting("", True, True), 128, 2, "cpu", 0, str(tmp_path))
+    args = FastSFTConfig(**arguments, activation_memory_gib=4.0)
+    trainer = FastSFTTrainer(weights, args=args, train_dataset=documents, processing_class=tokenizer)
+    with quiet(), trainer._fastpack_features(announce=True):
+        Side(trainer, WallClock(), 2).step()
+        assert not any(layer.gradient_checkpointing for layer in decoder_layers(weights))
+    assert all(layer.gradient_checkpointing for layer in decoder_layers(weights))
 
 
 def test_wrong_settings_are_one_line() -> None:

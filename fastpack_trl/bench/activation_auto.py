@@ -19,7 +19,6 @@ from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, 
 from fastpack_trl.bench.steps import Side, Step, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
-from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
@@ -27,7 +26,6 @@ from fastpack_trl.trainer import FastSFTTrainer
 STOCK_KEEP = "stock_no_checkpointing"
 SIDES = (STOCK, STOCK_KEEP, OURS)
 WARMUP, LEAST_ROUNDS = 4, 3
-_WHOLE_DOCUMENT = 2048  # tokens: few functions and classes are longer
 
 
 def measure_auto(
@@ -49,9 +47,7 @@ def measure_auto(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
         vocabulary = int(weights.get_base_model().config.vocab_size)
-        # Documents are cut at the length of a row: short rows take more of them.
-        wanted = tokens * (steps + SPARE_ROWS + 1) * max(1, _WHOLE_DOCUMENT // tokens)
-        tokenizer, documents = definitions(wanted, vocabulary)
+        tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary, tokens)
         sides: dict[str, Side] = {}
         paths: dict[str, str] = {}
         failed: dict[str, str] = {}
@@ -74,11 +70,7 @@ def measure_auto(
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name if name == OURS else STOCK, trainer))
-            made = Side(trainer, clock, steps)
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, ActivationMemory):  # `train` would begin here
-                    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-            return made
+            return Side(trainer, clock, steps)
 
         for name in SIDES:
             made, failure = attempt(partial(make, name))

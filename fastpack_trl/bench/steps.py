@@ -15,6 +15,7 @@ import torch
 from trl import SFTTrainer
 
 from fastpack_trl.bench.timing import Clock, median_interval
+from fastpack_trl.checkpointing.memory import ActivationMemory
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -43,6 +44,9 @@ class Side:
             model: Any = trainer.model
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(args.gradient_checkpointing_kwargs)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ActivationMemory):  # installs its plan when `train` has switched that on
+                callback.on_train_begin(args, trainer.state, trainer.control)
         trainer.create_optimizer()
         self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
         trainer.optimizer = self.optimizer
