@@ -21,6 +21,10 @@ VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""
 TILE_ELEMENTS = 2**27
 """Logits that exist at a time: 256 MiB in bf16, as many as in TRL's tile of 4096 x 32768."""
+PLAIN_TILE_ELEMENTS = 2**22
+"""Without Triton, where each step over a tile is a pass of torch over memory and makes a copy of it."""
+PLAIN_TILE_ROWS = 64
+"""There at least: each tile reads the whole weight."""
 
 _FORWARD = (
     "tile", "tile_stride", "targets", "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum",
@@ -85,7 +89,8 @@ def head_loss(
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``.
-        tile_elements: logits that exist at a time; default `TILE_ELEMENTS`, twice that where the weight is trained.
+        tile_elements: logits that exist at a time; default `TILE_ELEMENTS`, twice that where the weight is trained, and
+            `PLAIN_TILE_ELEMENTS` without Triton.
 
     Raises:
         ValueError: an unknown `loss_type`.
@@ -93,10 +98,13 @@ def head_loss(
     """
     _check(loss_type)
     differentiable = torch.is_grad_enabled()
-    if tile_elements is None:
+    rows = 1
+    if tile_elements is None and chunked_logprob._use_triton(hidden.device):
         # A trained weight gets its gradient added once per tile: fewer, larger tiles.
         tile_elements = TILE_ELEMENTS * (2 if differentiable and weight.requires_grad else 1)
-    options = _Options(loss_type, logit_scale, softcap, differentiable, max(1, tile_elements // weight.shape[0]))
+    elif tile_elements is None:
+        tile_elements, rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
+    options = _Options(loss_type, logit_scale, softcap, differentiable, max(rows, tile_elements // weight.shape[0]))
     return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, options))
 
 
