@@ -102,7 +102,7 @@ def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> Non
         train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
     assert seen[0].args.logging_nan_inf_filter is True
     assert not seen[0].fastpack_step.host
-    assert "train" not in vars(seen[0].model)
+    assert not {"train", "zero_grad"} & set(vars(seen[0].model))
 
 
 def test_a_subclass_that_looks_at_the_loss_sees_it_as_it_is(tmp_path: Path) -> None:
@@ -207,3 +207,35 @@ def test_parameters_are_counted_once_and_total_flos_is_that_of_stock(
         flops.append(trainer.state.total_flos)
     assert flops[0] == flops[1] > 0
     assert len(calls) == 1 + 8  # ours, stock
+
+
+def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks, left = [], []
+    real = nn.Module.zero_grad
+    monkeypatch.setattr(nn.Module, "zero_grad", lambda self, *args: walks.append(1) or real(self, *args))
+
+    class Copies(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
+            twin = copy.deepcopy(model)
+            for parameter in twin.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            twin.zero_grad()
+            assert all(parameter.grad is None for parameter in twin.parameters())
+            assert any(parameter.grad is not None for parameter in model.parameters())
+
+        def on_step_end(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
+            left.extend(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+    steps = {}
+    for cls in BOTH:
+        walks.clear()
+        train(
+            cls, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [Copies()]},
+            fast={"verify_packing": "off"},
+        )  # fmt: skip
+        steps[cls] = len(walks)
+    assert not left
+    # Each copy walks; stock walks in each of four steps, and both before the first.
+    assert steps == {FastSFTTrainer: 1 + 4, SFTTrainer: 1 + 4 + 4}

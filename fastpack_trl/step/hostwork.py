@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -51,6 +53,40 @@ class ModeCheck:
                 del model.__dict__["train"]
             else:
                 model.__dict__["train"] = own
+
+
+class GradientReset:
+    """``model.zero_grad()`` over a list of the parameters instead of a walk over all modules.
+
+    The list is made once per run: the optimizer, too, knows the parameters that were there when training started.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+
+    def install(self, model: nn.Module) -> None:
+        """From the first training step on, until `remove`; a model with a ``zero_grad`` of its own keeps it."""
+        if self._model is model or type(model).zero_grad is not nn.Module.zero_grad or "zero_grad" in vars(model):
+            return
+        self.remove()
+        self._model = model
+        owner, parameters = weakref.ref(model), list(model.parameters())
+
+        def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+            if self is not owner() or not set_to_none:  # a deep copy has other parameters
+                type(self).zero_grad(self, set_to_none)
+                return
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+
+        model.__dict__["zero_grad"] = types.MethodType(zero_grad, model)
+
+    def remove(self) -> None:
+        """The model has its own ``zero_grad`` again."""
+        if self._model is not None:
+            self._model.__dict__.pop("zero_grad", None)
+            self._model = None
 
 
 class FlopsPerToken:

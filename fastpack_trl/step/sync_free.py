@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
 from fastpack_trl.packing.packed_batch import PackedBatch, Part
-from fastpack_trl.step.hostwork import FlopsPerToken, LossFilter, ModeCheck
+from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 
@@ -34,7 +34,7 @@ class SyncFreeStep:
         self.loss = self.host = self.filters = False
         self.metrics = DeferredMetrics()
         self.forward = LossForward(base_model(model))
-        self.modes, self.flops, self.filter = ModeCheck(), FlopsPerToken(), LossFilter()
+        self.modes, self.flops, self.filter, self.reset = ModeCheck(), FlopsPerToken(), LossFilter(), GradientReset()
 
     def takes(self, inputs: Any) -> bool:
         """Whether this batch says where its loss is, in a row without padding."""
@@ -74,6 +74,7 @@ class SyncFreeStep:
             self.loss = self.host = self.filters = False
             self.modes, self.flops = ModeCheck(), FlopsPerToken()  # they hold the model
             self.filter.restore()
+            self.reset.remove()
 
     def close(self) -> None:
         """Take the forward away from the model."""

@@ -36,7 +36,10 @@ class SyncFreeTrainer(MergingTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As `SFTTrainer.training_step`; returns what is added to the logged loss, which the NaN filter may replace."""
         step = self.fastpack_step
-        skipping = step.modes.skipping_train(model) if step is not None and step.host else contextlib.nullcontext()
+        skipping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if step is not None and step.host:
+            skipping = step.modes.skipping_train(model)
+            step.reset.install(model)
         with skipping:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         return step.filter.apply(self, loss) if step is not None and step.filters else loss
