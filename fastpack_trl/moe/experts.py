@@ -1,8 +1,8 @@
 """One experts block as one autograd function: gather, grouped GEMM, gate, grouped GEMM, combine.
 
-Saved for backward: the layer's input, the pre-activation and the plan. Backward only gathers, skips the weight gradient
-of frozen experts and takes the gradient of the routing weights from the activation, so that there is no second down
-product.
+Saved for backward: the layer's input, the pre-activation and the plan; with LoRA, its two activations of rank r.
+Backward only gathers, skips the weight gradient of frozen experts and takes the gradient of the routing weights from
+the activation, so that there is no second down product.
 """
 
 from __future__ import annotations
@@ -87,29 +87,43 @@ class BlockForm:
     down_packed: Packed | None = None
 
 
+class Kept(NamedTuple):
+    """What backward needs beside the inputs.
+
+    Attributes:
+        h: (S, F), pre-activation without bias, in the dtype of the experts.
+        low_up: (S, r), low-rank activation of the first projection, or None.
+        low_down: (S, r), that of the second, or None.
+    """
+
+    h: Tensor
+    low_up: Tensor | None
+    low_down: Tensor | None
+
+
 def experts_forward(
     hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm
-) -> tuple[Tensor, Tensor]:
-    """Output (T, H) in the dtype of `hidden_th`, and the pre-activation without bias (S, F) in that of the experts."""
+) -> tuple[Tensor, Kept]:
+    """Output (T, H) in the dtype of `hidden_th`, and what backward needs."""
     dtype = _dtype(block, form)
     x_sh = hidden_th.to(dtype).index_select(0, plan.token)
     h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form.gate_up_packed, form), plan.offsets)
-    _add_low_rank(h_sf, x_sh, block.gate_up_a, block.gate_up_b, form.gate_up_scale, plan)
+    low_up = _add_low_rank(h_sf, x_sh, block.gate_up_a, block.gate_up_b, form.gate_up_scale, plan)
     del x_sh
     a_si = gate_forward(h_sf, block.gate_up_bias, plan.expert, form.gate)
     y_sh = grouped_mm(a_si, _in_out(block.down, form.down_packed, form), plan.offsets)
-    _add_low_rank(y_sh, a_si, block.down_a, block.down_b, form.down_scale, plan)
+    low_down = _add_low_rank(y_sh, a_si, block.down_a, block.down_b, form.down_scale, plan)
     out = combine(
         y_sh, plan.inverse, weights_tk, bias_eh=block.down_bias, ids_tk=_ids(plan, block), dtype=hidden_th.dtype
     )
-    return out, h_sf
+    return out, Kept(h_sf, low_up, low_down)
 
 
 def experts_backward(
     grad_th: Tensor,
     hidden_th: Tensor,
     weights_tk: Tensor,
-    h_sf: Tensor,
+    kept: Kept,
     plan: RoutingPlan,
     block: ExpertWeights,
     form: BlockForm,
@@ -119,6 +133,7 @@ def experts_backward(
 
     Args:
         grad_th: (T, H), gradient of the output.
+        kept: from `experts_forward`.
         needed: one entry per result: hidden, weights, then the fields of `ExpertWeights` in order.
     """
     need_hidden, need_weights, *need_block = needed
@@ -133,11 +148,12 @@ def experts_backward(
     )
     weight_s = plan.sorted_weights(weights_tk)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
-        h_sf, block.gate_up_bias, plan.expert, form.gate, grad_a_si, weight_s
+        kept.h, block.gate_up_bias, plan.expert, form.gate, grad_a_si, weight_s
     )
     del grad_a_si
+    weighted_low = None if kept.low_down is None else (kept.low_down * weight_s.unsqueeze(1)).to(dtype)
     down, down_a, down_b = _stack_grads(
-        weighted_a_si, g_sh, low_down, block.down_a, form.down_scale, need.down_stack, form, offsets
+        weighted_a_si, g_sh, low_down, weighted_low, form.down_scale, need.down_stack, form, offsets
     )
     down_bias = grouped_sum(g_sh, offsets, weight_s) if need.down_bias else None
     del g_sh, weighted_a_si
@@ -162,7 +178,7 @@ def experts_backward(
     if any(need.gate_up_stack):
         x_sh = hidden_th.to(dtype).index_select(0, plan.token)
         gate_up, gate_up_a, gate_up_b = _stack_grads(
-            x_sh, grad_h_sf, low_up, block.gate_up_a, form.gate_up_scale, need.gate_up_stack, form, offsets
+            x_sh, grad_h_sf, low_up, kept.low_up, form.gate_up_scale, need.gate_up_stack, form, offsets
         )
     return (
         grad_hidden, grad_weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b
@@ -177,18 +193,18 @@ class ExpertsFunction(torch.autograd.Function):
         ctx: Any, plan: RoutingPlan, form: BlockForm, hidden_th: Tensor, weights_tk: Tensor, *block: Tensor | None
     ) -> Tensor:
         weights = ExpertWeights(*block)
-        out, h_sf = experts_forward(hidden_th, weights_tk, plan, weights, form)
+        out, kept = experts_forward(hidden_th, weights_tk, plan, weights, form)
         # The plan is saved as tensors too: under checkpointing it must be that of the recomputed activations.
-        ctx.save_for_backward(hidden_th, weights_tk, h_sf, *plan.tensors(), *block)
+        ctx.save_for_backward(hidden_th, weights_tk, *kept, *plan.tensors(), *block)
         ctx.form = form
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_th: Tensor) -> tuple[Any, ...]:
-        hidden_th, weights_tk, h_sf, *rest = ctx.saved_tensors
-        plan, block = RoutingPlan(*rest[:4]), ExpertWeights(*rest[4:])
-        grads = experts_backward(grad_th, hidden_th, weights_tk, h_sf, plan, block, ctx.form, ctx.needs_input_grad[2:])
+        hidden_th, weights_tk, *rest = ctx.saved_tensors
+        kept, plan, block = Kept(*rest[:3]), RoutingPlan(*rest[3:7]), ExpertWeights(*rest[7:])
+        grads = experts_backward(grad_th, hidden_th, weights_tk, kept, plan, block, ctx.form, ctx.needs_input_grad[2:])
         return None, None, *grads
 
 
@@ -218,8 +234,8 @@ def _in_out(stored: Tensor, packed: Packed | None, form: BlockForm) -> Tensor:
 def _stack_grads(
     x_sk: Tensor,
     grad_sn: Tensor,
+    low_grad_sr: Tensor | None,
     low_sr: Tensor | None,
-    a_erk: Tensor | None,
     scale: float,
     need: tuple[bool, bool, bool],
     form: BlockForm,
@@ -230,16 +246,16 @@ def _stack_grads(
     Args:
         x_sk: input of the projection.
         grad_sn: gradient of its output.
-        low_sr: gradient of the low-rank activation, from `_input_grad`.
-        a_erk: the first factor.
+        low_grad_sr: gradient of the low-rank activation, from `_input_grad`.
+        low_sr: the low-rank activation.
     """
     weight = a = b = None
     if need[0]:
         weight = grouped_outer(x_sk, grad_sn, offsets_e) if form.transposed else grouped_outer(grad_sn, x_sk, offsets_e)
-    if need[1] and low_sr is not None:
-        a = grouped_outer(low_sr, x_sk, offsets_e)
-    if need[2] and a_erk is not None:
-        b = grouped_outer(grouped_mm(x_sk, a_erk.transpose(1, 2), offsets_e).mul_(scale), grad_sn, offsets_e)
+    if need[1] and low_grad_sr is not None:
+        a = grouped_outer(low_grad_sr, x_sk, offsets_e)
+    if need[2] and low_sr is not None:
+        b = grouped_outer(low_sr * scale, grad_sn, offsets_e)
     return weight, a, b
 
 
@@ -276,12 +292,13 @@ def _weights_grad(
 
 def _add_low_rank(
     out_sn: Tensor, x_sk: Tensor, a_erk: Tensor | None, b_ern: Tensor | None, scale: float, plan: RoutingPlan
-) -> None:
-    """``out += scale * (x a^T) b``, in place: no dense delta of the weights."""
+) -> Tensor | None:
+    """``out += scale * (x a^T) b``, in place: no dense delta of the weights. Returns ``x a^T`` (S, r)."""
     if a_erk is None or b_ern is None:
-        return
+        return None
     low_sr = grouped_mm(x_sk, a_erk.transpose(1, 2), plan.offsets)
     out_sn.add_(grouped_mm(low_sr, b_ern, plan.offsets), alpha=scale)
+    return low_sr
 
 
 def _ids(plan: RoutingPlan, block: ExpertWeights) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastpack_trl.kernels.gate import Gate
-from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts_backward, experts_forward
+from fastpack_trl.moe.experts import BlockForm, ExpertWeights, Kept, experts_backward, experts_forward
 from fastpack_trl.moe.routing import RoutingPlan
 
 _OPTIONAL = len(ExpertWeights._fields)
@@ -44,23 +44,28 @@ def _experts(
     gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
     gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
     kind: str, interleaved: bool, alpha: float, limit: float, transposed: bool, gate_up_scale: float, down_scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (T, H) and pre-activation (S, F)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output (T, H), then the fields of `Kept`; empty where there is none."""
     block = ExpertWeights(gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b)
     form = _form(kind, interleaved, alpha, limit, transposed, gate_up_scale, down_scale)
-    return experts_forward(hidden, weights, RoutingPlan(perm, inverse, expert, offsets), block, form)
+    out, kept = experts_forward(hidden, weights, RoutingPlan(perm, inverse, expert, offsets), block, form)
+    up, low = (kept.h.new_empty(0) if value is None else value for value in kept[1:])
+    return out, kept.h, up, low
 
 
 @_experts.register_fake
-def _(hidden: Tensor, weights: Tensor, perm: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    gate_up, transposed = rest[3], rest[-3]
+def _(hidden: Tensor, weights: Tensor, perm: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate_up, gate_up_a, down_a, transposed = rest[3], rest[7], rest[9], rest[-3]
     width = gate_up.shape[2] if transposed else gate_up.shape[1]
-    return torch.empty_like(hidden), gate_up.new_empty(perm.shape[0], width)
+    low = (
+        gate_up.new_empty(0) if a is None else gate_up.new_empty(perm.shape[0], a.shape[1]) for a in (gate_up_a, down_a)
+    )
+    return torch.empty_like(hidden), gate_up.new_empty(perm.shape[0], width), *low
 
 
 @torch.library.custom_op("fastpack::experts_backward", mutates_args=())
 def _experts_backward(
-    grad: Tensor, pre_activation: Tensor, needed: Sequence[bool],
+    grad: Tensor, pre_activation: Tensor, low_up: Tensor, low_down: Tensor, needed: Sequence[bool],
     hidden: Tensor, weights: Tensor, perm: Tensor, inverse: Tensor, expert: Tensor, offsets: Tensor,
     gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
     gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
@@ -70,12 +75,15 @@ def _experts_backward(
     block = ExpertWeights(gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b)
     form = _form(kind, interleaved, alpha, limit, transposed, gate_up_scale, down_scale)
     plan = RoutingPlan(perm, inverse, expert, offsets)
-    grads = experts_backward(grad, hidden, weights, pre_activation, plan, block, form, tuple(needed))
+    kept = Kept(pre_activation, None if gate_up_a is None else low_up, None if down_a is None else low_down)
+    grads = experts_backward(grad, hidden, weights, kept, plan, block, form, tuple(needed))
     return [value.contiguous() for value, need in zip(grads, needed, strict=True) if need and value is not None]
 
 
 @_experts_backward.register_fake
-def _(grad: Tensor, pre_activation: Tensor, needed: Sequence[bool], *rest: Any) -> list[Tensor]:
+def _(
+    grad: Tensor, pre_activation: Tensor, low_up: Tensor, low_down: Tensor, needed: Sequence[bool], *rest: Any
+) -> list[Tensor]:
     hidden, weights, block = rest[0], rest[1], rest[6 : 6 + _OPTIONAL]
     return [
         torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -84,18 +92,18 @@ def _(grad: Tensor, pre_activation: Tensor, needed: Sequence[bool], *rest: Any) 
     ]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors = inputs[: 6 + _OPTIONAL]
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *tensors)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:], *tensors)
     ctx.numbers = inputs[6 + _OPTIONAL :]
 
 
-def _backward(ctx: Any, grad: Tensor, _grad_pre_activation: Tensor | None) -> tuple[Any, ...]:
-    pre_activation, *tensors = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, *_of_kept: Tensor | None) -> tuple[Any, ...]:
+    kept, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     wanted = ctx.needs_input_grad
     needed = [*wanted[:2], *wanted[6 : 6 + _OPTIONAL]]
-    found = iter(_experts_backward(grad.contiguous(), pre_activation, needed, *tensors, *ctx.numbers))
+    found = iter(_experts_backward(grad.contiguous(), *kept, needed, *tensors, *ctx.numbers))
     hidden, weights, *block = [next(found) if need else None for need in needed]
     return hidden, weights, None, None, None, None, *block, *(None for _ in ctx.numbers)
 
@@ -116,10 +124,10 @@ def experts_flops(
 
 @register_flop_formula(torch.ops.fastpack.experts_backward)
 def experts_backward_flops(
-    grad: Any, pre_activation: Any, needed: Sequence[bool], hidden: Any, weights: Any, perm: Any, *rest: Any,
-    **_kwargs: Any,
+    grad: Any, pre_activation: Any, low_up: Any, low_down: Any, needed: Sequence[bool], hidden: Any, weights: Any,
+    perm: Any, *rest: Any, **_kwargs: Any,
 ) -> int:  # fmt: skip
-    """The input gradients, the weight gradients that are needed, and the low-rank activations made again."""
+    """The input gradients and the weight gradients that are needed."""
     gate_up, _gate_up_bias, down, _down_bias, *factors = rest[3 : 3 + _OPTIONAL]
 
     def product(shape: Any) -> int:
@@ -130,6 +138,4 @@ def experts_backward_flops(
     for need, shape in zip(needed[2:], rest[3 : 3 + _OPTIONAL], strict=True):
         if need and shape is not None and len(shape) == 3:
             total += product(shape)
-    # The second factor's gradient needs its low-rank activation again.
-    total += sum(product(a) for a, need in ((factors[0], needed[7]), (factors[2], needed[9])) if a is not None and need)
     return total
