@@ -6,12 +6,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack_trl import apply_lora
+from fastpack_trl.lora import projection
 from fastpack_trl.testing import gradients, tiny_model
 
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
@@ -29,6 +31,12 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
         if "lora_B" in name:
             parameter.data = (torch.randn(parameter.shape, generator=draw) * 0.05).to(parameter.dtype)
     return peft.train()
+
+
+@pytest.fixture
+def functions_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny inputs take the autograd functions of large ones, too."""
+    monkeypatch.setattr(projection, "_SMALL", {False: -1, True: -1})
 
 
 def any_ids(length: int = 24, seed: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from lora_material import (
     adapted,
     any_ids,
     bf16_errors,
+    functions_for_every_size,  # noqa: F401
     joint_error,
     products_in_backward,
     projection_errors,
@@ -26,11 +27,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl import apply_lora
+from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection, reference_projection
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
 
 
@@ -84,6 +87,18 @@ def test_training_equals_peft_over_20_steps_in_fp32(family: str) -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.step()
             model.zero_grad()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_small_inputs_take_nodes_of_torch_with_the_same_result(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    models = [adapted("qwen3"), adapted("qwen3")]
+    results = []
+    for model, limit in zip(models, (-1, 1 << 30), strict=True):
+        monkeypatch.setattr(projection, "_SMALL", {False: limit, True: limit})
+        apply_lora(model)
+        results.append(float(step(model, any_ids(), autocast=autocast)))
+    assert results[1] == pytest.approx(results[0], rel=1e-2 if autocast else 1e-6)
+    assert joint_error(gradients(models[1]), gradients(models[0])) <= (0.03 if autocast else 5e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:4])

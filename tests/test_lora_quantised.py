@@ -9,7 +9,14 @@ from typing import Any
 import peft.tuners.lora.layer
 import pytest
 import torch
-from lora_material import adapted, any_ids, joint_error, saved_bytes, step
+from lora_material import (
+    adapted,
+    any_ids,
+    functions_for_every_size,  # noqa: F401
+    joint_error,
+    saved_bytes,
+    step,
+)
 from peft import PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -21,6 +28,8 @@ from fastpack_trl.lora.projection import lora_projection, reference_projection
 from fastpack_trl.testing import gradients, tiny_model
 
 bnb = pytest.importorskip("bitsandbytes")
+
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 
 def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as peft_layer
@@ -42,28 +42,29 @@ class FastLora(nn.Module):
         if found is None:
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
-        a, b, scaling, dropout = found
-        dtype = _compute_dtype(x)
+        a, b, scaling, dropout, base, dtype = found
         cast = self.fastpack_cast
-        a, b = cast[:2] if cast is not None and cast.serves(a, b, scaling, dtype) else cast_here(a, b, scaling, dtype)
-        return self._fastpack_product(x, x.to(dtype), a, b, dropout)
-
-    def _fastpack_product(self, x: Tensor, rows: Tensor, a: Tensor, b: Tensor, dropout: nn.Module | None) -> Tensor:
-        base: Any = self.base_layer
+        if cast is not None and cast.serves(a, b, scaling, dtype):
+            a, b = cast.a, cast.b
+        elif needs_cast(a, scaling, dtype):
+            a, b = cast_here(a, b, scaling, dtype)
+        rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)
-        if type(base).__name__ == "Linear8bitLt":
+        kind = type(base).__name__
+        if kind == "Linear8bitLt":
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
             return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
-        weight, bias = base.weight, base.bias
-        if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, rows.dtype):
+        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype):
             frozen = self.fastpack_dense
-        elif type(base).__name__ == "Linear4bit":
+        elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
-            frozen = BaseWeight((weight.t() if isinstance(base, Conv1D) else weight).to(rows.dtype))
-        out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(rows.dtype), dropped)
+            dense = weight if weight.dtype == dtype else weight.to(dtype)
+            frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
+        out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
         # bitsandbytes returns the dtype it was given, torch under autocast the compute dtype.
-        return out.to(x.dtype) if type(base).__name__ == "Linear4bit" else out
+        return out.to(x.dtype) if kind == "Linear4bit" else out
 
     def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
         source, version = self.fastpack_copied_from
@@ -74,53 +75,64 @@ class FastLora(nn.Module):
             return False  # merged and unmerged since: bitsandbytes made a new parameter
         return torch.compiler.is_compiling() or version == weight._version
 
-    def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, nn.Module | None] | None:
-        """A, B, scaling and an active dropout of the one adapter in use; None for all that PEFT is to do."""
+    def _fastpack_adapter(self, x: Tensor) -> _Found | None:
+        """The adapter in use and the base under it; None for all that PEFT is to do.
+
+        Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
+        """
         layer: Any = self
         if layer.disable_adapters or layer.merged or not (layer.training or torch.is_grad_enabled()):
             return None
-        names = layer.active_adapters
-        if len(names) != 1:
+        name = layer.active_adapter
+        if not isinstance(name, str):
+            if len(name) != 1:
+                return None
+            name = name[0]
+        modules = layer._modules
+        first = modules["lora_A"]._modules.get(name)
+        if first is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
             return None
-        name = names[0]
-        if name not in layer.lora_A or name in layer.lora_variant or layer.lora_bias.get(name, False):
-            return None
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        dropout = layer.lora_dropout[name]
+        a = first._parameters["weight"]
+        b = modules["lora_B"]._modules[name]._parameters["weight"]
+        dropout = modules["lora_dropout"]._modules[name]
         if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
             dropout = None
-        if not _fits(x, a, b, layer.base_layer):
-            return None
-        return a, b, float(layer.scaling[name]), dropout
+        base = modules["base_layer"]
+        dtype = _fitting_dtype(x, a, b, base, base._parameters["weight"])
+        return None if dtype is None else _Found(a, b, layer.scaling[name], dropout, base, dtype)
 
 
-def _fits(x: Tensor, a: Tensor, b: Tensor, base: Any) -> bool:
-    """Whether input, adapter and base are of the dtypes and on the device that the fast forward is written for."""
-    weight = base.weight
-    if weight.requires_grad or not (x.device == a.device == b.device == weight.device):
-        return False
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+class _Found(NamedTuple):
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: nn.Module | None
+    """Where it is active."""
+    base: Any
+    dtype: torch.dtype
+    """That the projection computes in."""
+
+
+def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> torch.dtype | None:
+    """The dtype to compute in; None where one or the device is not what the fast forward is written for."""
+    device = x.device
+    if weight.requires_grad or not (device == a.device == b.device == weight.device):
+        return None
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
+    if autocast:
         if x.dtype not in _AUTOCAST_INPUTS or a.dtype not in _AUTOCAST_INPUTS:
-            return False
-    else:
-        dtype = x.dtype
-        if not a.dtype == b.dtype == dtype:  # PEFT computes such an adapter in its own dtype
-            return False
+            return None
+    elif not a.dtype == b.dtype == dtype:  # PEFT computes such an adapter in its own dtype
+        return None
     kind = type(base).__name__
     if kind == "Linear4bit":
         state: Any = getattr(weight, "quant_state", None)
         # Evaluation on the CPU packs the weight in a layout of its own, for good.
         if state is None or getattr(state, "packing_format_for_cpu", False):
-            return False
-        return bool(base.compute_dtype == dtype and x.shape[-1] == state.shape[1])
-    return kind == "Linear8bitLt" or torch.is_autocast_enabled(device) or weight.dtype == dtype
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+            return None
+        return dtype if base.compute_dtype == dtype and x.shape[-1] == state.shape[1] else None
+    return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
 
 
 class FastLinear(FastLora, peft_layer.Linear):
@@ -276,10 +288,13 @@ class _CastHook:
 
 def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     names = layer.active_adapters
-    if len(names) != 1 or names[0] not in layer.lora_A or layer.disable_adapters or layer.merged:
+    if len(names) != 1 or layer.disable_adapters or layer.merged:
         return None
-    name = names[0]
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
+    first = layer._modules["lora_A"]._modules.get(names[0])
+    if first is None:
+        return None
+    second = layer._modules["lora_B"]._modules[names[0]]
+    return first._parameters["weight"], second._parameters["weight"], float(layer.scaling[names[0]])
 
 
 def _backbones(model: nn.Module) -> list[Any]:

@@ -14,11 +14,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.lora.base_weight import BaseWeight, add_product, grad_input
 from fastpack_trl.lora.operators import input_gradient
+
+_SMALL = {False: 1 << 16, True: 1 << 22}
+"""Elements of the input, on the CPU and on CUDA, up to which a step waits for the host: two Python functions per
+projection cost more time there (about 80 us, forward and backward each) than an addition of such a tensor."""
 
 
 def lora_projection(
@@ -40,9 +45,19 @@ def lora_projection(
     if torch.compiler.is_compiling():
         traced: Tensor = _Traced.apply(x, dropped, a, b, bias, *base)
         return traced
-    low = _LowRank.apply(x, dropped, a, b, bias, *base)
-    out: Tensor = _AddBase.apply(low, x, *base)
+    if base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
+        return _by_torch(x, base, a, b, bias, dropped)
+    low = _LowRank.apply(x, dropped, a, b, bias, base)
+    out: Tensor = _AddBase.apply(low, x, base)
     return out
+
+
+def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
+    """The same products as nodes of torch: one more addition in backward, and a fraction of the host time."""
+    assert base.weight is not None
+    low = F.linear(F.linear(x if dropped is None else dropped, a), b, bias)
+    out = torch.addmm(low.view(-1, b.shape[0]), _rows(x), base.weight.t())
+    return out.view(low.shape)
 
 
 def reference_projection(
@@ -55,7 +70,7 @@ def reference_projection(
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
-    out: Tensor = _LowRank.apply(x, None, a, b, None, *BaseWeight())
+    out: Tensor = _LowRank.apply(x, None, a, b, None, BaseWeight())
     return out
 
 
@@ -64,7 +79,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, *base: Any
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: BaseWeight
     ) -> Tensor:
         source = x if dropped is None else dropped
         reduced = _rows(source).mm(a.t())
@@ -78,22 +93,22 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b = ctx.saved_tensors
-        return _gradients(ctx, grad_out, source, reduced, a, b)
+        return (*_gradients(ctx, grad_out, source, reduced, a, b), None)
 
 
 class _AddBase(torch.autograd.Function):
     """Adds ``x W^T`` to the output of `_LowRank`, in place; the gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, low: Tensor, x: Tensor, *base: Any) -> Tensor:
+    def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight) -> Tensor:
         ctx.mark_dirty(low)
-        add_product(low.view(-1, low.shape[-1]), _rows(x), BaseWeight(*base))
+        add_product(low.view(-1, low.shape[-1]), _rows(x), base)
         return low
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad_out, *[None] * (1 + len(BaseWeight._fields)))
+        return grad_out, None, None
 
 
 class _Traced(torch.autograd.Function):
@@ -113,7 +128,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b = ctx.saved_tensors
-        return _gradients(ctx, grad_out, source, reduced, a, b)
+        return (*_gradients(ctx, grad_out, source, reduced, a, b), *[None] * len(ctx.base))
 
 
 def _gradients(
@@ -136,7 +151,7 @@ def _gradients(
     elif needs_x:
         grad_x = input_gradient(grad, grad_reduced, a, *ctx.base)
     shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
-    return (*shaped, grad_a, grad_b, grad_bias, *[None] * len(ctx.base))
+    return (*shaped, grad_a, grad_b, grad_bias)
 
 
 def _rows(x: Tensor) -> Tensor:
