@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.bench.tables import NOISE_CORES
+
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -138,11 +140,13 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
         cells = [row["setting"], f"{row['tokens']:,}", *rates, _ratio(ratio["seconds"]), *parts, kept]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "peft"))
+    load = max(row.get("other_load") or 0.0 for row in timed)
+    beside = f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
     threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
     command = (
         f"fastpack-trl bench --case moe --device {machine['device']} --pairs {record['settings']['rounds']}{threads}"
     )
-    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`."])
+    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{beside}"])
 
 
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
