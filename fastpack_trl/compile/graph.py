@@ -1,0 +1,209 @@
+"""What is compiled, where it lies relative to the checkpoint, and which sizes its graph leaves open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastpack_trl.attention.per_document import PerDocumentLayer
+from fastpack_trl.compile import recorded
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+
+# Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
+_UNREAD = frozenset(to_transformers_kwargs(PackedBatch.from_lengths((1,)))) - {"position_ids"}
+# torch's plain checkpoint may be compiled; a further keyword could mean that somebody watches it at run time.
+_PLAIN_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer with a packed training row."""
+
+    layer: Any
+    checkpoint: Any
+    """The layer's `_gradient_checkpointing_func`; None where it is not checkpointed."""
+    hidden: Tensor
+    """(1, total_tokens, hidden_size), with a gradient."""
+    rest: tuple[Any, ...]
+    """Positional arguments after the hidden states."""
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    """Outputs to be recorded inside of the layer (`recorded.py`)."""
+
+    @property
+    def place(self) -> str:
+        """Where the compiled function is: ``alone`` (no checkpoint), ``outside`` of the checkpoint, or ``inside``.
+
+        Nothing may be recorded in a checkpoint that is compiled: its function has no side effects there.
+        """
+        if self.checkpoint is None:
+            return "alone"
+        return "outside" if is_plain(self.checkpoint) and not self.names and not hooks_active() else "inside"
+
+    def eagerly(self, hidden: Tensor) -> Any:
+        """The layer as it is, under torch's checkpoint."""
+        forward = partial(_forward_of(self.layer, checkpointed=True), self.layer, **self.kwargs)
+        return _not_compiled(forward, hidden, *self.rest)
+
+    def for_trial(self) -> LayerCall:
+        """An offloading checkpoint counts the layers that it sees: a trial takes torch's, outside or inside as here."""
+        return replace(self, checkpoint=partial(_not_compiled)) if self.place == "inside" else self
+
+
+class CompiledLayer:
+    """The two functions that `torch.compile` makes of the layers of one kind.
+
+    Args:
+        name: of the code objects, seen in torch's logs.
+        backend: of `torch.compile`.
+    """
+
+    def __init__(self, name: str, backend: str | Callable[..., Any]) -> None:
+        compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True)
+        self._layer: Any = compiled(_own_code(_run_layer, name))
+        self._with_checkpoint: Any = compiled(_own_code(_run_checkpointed, f"{name}_checkpointed"))
+
+    def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
+        """Run `call` with other hidden states; the layer's output, and what was recorded."""
+        _mark_dynamic(hidden, call.kwargs)
+        place = call.place
+        forward = _forward_of(call.layer, checkpointed=place != "alone")
+        if place == "outside":
+            return self._with_checkpoint(
+                call.names, call.checkpoint, forward, call.layer, hidden, call.rest, call.kwargs
+            )
+        run = partial(self._layer, call.names, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
+        return run(hidden) if place == "alone" else call.checkpoint(run, hidden)
+
+
+def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+    """The call of a layer as one that may be compiled; None where the layer runs as it is.
+
+    That is: without a packed row, in evaluation, without gradients, where attention is one kernel per document (which
+    no graph can hold), or where something else than router logits is recorded inside.
+    """
+    packed, hidden = kwargs.get("packed_layer"), args[0] if args else None
+    if packed is None or not layer.training or not torch.is_grad_enabled():
+        return None
+    # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
+        return None
+    if isinstance(packed, PerDocumentLayer) and hidden.device.type != "cpu":
+        packed = packed.compiled
+    names = recorded.asked_for()
+    if packed is None or not recorded.KNOWN.issuperset(names):
+        return None
+    if not hidden.requires_grad:
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
+            return None  # nothing of it is trained and nothing before it: there is no backward to compile for
+        # The first layer over frozen embeddings would need a graph of its own otherwise.
+        hidden = hidden.detach().requires_grad_()
+    read = {name: value for name, value in kwargs.items() if name not in _UNREAD} | {"packed_layer": packed}
+    return LayerCall(layer, checkpoint, hidden, args[1:], read, names)
+
+
+def is_plain(checkpoint: Any) -> bool:
+    """Whether it is torch's own checkpoint without reentry, which can be compiled with what it runs."""
+    return (
+        isinstance(checkpoint, partial)
+        and checkpoint.func is torch_checkpoint
+        and not checkpoint.args
+        and checkpoint.keywords.get("use_reentrant") is False
+        and checkpoint.keywords.keys() <= _PLAIN_CHECKPOINT
+    )
+
+
+def is_reentrant(checkpoint: Any) -> bool:
+    return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
+
+
+def hooks_active() -> bool:
+    """Whether saved-tensor hooks are around this call: a checkpoint compiled beneath them would run eager."""
+    read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return read is not None and read(True) is not None
+
+
+def floats_as_constants() -> contextlib.AbstractContextManager[Any]:
+    """``dynamic=True`` would first make symbols of scales and epsilons, give up, and trace the layer again."""
+    import torch._dynamo.config as config
+
+    if not hasattr(config, "specialize_float"):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[Any] = config.patch(specialize_float=True)
+    return patch
+
+
+def _run_layer(
+    names: tuple[str, ...], forward: Any, layer: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, recorded.Recorded]:
+    return recorded.recording(names, partial(forward, layer, **kwargs), hidden, *rest)
+
+
+def _run_checkpointed(
+    names: tuple[str, ...],
+    checkpoint: Any,
+    forward: Any,
+    layer: Any,
+    hidden: Tensor,
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, recorded.Recorded]:
+    return recorded.recording(names, checkpoint, partial(forward, layer, **kwargs), hidden, *rest)
+
+
+def _not_compiled(function: Any, *args: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def _call_impl(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)
+
+
+def _forward_of(layer: Any, *, checkpointed: bool) -> Callable[..., Any]:
+    """What runs inside of the checkpoint, or the whole call of a layer without one."""
+    if checkpointed and "__call__" not in GradientCheckpointingLayer.__dict__:
+        # The forward of the class is the checkpoint here, and its own code lies beneath; hooks run outside.
+        forward: Callable[..., Any] = type(layer).forward.__wrapped__
+        return forward
+    return _call_impl
+
+
+def _own_code(function: Any, name: str) -> Any:
+    # torch counts graphs per code object and stops at `recompile_limit`: every kind of layer has its own.
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def _mark_dynamic(hidden: Tensor, kwargs: dict[str, Any]) -> None:
+    """Tell the compiler which sizes change from row to row.
+
+    ``dynamic=True`` alone gives sizes that are equal in the first row one symbol: 2,048 tokens of width 2,048 would be
+    compiled as that constant. A marked size has its own.
+    """
+    # The same dimensions in every row, whatever their sizes: they are part of the guards.
+    tokens = hidden.shape[1]
+    torch._dynamo.maybe_mark_dynamic(hidden, 1)
+    for name, value in kwargs.items():
+        for tensor in _tensors(value):
+            if hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+                continue  # shared by the layers: marked once
+            for dim, length in enumerate(tensor.shape):
+                if length > 1 if name == "packed_layer" else dim == 1 and length == tokens:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

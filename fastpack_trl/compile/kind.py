@@ -1,0 +1,180 @@
+"""Decoder layers of one kind: tried on their first packed row, then compiled, with Liger's kernels, or as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fastpack_trl.compile import liger, recorded
+from fastpack_trl.compile.graph import (
+    CompiledLayer,
+    LayerCall,
+    floats_as_constants,
+    hooks_active,
+    is_reentrant,
+    packed_call,
+)
+from fastpack_trl.compile.trial import CANNOT_RUN, Path, Run, difference, median_times, step, undisturbed
+
+logger = logging.getLogger(__name__)
+
+AS_THEY_ARE = ("eager", "liger")
+
+
+class Settings:
+    """How the layers of one model are compiled, and who is told.
+
+    Args:
+        backend: of `torch.compile`.
+        measured: whether each path is timed before it is taken.
+        on_change: called whenever a kind was decided.
+        verbose: print one line per compilation to stderr.
+    """
+
+    def __init__(
+        self, backend: str | Callable[..., Any], measured: bool, on_change: Callable[[], None], verbose: bool
+    ) -> None:
+        import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
+
+        self.backend = backend
+        self.measured = measured
+        self.on_change = on_change
+        self.verbose = verbose
+        self.installed = contextlib.ExitStack()
+        """What is taken away again when training ends."""
+        limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
+        self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit)
+
+    def say(self, text: str, end: str = "\n") -> None:
+        if self.verbose:
+            print(text, end=end, file=sys.stderr, flush=True)
+
+
+class LayerKind:
+    """Layers that share one compiled graph: same class, window and inner modules.
+
+    Attributes:
+        name: the class, e.g. ``LlamaDecoderLayer``.
+        layers: how many.
+        path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend), ``liger`` or
+            ``eager``.
+        reason: what was measured, or why it is not compiled.
+        seconds: of the first forward and backward of each graph, compilation included; 0 before.
+    """
+
+    def __init__(self, layers: list[nn.Module], settings: Settings) -> None:
+        self.name = type(layers[0]).__name__
+        self.layers = len(layers)
+        self.path = "pending"
+        self.reason = ""
+        self.seconds = 0.0
+        self._members = layers
+        self._settings = settings
+        self._tried: set[str] = set()
+        self._compiled = CompiledLayer(self.name, settings.backend)
+
+    def run(self, layer: Any, checkpoint: Any, stock: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One layer of this kind.
+
+        Args:
+            layer: the layer.
+            checkpoint: its `_gradient_checkpointing_func`; None where it is not checkpointed.
+            stock: the layer as it is; called with the hidden states.
+            args, kwargs: of the layer.
+        """
+        call = packed_call(layer, checkpoint, args, kwargs) if self.path not in AS_THEY_ARE else None
+        if call is None:
+            return stock(*args[:1])
+        place = call.place
+        if place not in self._tried:
+            self._tried.add(place)
+            self._decide(call, stock)
+            if self.path in AS_THEY_ARE:
+                return stock(args[0])
+        try:
+            output, records = self._compiled(call, call.hidden)
+        except self._settings.compile_errors as error:
+            # Raised while a new shape or type was compiled, before anything ran.
+            self._give_up(error)
+            return stock(args[0])
+        recorded.hand_over(records)
+        return output
+
+    def _decide(self, call: LayerCall, stock: Run) -> None:
+        """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
+        if is_reentrant(call.checkpoint):
+            self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
+            return
+        first, trial = self.path == "pending", call.for_trial()
+        paths = {"eager": Path(stock if trial is call else trial.eagerly)}
+        with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
+            compiled = Path(lambda hidden: self._compiled(trial, hidden))
+            if self._compile(compiled, call):
+                paths["compiled"] = compiled
+            if self._settings.measured and first:
+                self._choose(paths, call)
+        self._settings.on_change()
+
+    def _compile(self, compiled: Path, call: LayerCall) -> bool:
+        settings = self._settings
+        settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
+        try:
+            with floats_as_constants():
+                seconds = step(compiled, call.hidden, call.layer)
+        except CANNOT_RUN + settings.compile_errors as error:
+            settings.say("failed")
+            self._give_up(error)
+            return False
+        except BaseException:
+            settings.say("stopped")
+            raise
+        settings.say(f"{seconds:.1f} s")
+        self.seconds += seconds
+        self.path = settings.backend if isinstance(settings.backend, str) else "compiled"
+        self.reason = f"{self.name} x {self.layers} compiled in {self.seconds:.1f} s"
+        return True
+
+    def _choose(self, paths: dict[str, Path], call: LayerCall) -> None:
+        """Take the fastest, Liger's kernels included where they are right for this layer."""
+        with_liger, why = self._with_liger(paths["eager"], call)
+        if with_liger is not None:
+            paths["liger"] = with_liger
+        if len(paths) == 1:
+            return
+        times = median_times(paths, call.hidden, call.layer)
+        seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
+        self.reason += f"; {seen} per layer and row of {call.hidden.shape[1]:,} tokens{why}"
+        fastest = min(times, key=times.__getitem__)
+        if fastest == "liger":
+            self._settings.installed.enter_context(liger.liger_modules(self._members))
+        if fastest != "compiled":
+            self.path = fastest
+
+    def _with_liger(self, eager: Path, call: LayerCall) -> tuple[Path | None, str]:
+        """The layer with Liger's kernels where they compute the same, and what the report adds where they do not."""
+        if liger.missing(call.hidden.device):
+            return None, ""
+        path = Path(eager.run, lambda: liger.liger_modules([call.layer]))
+        try:
+            error, budget = difference(path, eager, call.hidden, call.layer)
+        except CANNOT_RUN as failed:
+            return None, f" (liger: {type(failed).__name__}: {_first_lines(failed)})"
+        return (path, "") if error <= budget else (None, f" (liger differs by {error:.1g}, budget {budget:.1g})")
+
+    def _give_up(self, error: BaseException | str) -> None:
+        self.path = "eager"
+        said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
+        self.reason = f"{self.name} x {self.layers} not compiled: {said}"
+        logger.warning(f"layer_compile: {self.reason}")
+        self._settings.on_change()
+
+
+def _first_lines(error: BaseException) -> str:
+    """What an error says; the compiler's put the cause below a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300]

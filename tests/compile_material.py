@@ -1,0 +1,170 @@
+"""Models, rows and steps for the tests of compiled layers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import gradients, tiny_model
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
+
+
+# With all experts chosen no token changes its experts for a rounding.
+OVERRIDES: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_experts_per_tok": 4}, "gpt_oss": {"num_experts_per_tok": 4}}
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]
+
+
+# Traces, differentiates and partitions as Inductor does, without generating code.
+PARTITIONED = "aot_eager_decomp_partition"
+
+
+class Counting:
+    """A backend that counts the graphs and runs what was traced, or differentiated with `differentiate`."""
+
+    def __init__(self, *, differentiate: bool = False) -> None:
+        self.graphs = 0
+        self.differentiate = differentiate
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.graphs += 1
+        return aot_eager(graph, inputs) if self.differentiate else graph.forward
+
+
+def make(family: str, *, lora: bool = False, checkpointing: bool = False, **overrides: Any) -> Any:
+    model = tiny_model(family, **OVERRIDES.get(family, {}), **overrides)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        names = ATTENTION + ([] if family in OVERRIDES else ["gate_proj", "up_proj", "down_proj", "gate_up_proj"])
+        targets = [name for name in names if any(key.endswith(name) for key, _ in model.named_modules())]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    if checkpointing:
+        checkpoint(model)
+    return model.train()
+
+
+def checkpoint(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def row(seed: int, documents: int | None = None, longest: int = 20) -> tuple[Tensor, PackedBatch]:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(2, longest) for _ in range(documents or draw.randrange(1, 7))]
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    return ids, PackedBatch.from_lengths(lengths, labels=ids)
+
+
+def loss_of(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
+    out = model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
+    logits = out.logits[0, batch.loss_positions]
+    return nn.functional.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, batch.loss_labels)
+
+
+def one_step(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = loss_of(model, ids, batch)
+    loss.backward()
+    batch.clear_derived()
+    return loss.item(), gradients(model)
+
+
+def errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
+    """Of the loss, and of all gradients together in the 2-norm; relative."""
+    assert actual[1].keys() == exact[1].keys()
+    distance = sum(float((actual[1][name].double().cpu() - g.cpu()).square().sum()) for name, g in exact[1].items())
+    size = sum(float(g.square().sum()) for g in exact[1].values())
+    return torch.tensor([abs(actual[0] - exact[0]) / abs(exact[0]), (distance / size) ** 0.5])
+
+
+def compare(
+    model: Any, backend: Any, *, device: str = "cpu", autocast: torch.dtype | None = None, rows: int = 3
+) -> CompiledLayers:
+    """Asserts: compiled is within twice eager's own error against float64, over a few rows."""
+    reference = copy.deepcopy(model).cpu().double()
+    if isinstance(getattr(reference.config, "_experts_implementation", None), str):
+        reference.set_experts_implementation("eager")  # grouped matrix products know no float64
+    data = [row(seed) for seed in range(rows)]
+    with packed_attention(reference, "per_document"):
+        exact = [one_step(reference, *one) for one in data]
+
+    def run() -> Tensor:
+        steps = (one_step(model, ids.to(device), batch.to(device)) for ids, batch in data)
+        return torch.stack([errors(step, known) for step, known in zip(steps, exact, strict=True)])
+
+    computes = torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext()
+    with packed_attention(model, compute_dtype=autocast), computes:
+        eager = run()
+        with compiled_layers(model, verbose=False, _backend=backend) as layers:
+            compiled = run()
+    assert all(kind.path != "eager" for kind in layers.kinds), layers.reason
+    mean_error, mean_budget = (values.square().mean(0).sqrt() for values in (compiled, eager))
+    rounding = torch.finfo(autocast or torch.float32).eps / 2
+    assert (mean_error <= 2 * mean_budget + rounding).all(), (mean_error, mean_budget)
+    return layers
+
+
+def four_bit(device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A LoRA model over NF4 weights, and the same in float64 over what those weights stand for."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    exact = copy.deepcopy(model).double()
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            quantised = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
+            )
+            quantised.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            quantised = quantised.to(device)
+            weight = bnb.functional.dequantize_4bit(quantised.weight.data, quantised.weight.quant_state)
+            exact.model.layers.get_submodule(name).weight.data = weight.double().cpu()
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(parent), leaf, quantised)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model.is_loaded_in_4bit = True
+    config = {"r": 4, "target_modules": targets, "init_lora_weights": False}
+    model, exact = (get_peft_model(each, LoraConfig(**config)) for each in (model.to(device), exact))
+    exact.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
+    return model.train(), exact.train()
+
+
+def cast_adapters(model: Any, autocast: torch.dtype | None) -> Any:
+    from fastpack_trl.lora.linear import apply_lora
+
+    report = apply_lora(model, compute_dtype=autocast)
+    assert report.fast, str(report)
+    return report
+
+
+def attributes(model: nn.Module) -> list[dict[str, Any]]:
+    return [dict(module.__dict__) for module in model.modules()]
+
+
+def stop(*_args: Any) -> Any:
+    raise RuntimeError("no compiler here")
+
+
+def cuda_row(seed: int, longest: int = 700) -> tuple[Tensor, PackedBatch]:
+    ids, batch = row(seed, longest=longest)
+    return ids.cuda(), batch.to("cuda")
+
+
+def cuda_model(family: str = "llama", **options: Any) -> Any:
+    options = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 8192} | options
+    return make(family, **options).cuda()

@@ -1,0 +1,129 @@
+"""Compiled layers compute what eager ones do: families, LoRA, four-bit bases, experts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from compile_material import (
+    FAMILIES,
+    PARTITIONED,
+    Counting,
+    cast_adapters,
+    checkpoint,
+    compare,
+    errors,
+    four_bit,
+    make,
+    one_step,
+    row,
+)
+from torch import Tensor
+
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.packing.packed_batch import to_transformers_kwargs
+from fastpack_trl.testing import gradients
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", False),
+        ("qwen3", True),
+        ("gemma3_text", False),
+        ("phi3", False),
+        ("qwen3_moe", False),
+        ("gpt_oss", False),
+    ],
+)
+def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str, lora: bool) -> None:
+    compare(make(family, lora=lora, checkpointing=lora), PARTITIONED)
+
+
+@pytest.mark.slow
+def test_inductor_within_twice_the_error_of_eager(inductor: None) -> None:
+    layers = compare(make("llama", lora=True, checkpointing=True), "inductor")
+    assert layers.path == "inductor"
+
+
+def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> None:
+    """The adapters are cast outside of the layer, anew in each step: a trial must leave that graph to the run."""
+    backend, data = Counting(), [row(seed) for seed in range(4)]
+    results = []
+    for compiled in (False, True):
+        model = make("llama", lora=True, checkpointing=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(cast_adapters(model, torch.bfloat16).revert)
+            stack.enter_context(packed_attention(model, compute_dtype=torch.bfloat16))
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if compiled:
+                layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            losses = []
+            for one in data:
+                losses.append(one_step(model, *one)[0])
+                optimizer.step()
+            results.append(losses)
+    assert (backend.graphs, layers.path) == (1, "compiled"), layers.reason
+    assert results[1] == pytest.approx(results[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool) -> None:
+    model, backend = make(family, checkpointing=checkpointing), Counting()
+    ids, batch = row(0)
+
+    def run() -> tuple[float, dict[str, Tensor], list[Tensor]]:
+        model.zero_grad()
+        keywords = to_transformers_kwargs(batch)
+        out = model(input_ids=ids, packed_batch=batch, use_cache=False, output_router_logits=True, **keywords)
+        (out.aux_loss + out.logits.logsumexp(-1).sum()).backward()
+        return out.aux_loss.item(), gradients(model), [logits.detach() for logits in out.router_logits]
+
+    with packed_attention(model):
+        expected = run()
+        with compiled_layers(model, verbose=False, _backend=backend) as layers:
+            actual = run()
+    assert layers.path == "compiled", layers.reason
+    assert len(actual[2]) == 2
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, inductor: None) -> None:
+    pytest.importorskip("bitsandbytes")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model, exact_model = four_bit(device, dtype)
+    checkpoint(model)
+    data = [row(seed) for seed in range(3 if device == "cpu" else 6)]
+    with packed_attention(exact_model, "per_document"):
+        exact = [one_step(exact_model, *one) for one in data]
+
+    def run() -> Tensor:
+        steps = (one_step(model, ids.to(device), batch.to(device)) for ids, batch in data)
+        return torch.stack([errors(step, known) for step, known in zip(steps, exact, strict=True)])
+
+    with contextlib.ExitStack() as stack:
+        if fast:
+            stack.callback(cast_adapters(model, None if device == "cpu" else dtype).revert)
+        stack.enter_context(packed_attention(model, compute_dtype=dtype))
+        stack.enter_context(torch.autocast(device, dtype, enabled=device == "cuda"))
+        eager = run()
+        backend = "inductor" if device == "cuda" else Counting()
+        layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+        compiled = run()
+    assert layers.path in ("inductor", "compiled"), layers.reason
+    mean_error, mean_budget = (values.square().mean(0).sqrt() for values in (compiled, eager))
+    assert (mean_error <= 2 * mean_budget + torch.finfo(dtype).eps / 2).all(), (mean_error, mean_budget)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_bf16_within_twice_the_error_of_eager(family: str, lora: bool, inductor: None) -> None:
+    model = make(family, lora=lora, checkpointing=lora, head_dim=16).cuda()
+    compare(model, "inductor", device="cuda", autocast=torch.bfloat16, rows=6)
