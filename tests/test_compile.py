@@ -33,6 +33,8 @@ from fastpack_trl.attention.model_features import read_features
 from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.attention.varlen import VarlenLayer
+from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -228,6 +230,31 @@ def test_saved_tensor_hooks_see_the_layers_of_the_step_only(checkpointing: bool)
         torch.testing.assert_close(actual, one_step(model, *row(2)))
     assert (layers.path, backend.graphs) == ("compiled", 1), layers.reason
     assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("first", ["offload", "compile"])
+def test_offloaded_checkpoints_run_compiled_layers_whoever_was_first(first: str) -> None:
+    model, backend = make("llama", lora=True, checkpointing=True), Counting()
+    before = attributes(model)
+
+    def offloaded() -> Any:
+        layers = checkpointed_layers(model)
+        return offload_checkpoints(layers, offload_budget_gib=1.0, min_bytes=1, streams=HostStreams)
+
+    with packed_attention(model):
+        expected = [one_step(model, *row(seed)) for seed in range(3)]
+        with contextlib.ExitStack() as stack:
+            if first == "offload":
+                offload = stack.enter_context(offloaded())
+            layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+            if first == "compile":
+                offload = stack.enter_context(offloaded())
+            actual = [one_step(model, *row(seed)) for seed in range(3)]
+    torch.testing.assert_close(actual, expected)
+    assert (layers.path, backend.graphs) == ("compiled", 1), layers.reason
+    assert offload.use.most_leased
+    model.zero_grad()
+    assert attributes(model) == before
 
 
 @pytest.mark.slow

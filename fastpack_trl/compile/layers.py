@@ -141,10 +141,13 @@ class _Call:
     def __init__(self, layer: Any, kind: LayerKind) -> None:
         self.layer = layer
         self.kind = kind
+        self.checkpoints: list[_Checkpoint] = []
 
     def install(self) -> None:
         self.layer._compiled_call_impl = self
-        self._watch_checkpoint()
+        found = self.layer.__dict__.get("_gradient_checkpointing_func")
+        if found is not None:
+            self._wrap(found)
 
     def remove(self) -> None:
         if self.layer.__dict__.get("_compiled_call_impl") is self:
@@ -152,6 +155,8 @@ class _Call:
         found = self.layer.__dict__.get("_gradient_checkpointing_func")
         while isinstance(found, _Checkpoint):
             found = self.layer._gradient_checkpointing_func = found.stock
+        for checkpoint in self.checkpoints:
+            checkpoint.active = False  # where another wrapper still holds one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
@@ -162,9 +167,14 @@ class _Call:
         return self.kind.run(layer, None, lambda *hidden: layer._call_impl(*hidden, *args[1:], **kwargs), args, kwargs)
 
     def _watch_checkpoint(self) -> None:
+        # transformers sets a `partial`. Anything else stands around ours, or shall not be compiled.
         found = self.layer.__dict__.get("_gradient_checkpointing_func")
-        if found is not None and not isinstance(found, _Checkpoint):
-            self.layer._gradient_checkpointing_func = _Checkpoint(found, self.layer, self.kind)
+        if isinstance(found, partial):
+            self._wrap(found)
+
+    def _wrap(self, found: Any) -> None:
+        self.checkpoints.append(_Checkpoint(found, self.layer, self.kind))
+        self.layer._gradient_checkpointing_func = self.checkpoints[-1]
 
 
 class _Checkpoint:
@@ -174,12 +184,14 @@ class _Checkpoint:
         self.stock = stock
         self.layer = layer
         self.kind = kind
+        self.active = isinstance(layer, GradientCheckpointingLayer)
 
     def __call__(self, function: Any, *args: Any) -> Any:
-        if not isinstance(function, partial) or not isinstance(self.layer, GradientCheckpointingLayer):
+        keywords = _keywords(function) if self.active else {}
+        if not keywords:
             return self.stock(function, *args)
         return self.kind.run(
-            self.layer, self.stock, lambda *hidden: self.stock(function, *hidden, *args[1:]), args, function.keywords
+            self.layer, self.stock, lambda *hidden: self.stock(function, *hidden, *args[1:]), args, keywords
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -187,6 +199,18 @@ class _Checkpoint:
 
     def __reduce__(self) -> Any:
         return _itself, (self.stock,)
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    """The keywords of the layer in what its checkpoint is to run, ``partial(forward, layer, **keywords)``.
+
+    An offloading checkpoint around ours runs ``partial(its_own, partial(forward, ...))``.
+    """
+    while isinstance(function, partial):
+        if function.keywords:
+            return function.keywords
+        function = function.args[0] if function.args else function.func
+    return {}
 
 
 def _itself(value: Any) -> Any:
