@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -24,6 +25,20 @@ def one_line(message: object) -> str:
     """``message`` without line breaks, cut where upstream lists hundreds of names."""
     text = " ".join(str(message).split())
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
+
+
+def close_frames(error: BaseException | None) -> None:
+    """Drop what the frames of a caught exception hold, its causes' too, here and now.
+
+    In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the garbage
+    collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for good,
+    and every later checkpoint counts too many tensors.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def describe(error: BaseException) -> str:

@@ -89,8 +89,8 @@ def assert_within_twice_of_stock(inputs: tuple[Any, ...], autocast: bool = False
     assert len(ours) == len(stock) == len(exact)
     for mine, theirs, right in zip(ours, stock, exact, strict=True):
         assert mine.dtype == theirs.dtype
-        # The floor is one rounding of the result: of a single number the error of one side may be zero by chance.
-        floor = torch.finfo(mine.dtype).eps * right.norm()
+        # The floor is a few roundings of the result (scaling, softmax, product): an error may be zero by chance.
+        floor = 4 * torch.finfo(mine.dtype).eps * right.norm()
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + floor
 
 

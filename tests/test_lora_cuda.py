@@ -9,7 +9,7 @@ import pytest
 import torch
 from lora_material import adapted, any_ids, joint_error
 
-from fastpack_trl import apply_lora
+from fastpack_trl import PackedBatch, apply_lora, packed_attention
 from fastpack_trl.bench.launches import count_launches
 from fastpack_trl.bench.lora_models import quantise
 from fastpack_trl.testing import gradients, tiny_model
@@ -82,19 +82,25 @@ def test_the_host_never_waits(kind: str, compiled: bool) -> None:
     if compiled:
         for layer in model.get_base_model().model.layers:
             layer.compile(fullgraph=True)
-    ids = any_ids(64).cuda()
-    step(model, ids)
-    torch.cuda.synchronize()
-    hidden = model.get_base_model().model.embed_tokens(ids).detach().requires_grad_()
     backbone = model.get_base_model().model
-    positions = torch.arange(64, device="cuda")[None]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    hidden = torch.randn(1, 64, SHAPE["hidden_size"], device="cuda", dtype=torch.bfloat16).requires_grad_()
+    batch = PackedBatch.from_lengths((40, 24)).to("cuda")
+
+    def run() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            out = backbone(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+            out = backbone(
+                inputs_embeds=hidden, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
+            ).last_hidden_state
         out.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+    with packed_attention(model, compute_dtype=torch.bfloat16):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_launches_fewer_kernels_than_with_peft() -> None:

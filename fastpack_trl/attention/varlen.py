@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fastpack_trl.attention.operator import operator
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.packing.masks import band_mask
@@ -66,7 +67,7 @@ class VarlenLayer(NamedTuple):
         outs = []
         for cu_seqlens, max_seqlen, start, end in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
-            outs.append(varlen_attention(q, k, v, cu_seqlens, sinks, window or NO_WINDOW, scale, max_seqlen)[0])
+            outs.append(_operator(q, k, v, cu_seqlens, sinks, window or NO_WINDOW, scale, max_seqlen)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out[None, ..., :value_dim].contiguous()
 
@@ -123,7 +124,6 @@ def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> li
     return [*bounds, (first, len(segment_lengths))]
 
 
-@torch.library.custom_op("fastpack::varlen_attention", mutates_args=())
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -159,7 +159,6 @@ def varlen_attention(
     return fold_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
 
-@torch.library.custom_op("fastpack::varlen_attention_backward", mutates_args=())
 def varlen_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -213,8 +212,7 @@ def _band(window: int, max_seqlen: int) -> Tensor | None:
     return torch.zeros(max_seqlen, max_seqlen).masked_fill_(~band_mask(max_seqlen, window), -torch.inf)
 
 
-@varlen_attention.register_fake
-def _(
+def _fake(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, sinks: Any, window: int, scale: float,
     max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -223,8 +221,7 @@ def _(
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
 
 
-@varlen_attention_backward.register_fake
-def _(
+def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     sinks: Tensor | None, window: int, scale: float, max_seqlen: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -244,13 +241,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = varlen_attention_backward(
+    dq, dk, dv, dsinks = torch.ops.fastpack.varlen_attention_backward(
         grad_out.contiguous(), query, key, value, out, lse, cu_seqlens, sinks, *ctx.scalars
     )
     return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None
 
 
-varlen_attention.register_autograd(_backward, setup_context=_setup_context)
+_operator = operator(varlen_attention, fake=_fake, backward=_backward, setup_context=_setup_context)
+operator(varlen_attention_backward, fake=_fake_backward)
 
 
 # Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.

@@ -168,8 +168,6 @@ class _Watch(TrainerCallback):
         accelerator.clip_grad_norm_ = timed("clipping", accelerator.clip_grad_norm_)
         trainer.get_batch_samples = counted
         trainer.add_callback(self)
-        # Each `train` lays autocast around the forward that it finds; it is to find the same one each time.
-        forward = vars(model).get("forward")
         try:
             yield
         finally:
@@ -178,10 +176,6 @@ class _Watch(TrainerCallback):
             del accelerator.backward, accelerator.clip_grad_norm_, trainer.get_batch_samples
             for hook in hooks:
                 hook.remove()
-            if forward is not None:
-                model.forward = forward
-            else:
-                vars(model).pop("forward", None)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._optimizer = time.perf_counter()

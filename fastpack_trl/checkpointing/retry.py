@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
+from fastpack_trl.errors import close_frames
+
 
 class StepState:
     """What one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
@@ -86,7 +88,8 @@ def run_again(trainer: Any, attempt: Callable[[], Tensor], less: Callable[[], bo
     while True:
         try:
             loss = attempt()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
             if not less():
                 raise
         else:

@@ -20,6 +20,7 @@ from fastpack_trl.compile.graph import (
     packed_call,
 )
 from fastpack_trl.compile.trial import CANNOT_RUN, Path, Run, difference, median_times, step, undisturbed
+from fastpack_trl.errors import close_frames
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class LayerKind:
             output, records = self._compiled(call, call.hidden)
         except self._settings.compile_errors as error:
             # Raised while a new shape or type was compiled, before anything ran.
+            close_frames(error)
             self._give_up(error)
             return stock(args[0])
         recorded.hand_over(records)
@@ -127,6 +129,7 @@ class LayerKind:
             with floats_as_constants():
                 seconds = step(compiled, call.hidden, call.layer)
         except CANNOT_RUN + settings.compile_errors as error:
+            close_frames(error)
             settings.say("failed")
             self._give_up(error)
             return False
@@ -163,6 +166,7 @@ class LayerKind:
         try:
             error, budget = difference(path, eager, call.hidden, call.layer)
         except CANNOT_RUN as failed:
+            close_frames(failed)
             return None, f" (liger: {type(failed).__name__}: {_first_lines(failed)})"
         return (path, "") if error <= budget else (None, f" (liger differs by {error:.1g}, budget {budget:.1g})")
 

@@ -21,6 +21,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
+from fastpack_trl.errors import close_frames
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
 
@@ -159,7 +160,8 @@ class Merging:
         merged = merge_inputs([self._step[place] for place in group])
         try:
             return stock(model, merged, *args, **kwargs)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
             if trainer.accelerator.num_processes > 1:
                 # The other ranks wait in a reduction that this one cannot join again.
                 raise
