@@ -30,9 +30,9 @@ def one_line(message: object) -> str:
 def close_frames(error: BaseException | None) -> None:
     """Drop what the frames of a caught exception hold, its causes' too, here and now.
 
-    In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the garbage
-    collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for good,
-    and every later checkpoint counts too many tensors.
+    In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the
+    garbage collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for
+    good, and every later checkpoint counts too many tensors.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
