@@ -43,13 +43,21 @@ def lora_projection(
         (..., out_features), contiguous, dtype of x.
     """
     if torch.compiler.is_compiling():
-        traced: Tensor = _Traced.apply(x, dropped, a, b, bias, *base)
-        return traced
+        return _traced(x, base, a, b, bias, dropped)
     if base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
         return _by_torch(x, base, a, b, bias, dropped)
     low = _LowRank.apply(x, dropped, a, b, bias, base)
     out: Tensor = _AddBase.apply(low, x, base)
     return out
+
+
+def _traced(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
+    """For a graph: the thin product by itself, so that a recompute may make it without the base's."""
+    rows = _rows(x)
+    source = None if dropped is None else _rows(dropped)
+    reduced = (rows if source is None else source).detach().mm(a.detach().t())
+    out: Tensor = torch.ops.fastpack.lora_product(rows, source, reduced, a, b, bias, *base)
+    return out.view(*x.shape[:-1], b.shape[0])
 
 
 def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
@@ -111,26 +119,6 @@ class _AddBase(torch.autograd.Function):
         return grad_out, None, None
 
 
-class _Traced(torch.autograd.Function):
-    """Both in one, of operators that no compiler looks into: it decides itself what a recompute needs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, *base: Any
-    ) -> Tensor:
-        source = x if dropped is None else dropped
-        reduced = _rows(source).mm(a.t())
-        ctx.save_for_backward(source, reduced, a, b)
-        ctx.base, ctx.separate = base, dropped is not None
-        out = torch.ops.fastpack.lora_product(_rows(x), reduced, b, bias, *base)
-        return out.view(*x.shape[:-1], b.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        source, reduced, a, b = ctx.saved_tensors
-        return (*_gradients(ctx, grad_out, source, reduced, a, b), *[None] * len(ctx.base))
-
-
 def _gradients(
     ctx: Any, grad_out: Tensor, source: Tensor, reduced: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -146,8 +134,6 @@ def _gradients(
         grad_dropped = grad_reduced.mm(a) if needs_dropped else None
     elif needs_x and base.weight is None:
         grad_x = grad_reduced.mm(a)
-    elif needs_x and torch.compiler.is_compiling():
-        grad_x = torch.ops.fastpack.lora_grad_input(grad, grad_reduced, a, *ctx.base)
     elif needs_x:
         grad_x = input_gradient(grad, grad_reduced, a, *ctx.base)
     shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
