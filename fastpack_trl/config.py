@@ -191,7 +191,7 @@ class FastSFTConfig(SFTConfig):
         default=None,
         metadata={
             "help": "Device memory that the plan of activation_memory may use for activations, in GiB (default: what "
-            "is free after model, gradients and optimizer state, less 10 %)."
+            "is free after model, gradients and optimizer state, less a tenth)."
         },
     )
     checkpoint_offload: str = field(

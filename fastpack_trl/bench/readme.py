@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fastpack_trl.bench.tables import NOISE_CORES
@@ -149,10 +150,56 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{beside}"])
 
 
+_LORA_SIDES = ("stock", "tuned", "fastpack", "fastpack_plan")
+
+
+def _lora(name: str, record: Mapping[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    timed = [row for row in record["rows"] if row.get("ratios")]
+    models = " ".join(dict.fromkeys(row["model"] for row in timed))
+    head = (
+        f"**Training steps with LoRA: {models} on {machine.get('gpu') or machine['processor']}.** Random weights, "
+        "LoRA of rank 16 on all projections, packed source text, the packed attention of this package on every side. "
+        "*tuned*: stock with its layers compiled by accelerate; *fastpack*: with stock's checkpoint setting; "
+        "*fastpack_plan*: every field at its default, recompute as the memory asks. Ratio: of step times, with its "
+        "interval; launches and peak memory of one step."
+    )
+    lines = [
+        head,
+        "",
+        "| setting, tokens | side | tokens/s | fastpack is | fastpack_plan is | launches | peak, GiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in timed:
+        plan = row["sides"]["fastpack_plan"]["seconds"]["values"]
+        for side in _LORA_SIDES:
+            figures = row["sides"][side]
+            if "failed" in figures:
+                continue
+            ratio = _ratio(row["ratios"][side]) if side in ("stock", "tuned") else "-"
+            by_plan = sorted(a / b for a, b in zip(figures["seconds"]["values"], plan, strict=True))
+            cells = [
+                f"{row['setting']}, {row['tokens']:,}",
+                side,
+                f"{figures['tokens_per_second']['median']:,.0f}",
+                ratio,
+                f"{median(by_plan):.2f}" if side in ("stock", "tuned") else "-",
+                # Of one more step; accelerate's graphs may have reached torch's recompile limit before it.
+                "-" if figures["launches"] is None or side == "tuned" else f"{figures['launches']['kernels']:,}",
+                "-" if figures["memory"] is None else f"{figures['memory']['peak_bytes'] / 2**30:.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
+    tokens = " ".join(str(row["tokens"]) for row in timed)
+    command = f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens}"
+    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`."])
+
+
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
     "collator": _collator,
     "moe": _moe,
+    "lora": _lora,
 }
 
 
