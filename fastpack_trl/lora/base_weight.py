@@ -30,10 +30,6 @@ class BaseWeight(NamedTuple):
     dtype: torch.dtype = torch.float32
     """Of the values after dequantisation."""
 
-    @property
-    def present(self) -> bool:
-        return self.weight is not None
-
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(out_features, in_features) in `dtype`."""
         assert self.weight is not None
