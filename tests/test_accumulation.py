@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
@@ -340,11 +338,11 @@ def test_on_cuda_rows_are_merged_from_the_second_step_on_as_memory_allows(tmp_pa
 
 
 TWO_RANKS = """
-import os
 import sys
 from pathlib import Path
 
 import torch
+from ranks import leave
 from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
@@ -363,10 +361,7 @@ stock = train(SFTTrainer, folder / "stock", **options)
 if ours.is_world_process_zero():
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     print("SAME LOG")
-# Not through the interpreter's end: gloo's threads may outlive the group there, and abort the process.
-torch.distributed.barrier()
-sys.stdout.flush()
-os._exit(0)
+leave()
 """
 
 
@@ -375,19 +370,5 @@ os._exit(0)
 def test_two_ranks_log_what_stock_logs(tmp_path: Path, family: str) -> None:
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS, encoding="utf-8")
-    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    here = Path(__file__).parent
-    environment |= {
-        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]), "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
-    command += [str(script), str(tmp_path), family]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
-        try:
-            out, err = ran.communicate(timeout=200)
-        finally:
-            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
-    assert ran.returncode == 0, err[-3000:]
+    out = run_ranks(str(script), str(tmp_path), family)
     assert "SAME LOG" in out

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -447,6 +445,7 @@ def test_transformers_own_offload_is_recognised_by_its_function() -> None:
 
 TWO_PROCESSES = """
 import torch, torch.distributed as dist
+from ranks import leave
 from torch.nn.parallel import DistributedDataParallel
 from test_offload import gradients, loss_of, make, offloaded
 dist.init_process_group("gloo")
@@ -463,17 +462,11 @@ with offloaded(model) as offload:
     ours = step()
     assert offload.use.most_leased and not offload.use.leases
 assert all(torch.equal(ours[name], value) for name, value in stock.items())
-dist.destroy_process_group()
+leave()
 """
 
 
 def test_two_processes_under_distributed_data_parallel(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)],
-        capture_output=True, text=True, env=environment, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_ranks(str(script))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
 from fastpack_trl.cli import main
@@ -246,23 +245,10 @@ def test_help_lists_our_options_and_those_of_trl(capsys: pytest.CaptureFixture[s
     assert all(word in out for word in ("--packed_attention", "--max_length", "--lora_r", "--config FILE"))
 
 
-def clean_environment() -> dict[str, str]:
-    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
 @pytest.mark.slow
 def test_two_processes_under_torchrun(material: Material) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517"]
-    command += ["-m", "fastpack_trl", "sft", "--config", str(material.yaml(save_strategy="steps", save_steps=3))]
-    environment = clean_environment() | {"ACCELERATE_USE_CPU": "true"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
-        try:
-            _, err = ran.communicate(timeout=200)
-        finally:
-            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
-    assert ran.returncode == 0, err[-3000:]
+    config = material.yaml(save_strategy="steps", save_steps=3)
+    run_ranks("-m", "fastpack_trl", "sft", "--config", str(config))
     import torch
 
     training = torch.load(material.out / "training_args.bin", weights_only=False)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 
 from fastpack_trl.step.metrics import counted_ranks
 
@@ -26,20 +23,7 @@ def same(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    command += [str(Path(__file__).with_name("two_ranks.py")), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
-        try:
-            _, err = ran.communicate(timeout=240)
-        finally:
-            ran.terminate()  # unlike a kill, this lets torchrun end its two processes
-    assert ran.returncode == 0, err[-3000:]
+    run_ranks(str(Path(__file__).with_name("two_ranks.py")), str(folder))
     logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
     return logs
 

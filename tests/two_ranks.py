@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ranks import leave
 from trainer_material import figures, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -58,3 +59,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()
