@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastpack_trl.bench.readme import BEGIN, END, load_results, numbers, with_numbers
+from fastpack_trl.bench.pictures import FOLDER, picture_names, stale_pictures
+from fastpack_trl.bench.readme import BEGIN, END, RESULTS, load_results, numbers, with_numbers, without_gain
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,3 +30,16 @@ def test_without_results_nothing_is_claimed() -> None:
     assert with_numbers(f"a {BEGIN} 9x faster {END} b", {}) == f"a {BEGIN}\nNot measured yet.\n{END} b"
     with pytest.raises(ValueError, match="put both marks"):
         with_numbers("no marks", {})
+
+
+def test_pictures_of_the_readme_were_drawn_from_the_results() -> None:
+    results = load_results()
+    assert stale_pictures(results, RESULTS, ROOT / FOLDER) == [], "run: python -m fastpack_trl.bench.readme"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"({FOLDER}/{picture})" in readme for picture in picture_names(results).values())
+
+
+def test_readme_names_rows_that_do_not_help() -> None:
+    (table,) = without_gain(load_results())
+    assert "256 tokens" in table
+    assert "slower" in table

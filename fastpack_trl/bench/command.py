@@ -41,6 +41,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--case", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     add("--list", action="store_true", help="list the cases and stop")
     add("--json", metavar="FILE", help="write every figure, every single time, settings and versions to FILE")
+    add(
+        "--report",
+        metavar="FILE",
+        nargs="*",
+        help="Markdown tables and plots from these JSON files, or from the folders they lie in (default: the FILE of "
+        "--json); measures nothing without --case",
+    )
+    add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
     add("--pairs", metavar="N", type=int, help="timed pairs (rounds) per row; 6 or more for an interval of 95 %%")
     add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
@@ -81,18 +89,47 @@ def run(args: Namespace) -> int:
         width = max(map(len, CASES))
         print("\n".join(f"{name.ljust(width)}  {case.help}" for name, case in CASES.items()))
         return 0
+    if args.out is not None and args.report is None:
+        raise UserError("--out names the folder of a report: give --report too")
+    if args.report is not None and args.case is None:
+        return _report(args.report, args.out)
     if args.case is None:
         raise UserError(f"no case: give --case, one of {', '.join(CASES)}")
     if args.case not in CASES:
         raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
     from fastpack_trl.bench.record import check_writable, write_json
 
+    if args.report is not None:
+        _check_report(args)
     file: Path | None = check_writable(args.json) if args.json else None
     record = CASES[args.case].measure(args)
     print(table(record))
     if file is not None:
         write_json(file, record)
+    if args.report is not None:
+        _report([*args.report, *([] if file is None else [str(file)])], args.out)
     return 0 if record["complete"] else EXIT_INTERRUPTED
+
+
+def _report(paths: list[str], out: str | None) -> int:
+    from fastpack_trl.bench.report import DEFAULT_FOLDER, write_report
+
+    if not paths:
+        raise UserError("--report has no file: name JSON files of fastpack-trl bench, or a folder with some")
+    first, *pictures = write_report(paths, out or DEFAULT_FOLDER)
+    print(f"\n{first}: tables, and {len(pictures)} plots beside it")
+    return 0
+
+
+def _check_report(args: Namespace) -> None:
+    """What would make the report fail after the measurement."""
+    from fastpack_trl.bench.plots import require_matplotlib
+    from fastpack_trl.bench.report import json_files
+
+    require_matplotlib()
+    if args.json is None:
+        raise UserError("--report with --case reads the file of --json: give --json FILE too")
+    json_files(args.report)
 
 
 def _device(args: Namespace) -> str:

@@ -1,4 +1,4 @@
-"""The tables of the README from the JSON files of the runs behind them: ``python -m fastpack_trl.bench.readme``.
+"""Tables and pictures of the README from the JSON files of their runs: ``python -m fastpack_trl.bench.readme``.
 
 Run in a checkout. Rewrites what stands between the marks; a test fails when README and files disagree.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastpack_trl.bench.pictures import FOLDER, picture_names, write_pictures
 from fastpack_trl.bench.tables import NOISE_CORES
+from fastpack_trl.bench.views import device_of, no_gain
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 ROOT = Path(__file__).parents[2]
@@ -24,9 +26,37 @@ def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The Markdown between the marks: one table per record, with command, versions and hardware."""
-    parts = [_TABLES[record["case"]](name, record) for name, record in results.items() if record["case"] in _TABLES]
-    return "\n\n".join(parts) if parts else "Not measured yet."
+    """The Markdown between the marks: per record a table with command, versions and hardware, and its picture."""
+    pictures = picture_names(results)
+    parts = []
+    for name, record in results.items():
+        if record["case"] in _TABLES:
+            parts.append(_TABLES[record["case"]](name, record))
+            parts += (
+                [f"![{record['case']}, {device_of(record)}]({FOLDER}/{pictures[name]})"] if name in pictures else []
+            )
+    if not parts:
+        return "Not measured yet."
+    return "\n\n".join([*parts, *without_gain(results)])
+
+
+def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table of the rows in which fastpack is slower than another side, or the interval leaves it open."""
+    lines = [
+        f"| {row.label}, {device_of(record)} | {ratio.over} | {ratio.by} | {ratio} | "
+        f"{'slower' if ratio.slower else 'not told apart'} |"
+        for name, record in results.items()
+        if record["case"] in _TABLES
+        for row, ratio in no_gain(record)
+    ]
+    if not lines:
+        return []
+    head = "**Where it does not help.** Every row above whose interval does not lie above 1."
+    return [
+        "\n".join(
+            [head, "", "| row | beside | side of ours | ratio | so it is |", "| --- | --- | --- | ---: | --- |", *lines]
+        )
+    ]
 
 
 def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -204,9 +234,11 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
 
 
 def main() -> None:
-    """Rewrite the README of this checkout."""
+    """Rewrite the numbers of this checkout's README, and draw its pictures."""
     path = ROOT / "README.md"
-    path.write_text(with_numbers(path.read_text(encoding="utf-8"), load_results()), encoding="utf-8")
+    results = load_results()
+    write_pictures(results, RESULTS, ROOT / FOLDER)
+    path.write_text(with_numbers(path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

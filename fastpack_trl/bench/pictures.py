@@ -1,0 +1,87 @@
+"""The pictures of the README: drawn from the same JSON files as its tables, each with the hash of its file inside."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = "docs/figures"
+"""Relative to the README."""
+KINDS = {"packed_attention": "ratios", "lora": "breakdown", "moe": "ratios", "headline": "ratios"}
+"""By case: which of `plots.FIGURES` the README shows."""
+
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def picture_names(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """By file name of the record: that of its picture."""
+    return {
+        name: f"{Path(name).stem}_{KINDS[record['case']]}.png"
+        for name, record in results.items()
+        if record["case"] in KINDS
+    }
+
+
+def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folder: Path) -> list[Path]:
+    """Draw every picture of `results`, whose files lie in `source`, and remove those of files that are gone.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    from fastpack_trl.bench.plots import FIGURES, save
+    from fastpack_trl.bench.report import source_of
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, picture in picture_names(results).items():
+        record = results[name]
+        figure = FIGURES[KINDS[record["case"]]](record, name)
+        assert figure is not None, name
+        save(figure, folder / picture, source_of(source / name))
+        written.append(folder / picture)
+    for file in set(folder.glob("*.png")) - set(written):
+        file.unlink()
+    return written
+
+
+def stale_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folder: Path) -> list[str]:
+    """What does not fit: pictures that are missing, drawn from other figures, or of no file. Needs no matplotlib."""
+    from fastpack_trl.bench.report import source_of
+
+    found = []
+    names = picture_names(results)
+    for name, picture in names.items():
+        file = folder / picture
+        if not file.is_file():
+            found.append(f"{picture} is missing")
+        elif source_of(source / name).items() - text_of(file).items():
+            found.append(f"{picture} was drawn from another version of {name}")
+    found += [f"{file.name} has no file" for file in sorted(folder.glob("*.png")) if file.name not in names.values()]
+    return found
+
+
+def text_of(png: Path) -> dict[str, str]:
+    """The text chunks of a PNG.
+
+    Raises:
+        ValueError: it is none, or a chunk is damaged.
+    """
+    data = png.read_bytes()
+    if not data.startswith(_SIGNATURE):
+        raise ValueError(f"{png.name} is no PNG")
+    found: dict[str, str] = {}
+    at = len(_SIGNATURE)
+    while at < len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        body = data[at + 8 : at + 8 + length]
+        (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
+        if checksum != zlib.crc32(kind + body):
+            raise ValueError(f"{png.name} is damaged")
+        if kind == b"tEXt":
+            key, _, value = body.partition(b"\0")
+            found[key.decode("latin-1")] = value.decode("latin-1")
+        at += 12 + length
+    return found

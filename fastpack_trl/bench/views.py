@@ -1,0 +1,180 @@
+"""One view of every case's record: rows, their sides, and how much faster fastpack is. Tables and plots read this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fastpack_trl.bench.timing import median_interval
+
+OURS, PLAN = "fastpack", "fastpack_plan"
+NAMES_OF_OURS = (OURS, PLAN, "double_buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Seconds of the side `over` / seconds of the side `by`: above 1 `by` is faster.
+
+    Attributes:
+        over: the other side.
+        by: a side of ours.
+        median, low, high: of the rounds, with the interval.
+        coverage: probability with which the interval covers the true median.
+    """
+
+    over: str
+    by: str
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+    @property
+    def slower(self) -> bool:
+        """The whole interval lies below 1."""
+        return self.high < 1
+
+    @property
+    def helps(self) -> bool:
+        """The whole interval lies above 1."""
+        return self.low > 1
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class SideView:
+    """One side of a row; every figure is a median over its steps.
+
+    Attributes:
+        name: as the record names it.
+        path: what ran.
+        seconds: of one step; None where the case times no step (collator).
+        phases: seconds by name, in order; empty where the case has none.
+        rate: tokens per second.
+        peak_bytes, before_bytes: device memory at most, and before the step; None on the CPU.
+        memory_marks: ``((milliseconds, allocated bytes), ...)`` at the ends of the phases; empty where not recorded.
+    """
+
+    name: str
+    path: str
+    seconds: float | None
+    phases: dict[str, float]
+    rate: float
+    peak_bytes: int | None
+    before_bytes: int | None
+    memory_marks: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """One row: ``setting`` names model, dtype and checkpoint policy where the case has them."""
+
+    setting: str
+    group: str
+    """The setting without the row length: rows of one group differ in their tokens only."""
+    tokens: int
+    sides: tuple[SideView, ...]
+    ratios: tuple[Ratio, ...]
+    notes: tuple[str, ...]
+    """What could not be measured, with its reason."""
+
+    @property
+    def label(self) -> str:
+        """Setting and row length."""
+        return self.setting if f"{self.tokens:,} tokens" in self.setting else f"{self.setting}, {self.tokens:,} tokens"
+
+    def ratios_over(self, name: str) -> list[Ratio]:
+        """How much faster each side of ours is than the side `name`."""
+        return [ratio for ratio in self.ratios if ratio.over == name]
+
+
+def rows_of(record: Mapping[str, Any]) -> list[RowView]:
+    """Every row of a record, whichever case made it."""
+    return [_row(record, row) for row in record["rows"]]
+
+
+def device_of(record: Mapping[str, Any]) -> str:
+    """The device that was measured, as its vendor names it."""
+    machine = record["machine"]
+    return str(machine.get("gpu") or machine["processor"])
+
+
+def no_gain(record: Mapping[str, Any]) -> Iterator[tuple[RowView, Ratio]]:
+    """Rows in which a side of ours is slower than another's, or in which the interval leaves that open."""
+    for row in rows_of(record):
+        for ratio in row.ratios:
+            if not ratio.helps:
+                yield row, ratio
+
+
+def _row(record: Mapping[str, Any], row: Mapping[str, Any]) -> RowView:
+    setting, group = _setting(record, row)
+    found = row.get("sides") or row.get("backends") or {name: row[name] for name in ("stock", OURS) if name in row}
+    reasons = ("failed", "refused", "wrong")
+    timed = {name: side for name, side in found.items() if not any(side.get(key) for key in reasons)}
+    notes = [f"skipped: {row['skipped']}"] if row.get("skipped") else []
+    for name, side in found.items():
+        notes += [f"{name}: {side[key]}" for key in reasons if side.get(key)][:1]
+    return RowView(
+        setting,
+        group,
+        int(row["tokens"]),
+        tuple(_side(name, side, int(row["tokens"])) for name, side in timed.items()),
+        tuple(_ratios(row)),
+        tuple(notes),
+    )
+
+
+def _setting(record: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+    if record["case"] == "attention":
+        window = f"window {row['window']}" if row["window"] else "no window"
+        group = f"{row['setting'].partition(' tokens, ')[2]}, {row['documents']} documents, {window}"
+        return f"{row['tokens']:,} tokens, {group}", group
+    setting = str(row["setting"])
+    if record["case"] == "packed_attention" and "layers" in record["settings"]:  # one model for every row
+        work = record["settings"]
+        setting = f"{work['model']}, {work['layers']} layers of {work['hidden']}, {setting}"
+    return setting, setting
+
+
+def _side(name: str, side: Mapping[str, Any], tokens: int) -> SideView:
+    parts = {part: side[part] for part in ("forward", "backward") if part in side}
+    # The case `attention` has its intervals one level down.
+    halves = {part: float(found.get("seconds", found)["median"]) for part, found in parts.items()}
+    taken = side.get("seconds")  # the case `collator` has a list
+    whole = float(median(taken) if isinstance(taken, list) else taken["median"]) if taken else None
+    seconds = whole or sum(halves.values()) or None
+    memory = side.get("memory") or {}
+    rate = side["tokens_per_second"]["median"] if "tokens_per_second" in side else tokens / (seconds or 1.0)
+    return SideView(
+        name,
+        str(side.get("path", "")),
+        seconds,
+        {phase: float(value) for phase, value in side.get("phases", halves).items()},
+        float(rate),
+        memory.get("peak_bytes"),
+        memory.get("before_bytes"),
+        tuple((float(at), int(used)) for at, used in side.get("memory_marks") or ()),
+    )
+
+
+def _ratios(row: Mapping[str, Any]) -> Iterator[Ratio]:
+    found = dict(row.get("ratios") or {})
+    if "ratio" in row:
+        found["stock"] = row["ratio"]
+    sides = row.get("sides", {})
+    ours = next((name for name in NAMES_OF_OURS if name in sides), OURS)
+    plan = sides.get(PLAN, {}).get("seconds")
+    for over, ratio in found.items():
+        if over == PLAN:
+            continue  # ours too: a choice between two settings, no gain over somebody else
+        values = ratio.get("seconds", ratio)  # the case `moe` has one per part of the step
+        yield Ratio(over, ours, values["median"], values["low"], values["high"], values["coverage"])
+        if plan is not None:
+            pairs = zip(sides[over]["seconds"]["values"], plan["values"], strict=True)
+            interval = median_interval([theirs / mine for theirs, mine in pairs])
+            yield Ratio(over, PLAN, interval.median, interval.low, interval.high, interval.coverage)

@@ -1,0 +1,147 @@
+"""``fastpack-trl bench --report``: its tables and plots say what the JSON files say."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastpack_trl.bench import plots
+from fastpack_trl.bench.pictures import stale_pictures, text_of, write_pictures
+from fastpack_trl.bench.readme import RESULTS, load_results
+from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, source_of, write_report
+from fastpack_trl.bench.views import no_gain, rows_of
+from fastpack_trl.cli import main
+
+LORA = next(RESULTS.glob("lora_cuda_*14b.json"))
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(LORA.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", load_results())
+def test_every_result_has_a_view_with_its_own_figures(name: str) -> None:
+    record = load_results()[name]
+    for row, view in zip(record["rows"], rows_of(record), strict=True):
+        assert view.tokens == row["tokens"]
+        for side in view.sides:
+            stored = (row.get("sides") or row.get("backends") or row)[side.name]
+            if "tokens_per_second" in stored:
+                assert side.rate == stored["tokens_per_second"]["median"]
+            if isinstance(stored.get("seconds"), dict):
+                assert side.seconds == stored["seconds"]["median"]
+            if "backends" in row:
+                assert side.phases["forward"] == stored["forward"]["seconds"]["median"]
+
+
+def test_report_has_the_medians_of_the_file_and_its_plots(record: dict[str, Any], tmp_path: Path) -> None:
+    first, *pictures = write_report([LORA], tmp_path / "report")
+    text = first.read_text()
+    (row,) = record["rows"]
+    for name, side in row["sides"].items():
+        (line,) = [line for line in text.splitlines() if f"| {name} |" in line]
+        assert f"| {side['seconds']['median'] * 1000:,.2f} |" in line
+        assert f"| {side['phases']['backward'] * 1000:,.2f} |" in line
+        assert f"| {side['tokens_per_second']['median']:,.0f} |" in line
+        assert f"| {side['memory']['peak_bytes'] / 2**30:.1f} |" in line
+    assert f"fastpack {row['ratios']['tuned']['median']:.2f} (" in text
+    assert "fastpack over tuned 0.87 (0.84 to 0.89): slower" in text
+    assert {picture.name.removeprefix(f"{LORA.stem}_") for picture in pictures} == {
+        "breakdown.png", "ratios.png", "memory.png",
+    }  # fmt: skip
+    for picture in pictures:
+        assert f"]({picture.name})" in text
+        assert text_of(picture).items() >= source_of(LORA).items()
+
+
+def test_bars_and_intervals_are_where_the_figures_are(record: dict[str, Any]) -> None:
+    (row,) = record["rows"]
+    figure = plots.breakdown(record)
+    (axes,) = figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    for side in row["sides"].values():
+        assert 1000 * sum(side["phases"].values()) == pytest.approx(min(ends, key=lambda end: _off(end, side)))
+    (axes,) = plots.ratios(record).axes
+    points = {line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 1}
+    assert row["ratios"]["tuned"]["median"] in points
+    assert [tick.get_text() for tick in axes.get_yticklabels()].count("fastpack over tuned") == 1
+
+
+def _off(end: float, side: Any) -> float:
+    return abs(end - 1000 * sum(side["phases"].values()))
+
+
+def test_memory_over_a_step_is_drawn_where_it_was_recorded(record: dict[str, Any]) -> None:
+    assert plots.memory_over_step(record) is None
+    changed = json.loads(json.dumps(record))
+    changed["rows"][0]["sides"]["stock"]["memory_marks"] = [[0.0, 2**30], [5.0, 3 * 2**30]]
+    (axes,) = plots.memory_over_step(changed).axes
+    assert axes.lines[0].get_ydata().tolist() == [1.0, 3.0]
+
+
+def test_a_row_that_does_not_help_is_found_by_its_interval(record: dict[str, Any]) -> None:
+    found = {(ratio.by, ratio.over): ratio for _, ratio in no_gain(record)}
+    assert found["fastpack", "tuned"].slower
+    assert ("fastpack", "stock") not in found
+    assert all(ratio.low <= 1 for ratio in found.values())
+
+
+def test_a_picture_of_another_version_of_its_file_is_found_out(record: dict[str, Any], tmp_path: Path) -> None:
+    source, folder = tmp_path / "results", tmp_path / "figures"
+    source.mkdir()
+    (source / LORA.name).write_bytes(LORA.read_bytes())
+    (picture,) = write_pictures({LORA.name: record}, source, folder)
+    assert text_of(picture)[SOURCE_KEY] == LORA.name
+    assert len(text_of(picture)[HASH_KEY]) == 64
+    assert stale_pictures({LORA.name: record}, source, folder) == []
+    (source / LORA.name).write_bytes(LORA.read_bytes() + b"\n")
+    assert stale_pictures({LORA.name: record}, source, folder) == [
+        f"{picture.name} was drawn from another version of {LORA.name}"
+    ]
+    assert stale_pictures({}, source, folder) == [f"{picture.name} has no file"]
+    picture.unlink()
+    assert stale_pictures({LORA.name: record}, source, folder) == [f"{picture.name} is missing"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--report"], "--report has no file"),
+        (["--report", "absent.json"], "no file 'absent.json'"),
+        (["--report", "."], "no JSON file in '.'"),
+        (["--report", "broken.json"], "cannot be read as JSON"),
+        (["--report", "other.json"], "is no record of fastpack-trl bench"),
+        (["--out", "x"], "give --report too"),
+        (["--report", "--case", "moe"], "give --json FILE too"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    if arguments[-1].endswith(".json") and arguments[-1] != "absent.json":
+        Path(arguments[-1]).write_text("{" if "broken" in arguments[-1] else "{}")
+    assert main(["bench", *arguments]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_command_that_installs_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError("No module named 'matplotlib'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["bench", "--report", str(LORA), "--out", str(tmp_path)]) == 2
+    assert "pip install 'fastpack-trl[plots]'" in capsys.readouterr().err
