@@ -1,5 +1,7 @@
 # Every target does its own set-up: on a fresh machine `make quickstart` or `make test` is the only command needed.
 PYTHON ?= python3
+# Test processes. Tiny models gain nothing from a second thread, a second process halves the time.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -25,7 +27,7 @@ quickstart: $(STAMP)
 	$(BIN)/fastpack-trl quickstart $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not cuda" $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when torch is loaded: threads that wait for work sleep instead of spinning, which on a busy machine of two cores
 # makes small steps several times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
 
 # A machine that only runs the tests of a device may lack what the others need.
 collect_ignore = [
