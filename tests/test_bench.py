@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastpack_trl import cli
-from fastpack_trl.bench import command, packed_attention, record, steps
+from fastpack_trl.bench import cases, command, packed_attention, record, steps
 from fastpack_trl.bench.packed_attention import ParityError, check_parity
 from fastpack_trl.bench.timing import WallClock, interleave, median_interval
 from fastpack_trl.bench.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
@@ -382,8 +382,8 @@ def test_a_wrong_argument_is_one_line_and_2(
 
 def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> None:
     missed = measured | {"rows": [measured["rows"][0] | {"target": 1e9, "below_target": True}]}
-    monkeypatch.setitem(command.CASES, "collator", command.Case("missed", lambda args: missed))
-    assert command.run(Namespace(list=False, case="collator", json=None)) == 0
+    monkeypatch.setitem(command.CASES, "collator", cases.Case("missed", lambda args: missed))
+    assert command.run(Namespace(list=False, case="collator", json=None, report=None, out=None)) == 0
 
 
 def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:

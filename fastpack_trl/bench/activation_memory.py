@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from fastpack_trl.bench.activation_auto import measure_auto
 from fastpack_trl.bench.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, DecoderSide, side
 from fastpack_trl.bench.lora_models import LoraModel, build
 from fastpack_trl.bench.model_shapes import shape_of
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, median_interval
 from fastpack_trl.checkpointing.buffers import GIB
@@ -59,6 +59,7 @@ def measure(
     device: str = "cpu",
     seed: int = 0,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time forward and backward of decoders under each way to keep layer inputs.
 
@@ -77,6 +78,7 @@ def measure(
         device: ``cpu`` or ``cuda``.
         seed: of weights and tokens.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`). A row has ``sides`` (seconds, memory, loss), ``ratios`` (seconds of each other side /
@@ -90,50 +92,48 @@ def measure(
             raise UserError(f"there is no workload {name!r} (workloads: {', '.join(WORKLOADS)})")
     if rounds < 1 or seconds <= 0:
         raise UserError(f"rounds={rounds}, seconds={seconds:g}: each must be above 0")
-    end_at = time.perf_counter() + seconds
-    rows: list[dict[str, Any]] = []
-    complete = True
-    tasks: list[tuple[str, bool]] = [(name, False) for name in names] + ([(names[0], True)] if auto else [])
-    with limited_threads(threads), quiet(), tqdm(tasks, unit="row", disable=None if progress else True) as bar:
-        try:
-            for index, (name, whole) in enumerate(bar):
-                share = (end_at - time.perf_counter()) / (len(tasks) - index)
-                model, default_layers, default_tokens = WORKLOADS[name]
-                count, length = layers or default_layers, tokens or default_tokens
-                if whole:
-                    length = min(length, AUTO_TOKENS)
-                shape = shape_of(model.shape).cut_to(layers if whole else count)
-                what = "whole trainers, activation_memory=auto" if whole else "decoder, bf16 autocast"
-                row: dict[str, Any] = {
-                    "setting": f"{model.name}, {shape.layers} of {shape.published_layers} layers, {what}",
-                    "model": name, "tokens": length, "layers": shape.layers,
-                }  # fmt: skip
-                task = (
-                    partial(measure_auto, model, layers, length, rounds, share, device, seed)
-                    if whole
-                    else partial(_measure_row, name, model, count, length, rounds, share, caps, device, seed)
-                )
-                found, failure = (None, f"no time left of {seconds:g} s") if share <= 0 else attempt(task)
-                rows.append({**row, **(found or {"skipped": failure, "sides": {}})})
-                attempt(partial(free_memory, device))
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case="activation_memory",
-        settings={
-            "document_tokens": DOCUMENT,
-            "loss": "mean square of the last hidden states; the head is left out (decoder rows)",
-            "rounds": rounds,
-            "seconds": seconds,
-            "warmup_steps": WARMUP,
-            "gate": f"losses equal, norm of the gradients within {GRADIENT_TOLERANCE:g}",
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
+    wanted = [(name, False) for name in names] + ([(names[0], True)] if auto else [])
+    tasks = [_task(name, whole, tokens, layers, rounds, caps, device, seed) for name, whole in wanted]
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case="activation_memory",
+            settings={
+                "document_tokens": DOCUMENT,
+                "loss": "mean square of the last hidden states; the head is left out (decoder rows)",
+                "rounds": rounds,
+                "warmup_steps": WARMUP,
+                "gate": f"losses equal, norm of the gradients within {GRADIENT_TOLERANCE:g}",
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            },
+            apart={"seconds": seconds},
+            seconds=seconds,
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            progress=progress,
+        )
+
+
+def _task(
+    name: str, whole: bool, tokens: int | None, layers: int | None, rounds: int, caps: Sequence[float], device: str,
+    seed: int,
+) -> RowTask:  # fmt: skip
+    model, default_layers, default_tokens = WORKLOADS[name]
+    count, length = layers or default_layers, tokens or default_tokens
+    if whole:
+        length = min(length, AUTO_TOKENS)
+    shape = shape_of(model.shape).cut_to(layers if whole else count)
+    what = "whole trainers, activation_memory=auto" if whole else "decoder, bf16 autocast"
+    label = {
+        "setting": f"{model.name}, {shape.layers} of {shape.published_layers} layers, {what}",
+        "model": name, "tokens": length, "layers": shape.layers,
+    }  # fmt: skip
+    if whole:
+        return RowTask(label, partial(measure_auto, model, layers, length, rounds, device=device, seed=seed))
+    return RowTask(
+        label, partial(_measure_row, name, model, count, length, rounds, caps=caps, device=device, seed=seed)
     )
 
 

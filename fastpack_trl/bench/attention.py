@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from fastpack_trl.bench.attention_sides import NAMES, TIMES_BUDGET, Attend, Heads, Layer, check, prepare, refusal
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, attempt, free_memory, take_turns
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import limited_threads
 from fastpack_trl.bench.timing import Clock, CudaClock, Interval, WallClock, median_interval
 from fastpack_trl.errors import UserError, did_you_mean
@@ -135,6 +135,7 @@ def measure(
     seed: int = 0,
     plan: Plan | None = None,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time every backend in turn, forward and backward, after each has been compared with float64.
 
@@ -149,6 +150,7 @@ def measure(
         seed: of lengths and values.
         plan: other layers; `CPU` or `CUDA` by default.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`). A row has ``backends``: per name seconds, rates in TFLOP/s by convention for forward
@@ -171,47 +173,40 @@ def measure(
         plan = Plan(tuple(tokens), plan.layers, plan.windows, plan.dtypes)
     planned = configurations(plan, device, seed)
     checks: dict[tuple[str, Layer], dict[str, Any]] = {}
-    end_at = time.perf_counter() + seconds
-    rows: list[dict[str, Any]] = []
-    complete = True
-    with limited_threads(threads), _compiling(), tqdm(planned, unit="row", disable=None if progress else True) as bar:
-        try:
-            for index, configuration in enumerate(bar):
-                left = end_at - time.perf_counter()
-                row = configuration.describe()
-                if left <= 0:
-                    rows.append({**row, "skipped": f"no time left of {seconds:g} s", "backends": {}})
-                    continue
-                share = left / (len(planned) - index)
-                found, failure = attempt(partial(_measure_row, configuration, chosen, checks, rounds, share, seed))
-                rows.append({**row, **(found or {"skipped": failure, "backends": {}})})
-                # After a fault of the device every call fails; what was measured before it is kept.
-                attempt(partial(free_memory, device))
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case=CASE,
-        settings={
-            "rounds": rounds,
-            "seconds": seconds,
-            "backends": list(chosen),
-            "documents": {name: mean or "one per row" for name, mean in DOCUMENTS.items()},
-            "flops": {
-                "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
-                "backward": f"{BACKWARD_PER_PAIR} * heads * head_dim * pairs",
-                "full_square": "pairs: sum of squared document lengths",
-                "causal_half": "pairs: half of full_square",
-                "attended": "pairs: those that mask and window let through",
+    tasks = [
+        RowTask(
+            configuration.describe(),
+            partial(_measure_row, configuration, chosen, checks, rounds, seed=seed),
+            empty={"backends": {}},
+        )
+        for configuration in planned
+    ]
+    with limited_threads(threads), _compiling():
+        return run_rows(
+            tasks,
+            case=CASE,
+            settings={
+                "rounds": rounds,
+                "backends": list(chosen),
+                "documents": {name: mean or "one per row" for name, mean in DOCUMENTS.items()},
+                "flops": {
+                    "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
+                    "backward": f"{BACKWARD_PER_PAIR} * heads * head_dim * pairs",
+                    "full_square": "pairs: sum of squared document lengths",
+                    "causal_half": "pairs: half of full_square",
+                    "attended": "pairs: those that mask and window let through",
+                },
+                "gate": f"within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
             },
-            "gate": f"each backend within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+            apart={"seconds": seconds},
+            seconds=seconds,
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            progress=progress,
+        )
 
 
 def _measure_row(

@@ -10,12 +10,11 @@ import contextlib
 import io
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
@@ -23,8 +22,9 @@ from fastpack_trl.bench.launches import Launches, count_launches
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD, shape_of
 from fastpack_trl.bench.model_steps import shared_copy
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
@@ -56,7 +56,7 @@ def measure(
     seed: int = 0,
     sides: Sequence[str] = SIDES,
     progress: bool = False,
-    save: Callable[[dict[str, Any]], None] = lambda record: None,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time whole training steps of each side in turn.
 
@@ -79,74 +79,57 @@ def measure(
         seed: of weights and order.
         sides: which of `SIDES`.
         progress: show a progress bar (on a terminal).
-        save: given the record after every row, incomplete until the last.
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`); a row has ``sides`` with seconds, phases, losses, memory, launches and MFU, and
         ``ratios``: seconds of each other side / seconds of fastpack, round by round.
     """
-    plan = [(model, length) for model in models.values() for length in tokens]
-    end_at = time.perf_counter() + seconds
-    rows: list[dict[str, Any]] = []
-    complete, longest = True, 0.0
     peak = _measured_tflops() if device == "cuda" else None
-
-    def record(complete: bool) -> dict[str, Any]:
-        return make_record(
+    tasks = []
+    for model in models.values():
+        shape = shape_of(model.shape).cut_to(layers)
+        policy = "checkpointing" if checkpointing else "no checkpointing"
+        title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
+        for length in tokens:
+            measure_row = partial(
+                _measure_row, model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak=peak
+            )
+            label = {"setting": title, "model": model.shape, "tokens": length, "layers": shape.layers}
+            tasks.append(RowTask(label, measure_row))
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
             case="lora",
             settings={
                 "documents": "top-level functions and classes of the standard library, packed best-fit decreasing",
                 "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "target_modules": list(PROJECTIONS)},
                 "rounds": rounds,
-                "seconds": seconds,
                 "warmup_steps": WARMUP,
                 "checkpointing": checkpointing,
                 "loss_tolerance": LOSS_TOLERANCE,
-                "measured_matmul_tflops": peak,
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
             },
-            rows=rows,
-            complete=complete,
+            apart={"seconds": seconds, "measured_matmul_tflops": peak},
+            seconds=seconds,
             device=device,
             threads=threads,
             seed=seed,
+            file=file,
+            alike=True,
+            progress=progress,
         )
-
-    with limited_threads(threads), quiet(), tqdm(plan, unit="row", disable=None if progress else True) as bar:
-        try:
-            for index, (model, length) in enumerate(bar):
-                share = (end_at - time.perf_counter()) / (len(plan) - index)
-                shape = shape_of(model.shape).cut_to(layers)
-                policy = "checkpointing" if checkpointing else "no checkpointing"
-                title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
-                row: dict[str, Any] = {"setting": title, "model": model.shape, "tokens": length, "layers": shape.layers}
-                began = time.perf_counter()
-                if end_at - began < longest:
-                    why = f"{end_at - began:.0f} of {seconds:g} s left, a row took up to {longest:.0f} s"
-                    rows.append({**row, "skipped": why, "sides": {}})
-                    continue
-                task = partial(
-                    _measure_row, model, length, layers, rounds, checkpointing, device, seed, tuple(sides), share, peak
-                )
-                found, failure = attempt(task)
-                rows.append({**row, **(found or {"skipped": failure, "sides": {}})})
-                attempt(partial(free_memory, device))
-                longest = max(longest, time.perf_counter() - began)
-                save(record(False))
-                torch._dynamo.reset()  # the next row's layers are other shapes: their graphs are compiled anew anyway
-        except KeyboardInterrupt:
-            complete = False
-    return record(complete)
 
 
 def _measure_row(
     model: LoraModel, tokens: int, layers: int | None, rounds: int, checkpointing: bool, device: str, seed: int,
-    names: tuple[str, ...], seconds: float, peak: float | None,
+    names: tuple[str, ...], seconds: float, *, peak: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     start = time.perf_counter()
     clock: Clock = CudaClock() if device == "cuda" else WallClock()
     steps = WARMUP + rounds + 1  # the last one is profiled
     with contextlib.ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes: their graphs are made anew anyway
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
         vocabulary = int(weights.get_base_model().config.vocab_size)

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.bench.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from fastpack_trl.bench.model_shapes import ModelShape, build_model
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, median_interval
 from fastpack_trl.bench.workload import (
@@ -81,6 +81,7 @@ def measure(
     seed: int = 0,
     documents: tuple[int, int] = DOCUMENTS,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time whole training steps of three sides in turn, on the same packed rows and the same weights.
 
@@ -102,6 +103,7 @@ def measure(
         seed: of weights, documents and order.
         documents: tokens of the shortest and of the longest document, uniform between.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`). A row has ``sides``: seconds, tokens per second, phases, losses and bytes of memory,
@@ -124,43 +126,35 @@ def measure(
             "CUDA_VISIBLE_DEVICES=0"
         )
     run = Run(rounds, checkpointing, device, seed, documents)
-    plan = [(name, shape, length) for name, shape in shapes.items() for length in tokens]
-    end_at = time.perf_counter() + seconds
-    rows: list[dict[str, Any]] = []
-    complete = True
-    with limited_threads(threads), quiet(), tqdm(plan, unit="row", disable=None if progress else True) as bar:
-        try:
-            for index, (name, shape, length) in enumerate(bar):
-                left = end_at - time.perf_counter()
-                row: dict[str, Any] = {"setting": _title(name, shape, run), "model": name, "tokens": length}
-                if left <= 0:
-                    rows.append({**row, "skipped": f"no time left of {seconds:g} s", "sides": {}})
-                    continue
-                found, failure = attempt(partial(_measure_row, shape, length, run, left / (len(plan) - index)))
-                rows.append({**row, "layers": shape.layers, **(found or {"skipped": failure, "sides": {}})})
-                # The sides hold cycles, and the next row must not run beside their memory. After a fault of the device
-                # every call fails; what was measured before it is kept.
-                attempt(partial(free_memory, device))
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case="packed_attention",
-        settings={
-            "models": {name: {"model_type": shape.model_type, **shape.fields} for name, shape in shapes.items()},
-            "documents": {"shortest": documents[0], "longest": documents[1], "distribution": "uniform"},
-            "rounds": rounds,
-            "seconds": seconds,
-            "warmup_steps": GATE_ROWS + WARMUP,
-            "checkpointing": checkpointing,
-            "gate": f"per token, {TIMES_BUDGET:g} x stock's bf16 error against fp32, both on separate documents",
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+    tasks = [
+        RowTask(
+            {"setting": _title(name, shape, run), "model": name, "tokens": length, "layers": shape.layers},
+            partial(_measure_row, shape, length, run),
+        )
+        for name, shape in shapes.items()
+        for length in tokens
+    ]
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case="packed_attention",
+            settings={
+                "models": {name: {"model_type": shape.model_type, **shape.fields} for name, shape in shapes.items()},
+                "documents": {"shortest": documents[0], "longest": documents[1], "distribution": "uniform"},
+                "rounds": rounds,
+                "warmup_steps": GATE_ROWS + WARMUP,
+                "checkpointing": checkpointing,
+                "gate": f"per token, {TIMES_BUDGET:g} x stock's bf16 error against fp32, both on separate documents",
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            },
+            apart={"seconds": seconds},
+            seconds=seconds,
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            progress=progress,
+        )
 
 
 def _title(name: str, shape: ModelShape, run: Run) -> str:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.bench.attention import document_lengths
 from fastpack_trl.bench.moe_sides import MODES, OURS, RANK, SHAPES, STOCK, make_model, routing, saved_bytes, sides
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, attempt, free_memory, take_turns
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, median_interval
 from fastpack_trl.errors import UserError
@@ -96,6 +96,7 @@ def measure(
     device: str = "cpu",
     seed: int = 0,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time forward and backward of every side in turn, after block outputs and gradients were compared.
 
@@ -110,6 +111,7 @@ def measure(
         device: ``cpu`` or ``cuda``.
         seed: of weights, routing and tokens.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Raises:
         UserError: no round, no time, a row length below 1.
@@ -123,42 +125,33 @@ def measure(
         models or (("gpt-oss-20b", "qwen3-30b-a3b") if device == "cuda" else ("qwen3_moe-small", "gpt_oss-small"))
     )
     planned = plan(device, models, tokens, layers, checkpointing)
-    end_at = time.perf_counter() + seconds
-    rows: list[dict[str, Any]] = []
-    complete = True
-    with limited_threads(threads), quiet(), tqdm(planned, unit="row", disable=None if progress else True) as bar:
-        try:
-            for index, row in enumerate(bar):
-                left = end_at - time.perf_counter()
-                if left <= 0:
-                    rows.append(
-                        {**row.describe(), "skipped": f"no time left of {seconds:g} s", "sides": {}, "ratios": {}}
-                    )
-                    continue
-                share = left / (len(planned) - index)
-                found, failure = attempt(partial(_measure_row, row, rounds, share, device, seed))
-                rows.append({**row.describe(), **(found or {"skipped": failure, "sides": {}, "ratios": {}})})
-                attempt(partial(free_memory, device))
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case=CASE,
-        settings={
-            "rounds": rounds,
-            "seconds": seconds,
-            "rank": RANK,
-            "documents": f"uniform around {MEAN_DOCUMENT} tokens, packed",
-            "stock": "transformers' grouped_mm; expert LoRA by PEFT's target_parameters",
-            "attention": "decoder rows: the same packed attention on every side, named in the row",
-            "saved_bytes": "storages that a forward keeps for backward beside the parameters",
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+    tasks = [
+        RowTask(
+            row.describe(), partial(_measure_row, row, rounds, device=device, seed=seed), {"sides": {}, "ratios": {}}
+        )
+        for row in planned
+    ]
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case=CASE,
+            settings={
+                "rounds": rounds,
+                "rank": RANK,
+                "documents": f"uniform around {MEAN_DOCUMENT} tokens, packed",
+                "stock": "transformers' grouped_mm; expert LoRA by PEFT's target_parameters",
+                "attention": "decoder rows: the same packed attention on every side, named in the row",
+                "saved_bytes": "storages that a forward keeps for backward beside the parameters",
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            },
+            apart={"seconds": seconds},
+            seconds=seconds,
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -46,7 +47,7 @@ def make_record(
         "schema": SCHEMA,
         "case": case,
         "complete": complete,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": date_now(),
         "settings": dict(settings),
         "seed": seed,
         "versions": versions(),
@@ -54,6 +55,11 @@ def make_record(
         "machine": {**machine(device), "threads": threads},
         "rows": [dict(row) for row in rows],
     }
+
+
+def date_now() -> str:
+    """UTC to the second, as a record has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
@@ -70,15 +76,19 @@ def versions() -> dict[str, str]:
 def source() -> dict[str, Any]:
     """``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
 
-    `modified` tells whether tracked files of the package differ from the commit.
+    `modified` tells whether tracked files of the package differ from the commit; ``changes``, only there where they do,
+    is a hash of how.
     """
     package = Path(__file__).resolve().parents[1]
     top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
     # A package installed inside of somebody's repository is not a checkout of it.
     if top is None or Path(top).resolve() != package.parent:
         return {"commit": None, "modified": None}
-    changes = _output("git", "-C", str(package), "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return {"commit": _output("git", "-C", str(package), "rev-parse", "HEAD"), "modified": bool(changes)}
+    commit = _output("git", "-C", str(package), "rev-parse", "HEAD")
+    changes = _whole_output("git", "-C", str(package), "diff", "HEAD", "--", ".")
+    if not changes:
+        return {"commit": commit, "modified": False}
+    return {"commit": commit, "modified": True, "changes": hashlib.sha256(changes.encode()).hexdigest()[:16]}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -112,11 +122,17 @@ def _processor() -> str:
 
 def _output(program: str, *arguments: str) -> str | None:
     """First line of what `program` prints; None where it is missing or fails."""
+    whole = _whole_output(program, *arguments)
+    return None if whole is None else whole.partition("\n")[0].strip()
+
+
+def _whole_output(program: str, *arguments: str) -> str | None:
     found = shutil.which(program)
     if found is None:
         return None
-    ran = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
-    return ran.stdout.partition("\n")[0].strip() if ran.returncode == 0 else None
+    command = [found, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - fixed
+    return ran.stdout if ran.returncode == 0 else None
 
 
 class OtherLoad:
@@ -172,7 +188,7 @@ def check_writable(path: str | Path, option: str = "--json") -> Path:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` whole or not at all. What is not finite becomes text (``"nan"``): JSON has no such number."""
-    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -181,11 +197,12 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` as JSON stores it: what is not finite as text, tuples as lists, keys as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
