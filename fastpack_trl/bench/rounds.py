@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +45,16 @@ class Rounds(Generic[T]):
         return {**median_interval(values).to_dict(), "values": values}
 
 
+def turn_order(names: Sequence[str], index: int) -> list[str]:
+    """The order of round `index`: every second one runs backwards, and of three or more each comes first in its turn.
+
+    ``a b``: a b, b a, a b, ... ``a b c``: a b c, c b a, b c a, a c b, c a b, b a c.
+    """
+    shift = index // 2 % len(names) if len(names) > 2 else 0
+    turn = [*names[shift:], *names[:shift]]
+    return turn if index % 2 == 0 else turn[::-1]
+
+
 def take_turns(
     sides: Mapping[str, Callable[[], T]],
     *,
@@ -55,7 +65,7 @@ def take_turns(
     clock: Clock | None = None,
     clean: Callable[[], None] = lambda: None,
 ) -> Rounds[T]:
-    """Time each side once per round; each round starts with another side, and every second one runs backwards.
+    """Time each side once per round, in the order of `turn_order`.
 
     So what the machine does beside hits all sides alike, and a drift over the run cancels in the ratio of a round.
 
@@ -80,9 +90,7 @@ def take_turns(
     for index in range(-warmup, rounds):
         if index >= least and time.perf_counter() >= end_at:
             break
-        shift = index % len(alive) if alive else 0
-        turn = alive[shift:] + alive[:shift]
-        for name in turn if index % 2 == 0 else turn[::-1]:
+        for name in turn_order(alive, index):
             clock.synchronise()
             start = clock.mark()
             result, failure = attempt(sides[name])

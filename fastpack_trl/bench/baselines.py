@@ -1,0 +1,125 @@
+"""The named sides of a comparison of trainers: stock as installed, stock tuned, the per-layer rebuild, and fastpack."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl.attention.flash_attention import missing
+from fastpack_trl.bench.rebuild import rebuild_per_layer
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.trainer import FastSFTTrainer
+
+STOCK, TUNED, REBUILD, OURS, PLANNED = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
+SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
+"""What is recomputed is then as `gradient_checkpointing` says, as on stock's side."""
+
+
+def _as_built(trainer: Any) -> AbstractContextManager[str]:
+    return contextlib.nullcontext(_attention(trainer))
+
+
+@dataclass(frozen=True, slots=True)
+class SidePlan:
+    """How one side is made and what surrounds its training.
+
+    Attributes:
+        trainer_class, config_class: what `build` is asked for.
+        changes: fields of the configuration that make it this side.
+        around: entered in the thread that trains, before `train`; yields the name of the path.
+        report: whether the trainer has a `fastpack_report` that says what runs.
+    """
+
+    trainer_class: Any
+    config_class: Any
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    around: Callable[[Any], AbstractContextManager[str]] = _as_built
+    report: bool = False
+
+
+def plan_of(name: str, device: str) -> SidePlan:
+    """A side by its name.
+
+    - ``stock``: `trl.SFTTrainer` as installed, as the configuration says.
+    - ``tuned``: the same with flash-attn where it is installed, Liger's kernels where they load, and decoder layers
+      compiled through accelerate. Dtype and checkpointing are the configuration's, as on every side.
+    - ``rebuild``: stock with packing metadata and mask made again in each layer.
+    - ``fastpack``: `FastSFTTrainer`, which recomputes what `gradient_checkpointing` says, as stock.
+    - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks.
+
+    Raises:
+        KeyError: another name.
+    """
+    liger = {} if liger_missing(device) else {"use_liger_kernel": True}
+    return {
+        STOCK: SidePlan(SFTTrainer, SFTConfig),
+        TUNED: SidePlan(SFTTrainer, SFTConfig, liger, _tuned),
+        REBUILD: SidePlan(SFTTrainer, SFTConfig, {}, _rebuilt),
+        OURS: SidePlan(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
+        PLANNED: SidePlan(FastSFTTrainer, FastSFTConfig, report=True),
+    }[name]
+
+
+SIDES = (STOCK, TUNED, REBUILD, OURS, PLANNED)
+
+
+def liger_missing(device: str) -> str:
+    """Why Liger's kernels cannot run; empty where they can."""
+    from transformers.utils import is_liger_kernel_available
+
+    if device != "cuda":
+        return f"no Liger (Triton has no kernels for {device})"
+    return "" if is_liger_kernel_available() else "no Liger (not installed)"
+
+
+def _attention(trainer: Any) -> str:
+    return str(trainer.model.config.get_text_config()._attn_implementation)
+
+
+@contextlib.contextmanager
+def _rebuilt(trainer: Any) -> Iterator[str]:
+    with rebuild_per_layer(trainer.model):
+        yield f"{_attention(trainer)}, mask and metadata in each layer"
+
+
+@contextlib.contextmanager
+def _tuned(trainer: Any) -> Iterator[str]:
+    device = torch.device(trainer.args.device).type
+    if device == "cuda" and (trainer.args.bf16 or trainer.args.fp16):
+        best = next((name for name in ("flash_attention_3", "flash_attention_2") if not missing(name)), None)
+        if best is not None and not _attention(trainer).startswith("flash"):
+            trainer.model.set_attn_implementation(best)
+    with compiled_regions(trainer):
+        yield f"{_attention(trainer)}, {liger_missing(device) or 'Liger'}, layers compiled by accelerate"
+
+
+@contextlib.contextmanager
+def compiled_regions(trainer: Any) -> Iterator[None]:
+    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model that is prepared inside.
+
+    Not through the arguments: accelerate keeps them for the process, and the other sides would be compiled too. For the
+    same reason it ends once this trainer's model is prepared: others may be prepared before its training ends.
+    """
+    from accelerate.utils import TorchDynamoPlugin
+
+    accelerator, state = trainer.accelerator, trainer.accelerator.state
+    prepare, before = accelerator.prepare_model, state.dynamo_plugin
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        state.dynamo_plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            state.dynamo_plugin = before
+
+    accelerator.prepare_model = compiling
+    try:
+        yield
+    finally:
+        del accelerator.prepare_model

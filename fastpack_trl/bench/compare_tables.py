@@ -1,0 +1,106 @@
+"""A comparison of trainers as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastpack_trl.bench.gaps import gap_cells
+from fastpack_trl.bench.step_watch import PHASES
+from fastpack_trl.bench.tables import aligned, disturbances
+
+_GIB = 1 << 30
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The record of `compare` for people: rates and ratios, where a step goes, what the device did."""
+    rows = record["rows"]
+    out = [] if record["complete"] else [f"INCOMPLETE: interrupted; {len(rows)} row(s) have something to show"]
+    for row in rows:
+        out += ["", *row_lines(row)]
+    return "\n".join(out)
+
+
+def row_lines(row: Mapping[str, Any]) -> list[str]:
+    """One row: its setting, a table of the sides, one of their phases, and what could not be measured."""
+    good = {name: side for name, side in row["sides"].items() if "failed" not in side}
+    out = [*_setting(row), *aligned(_side_cells(row, good)), "", "where a step goes (median ms)"]
+    out += aligned(
+        [["side", *PHASES]]
+        + [[name, *(f"{side['phases'][phase] * 1000:,.1f}" for phase in PHASES)] for name, side in good.items()]
+    )
+    work = [["side", "MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"]]
+    work += [[name, *_work(side)] for name, side in good.items()]
+    out += ["", "what it costs (kernels per step, host syncs per micro-step; - where there is none or it is unknown)"]
+    out += aligned(work)
+    for name, side in good.items():
+        out += _profile_lines(name, side)
+    out += [f"{name}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side]
+    out += [f"{name}: {note}" for name, side in good.items() for note in side["notes"]]
+    for name, side in good.items():
+        if side["checkpointing"] != row["checkpointing"]:
+            out.append(f"{name} recomputes otherwise than the others: {side['checkpointing']}")
+    return [*out, *disturbances([row])]
+
+
+def _setting(row: Mapping[str, Any]) -> list[str]:
+    documents, gate = row["documents"], row["gate"]
+    count = row["micro_batches"]
+    batches = f"{count} micro-batch{'es' * (count != 1)} of {row['tokens']:,} tokens per step"
+    lengths = f"{documents['shortest']:,} to {documents['longest']:,} tokens, median {documents['median']:,g}"
+    out = [row["setting"], f"{batches}; documents of {lengths}", row["isolation"]]
+    found = f"largest difference in the timed steps {row['loss_difference']:.1e}"
+    if gate is None:
+        return [*out, f"losses were not compared before; {found}", ""]
+    steps = len(gate["steps"])
+    return [
+        *out,
+        f"losses agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {steps} steps before; {found}",
+        "",
+    ]
+
+
+def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    subject = row["subject"]
+    cells = [
+        ["side", "step ms", "interval", "loss tok/s", "non-pad tok/s", "capacity tok/s", f"{subject} is", "interval"]
+    ]
+    for name, side in good.items():
+        ratio, seconds = row["ratios"].get(name), side["seconds"]
+        rates = side["token_rates"]
+        cells.append(
+            [
+                name,
+                f"{seconds['median'] * 1000:,.1f}",
+                f"{seconds['low'] * 1000:,.1f} to {seconds['high'] * 1000:,.1f} ({seconds['coverage']:.1%})",
+                *("-" if rates[kind] is None else f"{rates[kind]['median']:,.0f}" for kind in rates),
+                "-" if ratio is None else f"{ratio['median']:.2f}x",
+                "-" if ratio is None else f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})",
+            ]
+        )
+    return cells
+
+
+def _work(side: Mapping[str, Any]) -> list[str]:
+    memory, syncs, launches = side["memory"], side["host_syncs"], side["launches"]
+    return [
+        "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
+        "-" if side["hfu"] is None else f"{side['hfu']:.1%}",
+        "-" if memory is None else f"{memory['peak_bytes'] / _GIB:.2f}",
+        "-" if memory is None else f"{memory['pinned_bytes'] / _GIB:.2f}",
+        "-" if side["idle_share"] is None else f"{side['idle_share']:.0%}",
+        "-" if launches is None else f"{launches['kernels']:,}",
+        "-" if syncs is None else f"{syncs['per_micro_step']:g}",
+    ]
+
+
+def _profile_lines(name: str, side: Mapping[str, Any]) -> list[str]:
+    profile = side["profile"]
+    if profile is None or "trace" not in profile:
+        return []
+    out = ["", f"{name}: largest gaps in the timeline of one step ({profile['timeline']}); {profile['trace']}"]
+    out += aligned(gap_cells(profile["gaps"]))
+    operators: Sequence[Mapping[str, Any]] = profile["operators"]
+    cells = [["operator of the host", "own us", "calls"]]
+    cells += [[entry["name"][:60], f"{entry['microseconds']:,.0f}", str(entry["calls"])] for entry in operators]
+    return [*out, "", *aligned(cells)]

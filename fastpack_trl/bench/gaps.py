@@ -1,0 +1,130 @@
+"""The largest gaps in a timeline, and what the host was doing meanwhile. Functions of events; nothing is measured here.
+
+The timeline is the device's. On the CPU, where there is none, it is that of the operators: a gap is then time in which
+none ran, and what was going on is told by the phases of the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+NO_OPERATOR = "no operator (Python)"
+
+
+class Span(NamedTuple):
+    """An event from `start` to `end`, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Nothing ran from `start` to `end` (microseconds).
+
+    Attributes:
+        before: the event that ended last before it; empty at the begin of the window.
+        after: the first one that follows; empty at the end of the window.
+        host: what the host did meanwhile, with microseconds, the longest first; their sum is the gap.
+    """
+
+    start: float
+    end: float
+    before: str
+    after: str
+    host: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def length(self) -> float:
+        """Microseconds."""
+        return self.end - self.start
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "host": [list(entry) for entry in self.host], "length": self.length}
+
+
+def find_gaps(
+    timeline: Iterable[Span], host: Sequence[Span] = (), *, window: tuple[float, float] | None = None, top: int = 10
+) -> list[Gap]:
+    """The longest stretches of `window` in which no event of `timeline` runs, the longest first.
+
+    ``[a: 0-2, b: 1-3, c: 7-8]`` has one gap, 3-7, after b and before c.
+
+    Args:
+        timeline: may overlap (streams) and nest (operators), in any order.
+        host: what names the host's work; overlapping and nested as well.
+        window: begin and end; default: of the timeline.
+        top: gaps at most.
+    """
+    ordered = sorted(timeline, key=lambda span: (span.start, span.end))
+    if window is None:
+        window = (ordered[0].start, max(span.end for span in ordered)) if ordered else (0.0, 0.0)
+    begin, finish = window
+    gaps: list[Gap] = []
+    reached, last = begin, ""
+    for span in ordered:
+        if span.start > reached and reached < finish:
+            gaps.append(Gap(reached, min(span.start, finish), last, span.name if span.start < finish else ""))
+        if span.end > reached:
+            reached, last = span.end, span.name
+    if reached < finish:
+        gaps.append(Gap(reached, finish, last, ""))
+    gaps.sort(key=lambda gap: -gap.length)
+    return [
+        Gap(gap.start, gap.end, gap.before, gap.after, tuple(host_during(gap.start, gap.end, host).items()))
+        for gap in gaps[:top]
+    ]
+
+
+def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, float]:
+    """Microseconds between `start` and `end` by what the host did, the longest first.
+
+    At each moment the span counts that began last: of nested ones the innermost. What none covers is `NO_OPERATOR`.
+    """
+    inside = [span for span in host if span.start < end and span.end > start]
+    edges = sorted({start, end, *(max(span.start, start) for span in inside), *(min(span.end, end) for span in inside)})
+    found: dict[str, float] = {}
+    inside.sort(key=lambda span: (span.start, -span.end))
+    for low, high in itertools.pairwise(edges):
+        running = [span for span in inside if span.start <= low and span.end >= high]
+        name = running[-1].name if running else NO_OPERATOR
+        found[name] = found.get(name, 0.0) + high - low
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def self_times(spans: Iterable[Span], *, top: int = 10) -> list[dict[str, Any]]:
+    """Names by the time in which they are the innermost, with their number of calls; the longest first.
+
+    Spans must be of one thread: of two, one starts after the other has ended or lies inside of it.
+    """
+    totals: dict[str, list[float]] = {}
+    stack: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        while stack and stack[-1].end <= span.start:
+            stack.pop()
+        entry = totals.setdefault(span.name, [0.0, 0])
+        entry[0] += span.end - span.start
+        entry[1] += 1
+        if stack:
+            totals[stack[-1].name][0] -= min(span.end, stack[-1].end) - span.start
+        stack.append(span)
+    ranked = sorted(totals.items(), key=lambda item: -item[1][0])
+    return [{"name": name, "microseconds": total, "calls": int(calls)} for name, (total, calls) in ranked[:top]]
+
+
+def gap_cells(gaps: Sequence[Mapping[str, Any]], *, shown: int = 2) -> list[list[str]]:
+    """A table's cells: length, neighbours, and the host's longest occupations; of gaps as `Gap.to_dict`."""
+    cells = [["gap us", "after", "before", "the host meanwhile"]]
+    for gap in gaps:
+        host = ", ".join(f"{name} {length:,.0f}" for name, length in gap["host"][:shown])
+        cells.append([f"{gap['length']:,.0f}", _cut(gap["before"]), _cut(gap["after"]), host])
+    return cells
+
+
+def _cut(name: str, length: int = 40) -> str:
+    return (name if len(name) <= length else name[: length - 3] + "...") or "-"

@@ -1,0 +1,140 @@
+"""A row of a comparison of trainers, made of what each side has measured; plain data in, plain data out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from fastpack_trl.bench.step_watch import PHASES, pairs_of
+from fastpack_trl.bench.timing import median_interval
+from fastpack_trl.step.flops import ModelFlops
+
+RATES = ("loss", "nonpad", "capacity")
+
+
+def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, peak: float | None) -> dict[str, Any]:
+    """One side of a row.
+
+    Args:
+        result: of `Side.result`.
+        timed: which of its steps were timed.
+        flops: of the model; None where they cannot be counted.
+        peak: operations per second of the device in this dtype; None where unknown.
+    """
+    steps = result["steps"][timed]
+    seconds = [step["seconds"] for step in steps]
+    spent = {name: [step["phases"][name] for step in steps] for name in PHASES}
+    counts = {name: [step["tokens"][name] for step in steps] for name in RATES}
+    rates = {
+        name: None
+        if None in values
+        else median_interval([count / taken for count, taken in zip(values, seconds, strict=True)]).to_dict()
+        for name, values in counts.items()
+    }
+    memory, profile = result["memory"][timed], result["profile"]
+    used = max(memory, key=lambda used: used["peak_bytes"]) if memory else None
+    busy = profile["busy_seconds"] if profile is not None else None
+    return {
+        "path": result["path"],
+        "checkpointing": result["checkpointing"],
+        "seconds": _interval(seconds),
+        "phases": {name: median(values) for name, values in spent.items()},
+        "phase_seconds": {name: _interval(values) for name, values in spent.items()},
+        "tokens_per_second": rates["capacity"],
+        "token_rates": rates,
+        **_utilisation(steps, flops, peak),
+        "memory": used,
+        "idle_share": None if busy is None else max(0.0, 1 - busy / median(seconds)),
+        "launches": profile["launches"] if profile is not None else None,
+        "host_syncs": result["host_syncs"],
+        "profile": profile,
+        "losses": [step["loss"] for step in steps],
+        "gradient_norms": [step["gradient_norm"] for step in steps],
+        "report": result["report"],
+        "notes": result["notes"],
+    }  # fmt: skip
+
+
+def _interval(values: Sequence[float]) -> dict[str, Any]:
+    return {**median_interval(values).to_dict(), "values": list(values)}
+
+
+def _utilisation(
+    steps: Sequence[Mapping[str, Any]], flops: ModelFlops | None, peak: float | None
+) -> dict[str, float | None]:
+    """``mfu`` and ``hfu`` as shares of `peak`, as `ThroughputCallback` counts them; medians over the steps."""
+    if flops is None or peak is None:
+        return {"mfu": None, "hfu": None}
+    model, hardware = [], []
+    for step in steps:
+        tokens, pairs = step["tokens"], pairs_of(step["tokens"])
+        twice = tokens["scored"] - tokens["scored_once"]
+        available = step["seconds"] * peak
+        model.append(flops.count(tokens["nonpad"], pairs, tokens["scored"]).model / available)
+        done = flops.count(tokens["capacity"], pairs, tokens["scored"], twice=twice)
+        hardware.append(done.hardware / available)
+    return {"mfu": median(model), "hfu": median(hardware)}
+
+
+def shared_facts(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What both sides of a row share, from one side's steps: documents, tokens and number of micro-batches."""
+    lengths = sorted(length for step in steps for length in step["documents"])
+    tokens = [count for step in steps for count in step["batch_tokens"]]
+    return {
+        "tokens": int(median(tokens)),
+        "micro_batches": int(median([step["micro_batches"] for step in steps])),
+        "documents": {
+            "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
+        },
+    }  # fmt: skip
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], subject: str) -> dict[str, Any]:
+    """Seconds of each other side / seconds of `subject`, round by round: above 1 the subject is faster."""
+    out = {}
+    for name, values in seconds.items():
+        if name != subject and subject in seconds:
+            shares = [other / own for other, own in zip(values, seconds[subject], strict=True)]
+            out[name] = _interval(shares)
+    return out
+
+
+def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
+    """Largest relative difference of any side's loss from the first side's, step by step."""
+    (_, expected), *others = losses.items()
+    worst = [abs(a - b) / abs(b) if b else abs(a) for _, found in others for a, b in zip(found, expected, strict=True)]
+    return max(worst, default=0.0)
+
+
+def setting_of(trainer: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What a trainer was configured to do; neither a host's name nor a path."""
+    args, model = trainer.args, trainer.model
+    config = model.config.get_text_config()
+    peft = getattr(model, "peft_config", None) or {}
+    lora = next(iter(peft.values()), None)
+    adapter = ""
+    if lora is not None:
+        rank = getattr(lora, "r", None)
+        adapter = f"{getattr(lora.peft_type, 'value', lora.peft_type)}{f' r={rank}' if rank else ''}, "
+    quantised = "4-bit " if getattr(model, "is_loaded_in_4bit", False) else ""
+    name = f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"
+    parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {
+        "model": name,
+        "parameters": sum(count for count, _ in parameters),
+        "trained_parameters": sum(count for count, trained in parameters if trained),
+        "adapter": adapter.rstrip(", ") or None,
+        "quantised": bool(quantised),
+        "dtype": str(dtype).removeprefix("torch."),
+        "checkpointing": "every layer" if args.gradient_checkpointing else "none",
+        "batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "packing": bool(args.packing),
+        "max_length": args.max_length,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "setting": f"{quantised}{name}, {adapter}{str(dtype).removeprefix('torch.')}, "
+        f"{'checkpointing' if args.gradient_checkpointing else 'no checkpointing'}",
+    }

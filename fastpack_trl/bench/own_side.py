@@ -1,0 +1,207 @@
+"""One side of a comparison of trainers: built, advanced step by step, and what it leaves as plain figures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from fastpack_trl.attention.model_features import text_model
+from fastpack_trl.bench.baselines import SidePlan
+from fastpack_trl.bench.step_profile import StepProfile
+from fastpack_trl.bench.step_watch import StepFigures, StepWatch
+from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
+from fastpack_trl.bench.turns import Training
+from fastpack_trl.errors import UserError
+from fastpack_trl.host_syncs import count_host_syncs
+from fastpack_trl.step.flops import ModelFlops, model_flops
+from fastpack_trl.step.tokens import TokenCounter
+
+Build = Callable[..., Any]
+"""``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
+
+
+class OwnMemory:
+    """CUDA memory of one side of several that lie in one process and never run at the same time; nothing on the CPU.
+
+    What others have allocated is taken off: `peak` is what this side would need alone, fragmentation aside.
+    """
+
+    def __init__(self) -> None:
+        self.resident = self.pinned = 0
+        self.peak: int | None = None
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is allocated and freed inside is this side's."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        torch.cuda.synchronize()
+        others = torch.cuda.memory_allocated() - self.resident
+        others_pinned = _pinned() - self.pinned
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated() - others
+            self.resident = torch.cuda.memory_allocated() - others
+            self.pinned = _pinned() - others_pinned
+
+
+def _pinned() -> int:
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current") or 0)
+
+
+class Side:
+    """A trainer of a `SidePlan`.
+
+    Args:
+        name: of the side.
+        plan: what it is.
+        build: makes the trainer.
+        changes: fields that the comparison needs; the plan's own go before them.
+        seed: set before it is built.
+
+    Raises:
+        UserError: `build` returned something else than it was asked for.
+    """
+
+    def __init__(self, name: str, plan: SidePlan, build: Build, changes: Mapping[str, Any], seed: int) -> None:
+        from transformers import set_seed
+
+        self.name, self.plan = name, plan
+        self.memory = OwnMemory()
+        self.steps: list[StepFigures] = []
+        self.paths: list[str] = []
+        self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
+        self._memory: list[dict[str, int]] = []
+        asked = {**changes, **plan.changes}
+        set_seed(seed)
+        with self.memory.counted():
+            self.trainer = build(plan.trainer_class, plan.config_class, **asked)
+        _check_built(name, plan, self.trainer, asked)
+        for callback in (PrinterCallback, ProgressCallback):  # one bar for all sides
+            self.trainer.remove_callback(callback)
+        self.device = torch.device(self.trainer.args.device)
+        self.clock: Clock = CudaClock(self.device) if self.device.type == "cuda" else WallClock()
+        self.watch = StepWatch(self.clock)
+        self.training = Training(self.trainer, self._around)
+        self.flops: ModelFlops | None = None
+        self._counter = TokenCounter(())
+        args, multiple = self.trainer.args, getattr(self.trainer.args, "pad_to_multiple_of", None)
+        self._pad = getattr(self.trainer.processing_class, "pad_token_id", None) if multiple else None
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
+
+    @contextlib.contextmanager
+    def _around(self, trainer: Any) -> Iterator[None]:
+        with self.plan.around(trainer) as path, self.watch.installed(trainer):
+            self.paths = [path]
+            yield
+
+    def begin(self, seed: int) -> None:
+        """Train up to the first step: what is planned, proven and compiled there is not timed."""
+        with self.memory.counted():
+            self.training.begin()
+        self.training.seed(seed)
+        with contextlib.suppress(ValueError):  # no transformers model: no MFU
+            self.flops = model_flops(self.trainer.model)
+        self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
+
+    def step(self) -> StepFigures:
+        """One optimizer step, watched."""
+        before = self.memory.resident
+        with self.memory.counted():
+            self.training.advance(self.watch.around_step())
+        figures = self.watch.settle(self._counter, self._pad)
+        self.steps.append(figures)
+        if self.memory.peak is not None and self.device.type == "cuda":
+            used = {"peak_bytes": self.memory.peak, "before_bytes": before, "pinned_bytes": self.memory.pinned}
+            self._memory.append(used)
+        return figures
+
+    def profile(self, trace: Path | None) -> None:
+        """One more step, under the profiler; on the CPU only where a trace is asked for."""
+        if trace is None and self.device.type != "cuda":
+            return
+        profiler = StepProfile(self.watch, self.device.type)
+        self.training.advance(profiler.around())
+        figures = self.watch.settle(self._counter, self._pad)
+        self.extras["profile"] = profiler.figures(figures.micro_batches)
+        if trace is not None:
+            profiler.write_trace(trace)
+            self.extras["profile"]["trace"] = trace.name
+
+    def count_syncs(self) -> None:
+        """One more step, in which the operations are counted for which the host waits."""
+        with contextlib.ExitStack() as stack:
+
+            @contextlib.contextmanager
+            def inside() -> Iterator[None]:
+                with count_host_syncs(device=self.device) as self._syncs, self.watch.around_step():
+                    yield
+
+            self.training.advance(inside())
+            stack.callback(self.watch.settle, self._counter, self._pad)
+            micro_batches = max(1, len(self.watch.step.batches))
+        self.extras["host_syncs"] = {
+            "per_micro_step": self._syncs.total / micro_batches,
+            "per_step": self._syncs.total,
+            "backend": self._syncs.backend,
+        }
+
+    def close(self) -> None:
+        """End the training and let go of the trainer's model."""
+        self.training.close()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the run computes: of the autocast, else of the weights."""
+        args = self.trainer.args
+        if args.bf16 or args.fp16:
+            return torch.bfloat16 if args.bf16 else torch.float16
+        dtype: torch.dtype = text_model(self.trainer.model).dtype
+        return dtype
+
+    def result(self) -> dict[str, Any]:
+        """Everything that was measured, as plain data: what `compare` makes a row of."""
+        report = self.trainer.fastpack_report if self.plan.report else None
+        path = ", ".join(self.paths)
+        if report is not None:
+            path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
+        return {
+            "path": path,
+            "report": None if report is None else report.to_dict(),
+            "checkpointing": _checkpointing(self.trainer, report),
+            "steps": [step.to_dict() for step in self.steps],
+            "memory": self._memory,
+            **self.extras,
+        }
+
+
+def _check_built(name: str, plan: SidePlan, trainer: Any, asked: Mapping[str, Any]) -> None:
+    if not isinstance(trainer, plan.trainer_class):
+        wanted, found = plan.trainer_class.__name__, type(trainer).__name__
+        raise UserError(f"build returned a {found} for {name}: it must return a {wanted}, its first argument")
+    for field in ("max_steps", *plan.changes):
+        value = getattr(trainer.args, field, None)
+        if value != asked[field]:
+            raise UserError(
+                f"build ignored {field}={asked[field]!r} (its trainer has {value!r}): make the configuration by "
+                "config_class(**(settings | changes))"
+            )
+
+
+def _checkpointing(trainer: Any, report: Any) -> str:
+    """What is recomputed: ``every layer``, ``none``, or the plan."""
+    args = trainer.args
+    if report is not None and "activation_memory" in report and report["activation_memory"].status == "on":
+        return f"planned: {report['activation_memory'].path}"
+    text = "every layer" if args.gradient_checkpointing else "none"
+    return f"{text}, activations offloaded" if getattr(args, "activation_offloading", False) else text

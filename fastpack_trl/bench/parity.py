@@ -1,0 +1,92 @@
+"""The gate before a comparison of trainers is timed: both must compute the same losses on the same micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpack_trl.errors import UserError
+
+FLOAT32_TOLERANCE = 1e-5
+_DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
+
+
+class LossParityError(UserError):
+    """The sides of a comparison do not compute the same: a time would compare different work."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference of two losses that counts as rounding.
+
+    In fp32 (and fp64) 1e-5: the same sums in another order differ by a few units of 6e-8, and the optimizer carries
+    them on. In bf16 and fp16 the spacing of their numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): hidden states
+    and logits are rounded to half of it in each operation, on both sides, in another order. A difference below says
+    little about packing on a model that was not trained: `fastpack-trl verify` proves that documents do not mix.
+    """
+    return float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
+
+
+def check_batches(digests: Mapping[str, str], step: int) -> None:
+    """All sides were given the same micro-batches.
+
+    Args:
+        digests: of each side's token ids (`digest_of`), the reference first.
+        step: counted from 1.
+
+    Raises:
+        LossParityError: they were not.
+    """
+    (first, expected), *others = digests.items()
+    for name, digest in others:
+        if digest != expected:
+            raise LossParityError(
+                f"{first} and {name} were given different micro-batches in step {step}: `build` must use the same data "
+                "set, seed and batch size for each trainer, and no random shuffle of its own"
+            )
+
+
+def check_loss(losses: Mapping[str, float], step: int, dtype: torch.dtype, names: Sequence[str]) -> None:
+    """The losses of `names` are those of the first side.
+
+    Raises:
+        LossParityError: further apart than `tolerance`, or not finite; names both losses and the step.
+    """
+    first, expected = next(iter(losses.items()))
+    bound = tolerance(dtype)
+    for name in names:
+        apart = abs(losses[name] - expected) / abs(expected) if expected else abs(losses[name])
+        if not apart <= bound:  # a NaN is over every bound
+            raise LossParityError(
+                f"the loss of step {step} is {losses[name]!r} with {name} and {expected!r} with {first}: "
+                f"{apart:.1e} apart, allowed are {bound:.0e} in {str(dtype).removeprefix('torch.')}; nothing was "
+                "timed. `fastpack-trl verify --model ... --attn off` tells whether stock keeps this model's documents "
+                "apart; without the gate (gate_steps=0) the differences are only recorded"
+            )
+
+
+@contextlib.contextmanager
+def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
+    """Inside, nothing is dropped: sides that draw other random numbers would differ in their losses.
+
+    Yields:
+        Whether there was any dropout.
+    """
+    changed: list[tuple[Any, str, float]] = []
+    for model in models:
+        for module in model.modules():
+            fields = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS
+            for name in fields:
+                value = getattr(module, name, None)
+                if isinstance(value, float) and value > 0:
+                    changed.append((module, name, value))
+    for module, name, _ in changed:
+        setattr(module, name, 0.0)
+    try:
+        yield bool(changed)
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)

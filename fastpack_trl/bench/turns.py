@@ -1,0 +1,182 @@
+"""Several trainers' own `train` in one process, one optimizer step at a time, in any order.
+
+A training loop cannot be left and entered again from outside. So each runs in a thread of its own and stops at the end
+of each optimizer step until it is told to go on: never more than one of them runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from fastpack_trl.errors import UserError
+
+Around = Callable[[Any], AbstractContextManager[Any]]
+
+
+class _Ended(BaseException):
+    """Unwinds a training that goes no further; nothing that handles errors of a step may take it for one."""
+
+
+class ProcessState:
+    """What trainings of one process share and would disturb each other with: random numbers, accelerate's flags.
+
+    Args:
+        trainer: whose accelerator holds the flags (sync of gradients, the loader that is being read).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._flags = trainer.accelerator.gradient_state.__dict__
+        self._device = torch.device(trainer.args.device)
+        self.capture()
+
+    def capture(self) -> None:
+        """Keep the state as it is now."""
+        self._kept_flags = dict(self._flags)
+        self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the global one
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Back to what was kept."""
+        self._flags.clear()
+        self._flags.update(self._kept_flags)
+        python, numpy, cpu = self._random
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - the global one
+        torch.set_rng_state(cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Training(TrainerCallback):
+    """One trainer's `train`, advanced from outside.
+
+    ```python
+    training = Training(trainer)
+    training.begin()  # up to the first step
+    training.advance()  # one optimizer step: its micro-batches, clipping, the optimizer, callbacks, the log
+    training.close()
+    ```
+
+    A step lasts from the end of one to the end of the next, so that logging, fetching and callbacks belong to it.
+
+    Args:
+        trainer: not yet trained; its ``max_steps`` must be enough.
+        around: entered in the training's thread before `train`, left after it, also after an exception.
+    """
+
+    def __init__(self, trainer: Any, around: Around = contextlib.nullcontext) -> None:
+        self.trainer = trainer
+        self._around = around
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._running = self._finished = self._closing = False
+        self._error: BaseException | None = None
+        self._inside: AbstractContextManager[Any] = contextlib.nullcontext()
+        self._open = contextlib.ExitStack()
+        self._state = ProcessState(trainer)
+        # A thread that cannot be stopped must not keep the process alive after a second interrupt.
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def begin(self) -> None:
+        """Start `train` and let it run up to its first step.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        self._thread.start()
+        self._wait()
+        self._state.capture()
+
+    def seed(self, seed: int) -> None:
+        """Random numbers of the next step are drawn from here on."""
+        from transformers import set_seed
+
+        set_seed(seed)
+        self._state.capture()
+
+    def advance(self, inside: AbstractContextManager[Any] | None = None) -> None:
+        """Run one optimizer step.
+
+        Args:
+            inside: entered in the training's thread when the step begins, left when it ends.
+
+        Raises:
+            UserError: training ended by itself.
+            BaseException: what the step raised.
+        """
+        self._inside = inside if inside is not None else contextlib.nullcontext()
+        self._state.restore()
+        self._go.release()
+        self._wait()
+        self._state.capture()
+        if self._finished:
+            raise UserError(
+                f"training ended by itself after {self.trainer.state.global_step} steps: a callback or an empty data "
+                "set stopped it; take that away for the measurement"
+            )
+
+    def close(self) -> None:
+        """End the training where it is, leave what it has entered, and wait for it. May be called again."""
+        if not self._thread.ident:
+            return
+        if self._running:  # interrupted in the middle of a step
+            self._wait(raises=False)
+        self._closing = True
+        self._go.release()
+        self._thread.join()
+
+    def _wait(self, raises: bool = True) -> None:
+        self._running = True
+        self._stopped.acquire()
+        self._running = False
+        error, self._error = self._error, None
+        if error is not None and raises:
+            raise error
+
+    def _train(self) -> None:
+        self.trainer.add_callback(self)
+        try:
+            if torch.device(self.trainer.args.device).type == "cuda":
+                torch.cuda.set_device(self.trainer.args.device)  # of this thread
+            with self._around(self.trainer):
+                self.trainer.train()
+        except _Ended:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
+            self._error = error
+        finally:
+            self._leave()
+            self.trainer.remove_callback(self)
+            self._finished = True
+            self._stopped.release()
+
+    def _leave(self) -> None:
+        try:
+            self._open.close()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._error = self._error or error
+
+    def _stop(self) -> None:
+        """The training's thread: wait here until it is told to go on."""
+        self._leave()
+        self._stopped.release()
+        self._go.acquire()
+        if self._closing:
+            raise _Ended
+        self._open.enter_context(self._inside)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All is prepared."""
+        self._stop()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One optimizer step is done."""
+        self._stop()
