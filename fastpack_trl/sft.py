@@ -137,6 +137,8 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
         "dtype": model.dtype,
         **(training.model_init_kwargs or {}),
     }
+    if "quantization_config" in init:
+        init["quantization_config"] = sft_checks.quantization(init["quantization_config"])
     sft_checks.check_attention(init["attn_implementation"])
     sft_checks.check_template(training)
     sft_checks.check_architecture(model.model_name_or_path, init)

@@ -137,6 +137,26 @@ def check_attention(name: object) -> None:
         )
 
 
+def quantization(given: object) -> Any:
+    """``{"quant_method": "mxfp4", "dequantize": True}`` as an object of transformers' class; others as they are.
+
+    For a checkpoint that is quantised itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
+
+    Raises:
+        UserError: no such method, or a package that it needs is not installed.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return AutoQuantizationConfig.from_dict(dict(given))
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(
+            f"model_init_kwargs: quantization_config: {given!r} cannot be used: {describe(error)}"
+        ) from error
+
+
 def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) -> Any:
     """The processing class as TRL loads it, after a check of the tokens that training needs.
 
@@ -231,6 +251,13 @@ def _kind_of(row: Mapping[str, Any], name: str, training: FastSFTConfig) -> str:
     text = training.dataset_text_field
     if "input_ids" in row:
         return "tokens"
+    other = next((column for column in ("messages", text) if row.get(column) is not None), None)
+    if other is not None and "prompt" in row and "completion" not in row:
+        # TRL takes `prompt` for half of a pair, whatever stands beside it (trl 1.16: KeyError 'completion').
+        raise UserError(
+            f"split {name!r} has a column 'prompt' and no 'completion': leave it out, e.g. "
+            f"`datasets: [{{path: ..., columns: [{other}]}}]`"
+        )
     if row.get("messages") is not None:
         _expect(row, "messages", list, name)
         return "conversation"

@@ -101,8 +101,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         if isinstance(model, PreTrainedModel) and not model.can_generate():
             raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
         super().__init__(*args, **kwargs)
-        if self._fastpack_setting("moe_quantize_experts", "off") == "on":
-            self.fastpack_report.facts["quantised experts"] = str(quantize_experts(self.model))
+        self._fastpack_quantize(self.model)  # where nobody has moved the model
         if self._fastpack_setting("sync_free", "auto") != "off":
             self.fastpack_step = SyncFreeStep(self.model)  # before accelerate wraps the model
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
@@ -115,6 +114,17 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
 
     def _fastpack_setting(self, name: str, default: Any) -> Any:
         return getattr(self.args, name, default)  # an unchanged SFTConfig has none of ours
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.
+        self._fastpack_quantize(model, device)
+        super()._move_model_to_device(model, device)
+
+    def _fastpack_quantize(self, model: Any, device: torch.device | None = None) -> None:
+        if self._fastpack_disabled or self._fastpack_setting("moe_quantize_experts", "off") != "on":
+            return
+        done, facts = quantize_experts(model, device), self.fastpack_report.facts
+        facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
     @property
     def _fastpack_limit(self) -> float:

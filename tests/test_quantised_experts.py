@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from test_expert_lora import STACKS, adapted, randomised, step
 from torch import Tensor
 from trainer_material import make_dataset, make_tokenizer, settings
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.moe.apply import apply_moe
@@ -97,6 +98,43 @@ def test_trainer_quantises_reports_and_saves_adapters_that_stock_loads(tmp_path:
     loaded = PeftModel.from_pretrained(moe_model("qwen3_moe"), tmp_path / "checkpoint-2")
     assert all(torch.equal(loaded.state_dict()[name.replace(".weight", ".default.weight")], value)
                for name, value in stored.items())  # fmt: skip
+
+
+def test_stacks_are_packed_before_stock_moves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense, they may be larger than the device."""
+    stock, packed_when_moved = SFTTrainer._move_model_to_device, []
+
+    def watched(self: Any, model: Any, device: torch.device) -> None:
+        packed_when_moved.append(has_quantised_experts(model))
+        stock(self, model, device)
+
+    monkeypatch.setattr(SFTTrainer, "_move_model_to_device", watched)
+    trainer = _trainer(tmp_path)
+    assert packed_when_moved == [True]
+    assert trainer.fastpack_report.facts["quantised experts"].startswith("4 stacks")
+
+
+@pytest.mark.cuda
+def test_on_cuda_one_dense_stack_is_there_at_a_time(tmp_path: Path) -> None:
+    wide = {"num_experts": 64, "moe_intermediate_size": 512, "hidden_size": 256}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer = _trainer(tmp_path, use_cpu=False, model=moe_model("qwen3_moe", **wide))
+    peak = torch.cuda.max_memory_allocated() - before
+    dense = 2 * 64 * 3 * 512 * 256 * 4
+    largest = dense // 3  # gate and up of one of two layers
+    assert peak < largest * 1.2 + dense * 0.14, (peak, dense)
+    trainer.train()
+    assert all(p.device.type == "cuda" for p in trainer.model.parameters())
+
+
+def _trainer(folder: Path, model: Any = None, **more: Any) -> FastSFTTrainer:
+    args = settings(folder, packing=True, max_steps=1, eval_strategy="no") | more
+    return FastSFTTrainer(
+        moe_model("qwen3_moe") if model is None else model, args=FastSFTConfig(**args, moe_quantize_experts="on"),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        peft_config=LoraConfig(r=4, target_parameters=STACKS),
+    )  # fmt: skip
 
 
 def test_memory_is_about_an_eighth_of_fp32() -> None:

@@ -54,6 +54,7 @@ YAML_TEXT = [
     ("model_init_kwargs: 5", ["model_init_kwargs", "5 is not text or a mapping"]),
     ("model_init_kwargs: sdpa", ["model_init_kwargs", "'sdpa' is not JSON"]),
     ("model_init_kwargs: {atn_implementation: sdpa}", ["model_init_kwargs", "'atn_implementation'"]),
+    ("model_init_kwargs: {quantization_config: {quant_method: mxfp5}}", ["quantization_config", "mxfp5"]),
     ("load_in_4bit: true\nload_in_8bit: true", ["4 bit", "8 bit"]),
     ("use_peft: true\nlora_target_modules: [nowhere]", ["nowhere"]),
     # Launching
@@ -161,6 +162,11 @@ ROWS: list[tuple[str, Rows, list[str]]] = [
     ("no text", [{"text": None, "body": "b"}], ["column 'text' holds None"]),
     ("a prompt alone", [{"prompt": "a"}], ["columns prompt", "prompt and completion"]),
     ("messages as text", [{"messages": "hello"}], ["column 'messages' holds 'hello'", "role and content"]),
+    (
+        "a prompt beside messages",
+        [{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}],
+        ["'prompt' and no 'completion'", "columns: [messages]"],
+    ),
 ]
 
 

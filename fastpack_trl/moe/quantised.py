@@ -75,11 +75,16 @@ def has_quantised_experts(model: nn.Module) -> bool:
     return any(read_stack(module, STACKS[0])[1] is not None for module in experts_modules(model).values())
 
 
-def quantize_experts(model: nn.Module) -> QuantisedExperts:
+def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantisedExperts:
     """Quantise the expert stacks of `model` to NF4 with double quantisation, in place, one stack at a time.
 
     bitsandbytes quantises linear layers only; the experts of a model loaded in four bits are left dense by transformers
-    5 (bitsandbytes #1849). Where the stacks lie now decides where they are quantised. It cannot be taken back.
+    5 (bitsandbytes #1849). It cannot be taken back, and packed stacks stay where they were packed.
+
+    Args:
+        model: with expert stacks that are frozen.
+        device: where each stack is moved before it is packed, so that the dense ones need not fit there together; None:
+            where it lies.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -104,6 +109,8 @@ def quantize_experts(model: nn.Module) -> QuantisedExperts:
                     f"(LoraConfig(target_parameters=['{stack}'])), freeze it, or set moe_quantize_experts='off'"
                 )
             before += dense.numel() * dense.element_size()
+            if device is not None:
+                dense.data = dense.data.to(device)
             replace_parameter_4bit(module, stack, compress_statistics=True, quant_type="nf4")
             packed_stack, how = read_stack(module, stack)
             assert how is not None

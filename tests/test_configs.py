@@ -1,0 +1,309 @@
+"""Every file of ``configs/`` goes through the real parser and trains, on a tiny model of its family and tiny data."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from config_memory import SHAPES, static_memory
+from safetensors.torch import load_file, save_file
+from trainer_material import make_tokenizer, sentences
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.errors import UserError
+from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.quantised import has_quantised_experts
+from fastpack_trl.sft import train
+from fastpack_trl.sft_arguments import SftArguments, parse
+from fastpack_trl.testing import tiny_model
+
+ROOT = Path(__file__).parents[1]
+FILES = {str(path.relative_to(ROOT / "configs")): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
+FAMILIES = {
+    "quickstart-output/model": ("qwen3", None),
+    "Qwen/Qwen3-0.6B": ("qwen3", "qwen3-0.6b"),
+    "Qwen/Qwen3-8B": ("qwen3", "qwen3-8b"),
+    "Qwen/Qwen3-14B": ("qwen3", "qwen3-14b"),
+    "Qwen/Qwen3-32B": ("qwen3", "qwen3-32b"),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", "qwen3-30b-a3b"),
+    "meta-llama/Llama-3.2-1B": ("llama", "llama-3.2-1b"),
+    "openai/gpt-oss-20b": ("gpt_oss", "gpt-oss-20b"),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mixtral", "mixtral-8x7b"),
+    "moonshotai/Moonlight-16B-A3B-Instruct": ("deepseek_v3", "moonlight-16b-a3b"),
+}
+"""Hub name -> transformers' model type, and its shape in `config_memory.SHAPES`."""
+
+OVERRIDES = {
+    # bitsandbytes packs blocks of 64 numbers, and on a CPU evaluates with 32 rows of a weight at a time.
+    "qwen3": {"head_dim": 16, "intermediate_size": 64},
+    "deepseek_v3": {"q_lora_rank": None},  # as Moonlight's config
+    "gpt_oss": {"intermediate_size": 64},  # MXFP4 packs blocks of 32 numbers
+}
+SPLITS = {
+    "quickstart-output/data": ("train", "test"),
+    "trl-lib/Capybara": ("train", "test"),
+    "trl-lib/tldr": ("train", "validation", "test"),
+    "open-r1/Mixture-of-Thoughts": ("train",),
+    "HuggingFaceH4/Multilingual-Thinking": ("train",),
+    "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft", "train_gen", "test_gen"),
+}
+
+
+def rows(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows with the columns of the hub's data set."""
+    out: list[dict[str, Any]] = []
+    for question, answer in zip(sentences(count, seed, 8), sentences(count, seed + 1, 20), strict=True):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        if dataset == "trl-lib/tldr":
+            out.append({"prompt": question, "completion": " " + answer})
+        elif dataset == "HuggingFaceH4/ultrachat_200k":
+            out.append({"prompt": question, "prompt_id": str(len(out)), "messages": turns})
+        elif dataset == "HuggingFaceH4/Multilingual-Thinking":
+            thinking = [{**turn, "thinking": None if turn["role"] == "user" else "w1 w2"} for turn in turns]
+            others = {"reasoning_language": "English", "developer": "w3", "user": question, "analysis": "w1 w2"}
+            out.append({**others, "final": answer, "messages": thinking})
+        elif dataset == "open-r1/Mixture-of-Thoughts":
+            out.append({"messages": turns, "num_tokens": len(answer.split()), "source": "w"})
+        elif dataset == "trl-lib/Capybara":
+            out.append({"source": "w", "messages": turns, "num_turns": 1})
+        else:
+            out.append({"messages": turns})
+    return out
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(FILES[name].read_text(encoding="utf-8"))
+    return found
+
+
+def pack_as_mxfp4(folder: Path) -> None:
+    """Give a saved gpt-oss the format of the published one: experts as blocks of 32 four-bit numbers and a scale."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith((".gate_up_proj", ".down_proj"))]:
+        experts, inner, outer = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.full((experts, outer, inner // 32), 127 - 6, dtype=torch.uint8)  # 2 ** -6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model per family and local data in the columns and splits of each data set."""
+    from datasets import Dataset, DatasetDict
+
+    folder = tmp_path_factory.mktemp("configs")
+    for family in {family for family, _ in FAMILIES.values()}:
+        model = tiny_model(family, hidden_size=64, **OVERRIDES.get(family, {}))
+        model.save_pretrained(folder / family)
+        make_tokenizer().save_pretrained(folder / family)
+    pack_as_mxfp4(folder / "gpt_oss")
+    for dataset, splits in SPLITS.items():
+        data = {split: Dataset.from_list(rows(dataset, 24, seed)) for seed, split in enumerate(splits)}
+        DatasetDict(data).save_to_disk(folder / dataset)
+    return folder
+
+
+def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
+    """Two optimizer steps of the file, with its model and data replaced and its rows short."""
+    config = read(name)
+    family, _ = FAMILIES[config["model_name_or_path"]]
+    changed = {
+        "model_name_or_path": folder / family, "output_dir": output,
+        "dataset_name": folder / config.get("dataset_name", ""),
+        "max_steps": 2, "logging_steps": 1, "max_length": 48, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": min(2, config.get("gradient_accumulation_steps", 1)), "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "warmup_steps": 0,
+    }  # fmt: skip
+    path = FILES[name]
+    if "datasets" in config:  # a list has no flag: the name is replaced in the text
+        (entry,) = config["datasets"]
+        source = entry["path"]
+        del changed["dataset_name"]
+        text = path.read_text(encoding="utf-8")
+        path = output / path.name
+        path.write_text(text.replace(f"path: {source}\n", f"path: {folder / source}\n"), encoding="utf-8")
+    flags = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
+    return train(["--config", str(path), *flags])
+
+
+@contextmanager
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        for variable in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
+            patch.delenv(variable, raising=False)
+        yield
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_trains_what_it_says_with_what_it_asks_for(
+    name: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read(name)
+    with no_launcher(monkeypatch):
+        trainer = run(name, stand_ins, tmp_path)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert trainer.model.config.model_type == FAMILIES[config["model_name_or_path"]][0]
+    check_trained(trainer, config)
+    check_report(trainer, config)
+
+
+def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
+    """What the file trains is trained, and nothing else; the base has the format that the file asks for."""
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained
+    kinds = {type(module).__name__ for module in trainer.model.modules()}
+    assert ("Linear4bit" in kinds) == config.get("load_in_4bit", False)
+    assert has_quantised_experts(trainer.model) == (config.get("moe_quantize_experts") == "on")
+    if not config.get("use_peft"):
+        assert set(trained) == {name for name, _ in trainer.model.named_parameters()}
+        return
+    assert all("lora_" in name for name in trained)
+    assert not any("lm_head" in name or "router" in name or ".gate." in name for name in trained)
+    experts = [name for name in trained if ".experts." in name]
+    assert bool(experts) == ("lora_target_parameters" in config)
+    for module in experts_modules(trainer.model) if experts else ():  # A and B for both stacks of every layer
+        assert sum(name.startswith(module.split(".base_layer")[0]) for name in experts) == 4, (module, experts)
+    modules = config["lora_target_modules"]
+    attention = {name.split(".self_attn.")[1].split(".")[0] for name in trained if ".self_attn." in name}
+    assert attention == (set(modules) if isinstance(modules, list) else {"q_proj", "k_proj", "v_proj", "o_proj"})
+    assert {p.shape[0] for name, p in trained.items() if "lora_A" in name and "experts" not in name} == {
+        config["lora_r"]
+    }
+    moved = [name for name, p in trained.items() if "lora_B" in name and torch.any(p != 0)]
+    assert len(moved) == sum("lora_B" in name for name in trained), "an adapter that the loss does not reach"
+
+
+def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
+    """What the file asks for is on; what the CPU lacks is off, with its reason."""
+    report = trainer.fastpack_report
+    assert report["packed_attention"].status == "on", report
+    assert report["batches"].path == "packed"
+    assert trainer.fastpack_proof is not None
+    assert trainer.fastpack_proof.proven
+    assert report["sync_free"].status == "on", report
+    assert ("lora" in report) == bool(config.get("use_peft"))
+    if config.get("use_peft"):
+        assert report["lora"].status == "on", report
+    experts = "lora_target_parameters" in config
+    assert ("moe" in report) == experts
+    if experts:
+        assert report["moe"].path == "fastpack", report
+        assert "stock" not in report["moe"].reason, report
+    assert ("quantised experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
+    assert ("aux_loss" in trainer.state.log_history[0]) == (experts and trainer.router_aux_loss_coef != 0)
+    assert report["layer_compile"].reason.startswith("on cpu compiling takes longer")
+    if "checkpoint_offload" in config:
+        assert "checkpoint_offload='double_buffer' says what to keep" in report["activation_memory"].reason
+        assert "cpu" in report["checkpoint_offload"].reason
+    elif config.get("gradient_checkpointing", True):
+        assert report["activation_memory"].reason.startswith("cpu has no memory of its own")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_misspelt_key_of_a_config_is_refused(name: str, tmp_path: Path) -> None:
+    text = FILES[name].read_text(encoding="utf-8")
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text(text.replace("\npacking:", "\npackings:"), encoding="utf-8")
+    with pytest.raises(UserError, match="unknown key 'packings'; did you mean 'packing'"):
+        parse(["--config", str(misspelt)])
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The ``fastpack-trl sft`` lines in the comments of a file or the text of a page, as words."""
+    text = path.read_text(encoding="utf-8")
+    return [shlex.split(line)[1:] for line in re.findall(r"(?:^#? *|: )(fastpack-trl (?:sft|bench) .*)$", text, re.M)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_ships(name: str) -> None:
+    found = commands(FILES[name])
+    assert found
+    for command, flag, path, *rest in found:
+        assert (flag, path) == ("--config", f"configs/{name}")
+        if command == "bench":
+            continue
+        assert command == "sft"
+        launch = parse([flag, str(ROOT / path), *rest, "--use_cpu"]).launch
+        assert ("--accelerate_config" in rest) == bool(launch)
+        if launch:
+            assert launch[0] == "--config_file"
+            shipped = Path(launch[1])
+            assert shipped.is_file()
+            assert shipped.parent.parts[-2:] == ("trl", "accelerate_configs")
+            assert launch[2:] == ["--num_processes", rest[-1]]
+
+
+def arguments_of(name: str) -> SftArguments:
+    return parse(["--config", str(FILES[name]), "--use_cpu"])
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])
+def test_the_memory_in_the_head_of_a_config_is_that_of_the_public_shape(name: str) -> None:
+    head = FILES[name].read_text(encoding="utf-8").split("\n\n", 1)[0]
+    shape = FAMILIES[read(name)["model_name_or_path"]][1]
+    assert shape is not None
+    static = static_memory(shape, arguments_of(name))
+    (stated,) = re.findall(r"Memory before activations: ([\d.]+) GiB \((.*)\)", head)
+    assert float(stated[0]) == pytest.approx(static.total, abs=0.06)
+    parts = re.findall(r"weights ([\d.]+), adapters with gradients and AdamW ([\d.]+)", stated[1])
+    for frozen, trained in parts:
+        assert float(frozen) == pytest.approx(static.frozen, abs=0.06)
+        assert float(trained) == pytest.approx(static.trained, abs=0.06)
+    assert bool(parts) == bool(read(name).get("use_peft"))
+    for dense in re.findall(r"([\d.]+) GiB of free host memory while the model is loaded", head):
+        bf16 = arguments_of(name)
+        bf16.training.moe_quantize_experts = "off"
+        assert float(dense) == pytest.approx(static_memory(shape, bf16).frozen, abs=0.06)
+    for offloaded in re.findall(r"Host memory of the offload: ([\d.]+) GiB", head):
+        training, fields = arguments_of(name).training, SHAPES[shape].fields
+        inputs = fields["num_hidden_layers"] - training.keep_last_layers
+        tokens = training.per_device_train_batch_size * training.max_length
+        assert float(offloaded) == pytest.approx(inputs * tokens * fields["hidden_size"] * 2 / 2**30, abs=0.06)
+        assert training.offload_budget_gib > float(offloaded)
+
+
+def test_every_config_is_in_the_table() -> None:
+    page = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`((?:bench/)?[\w.-]+\.yaml)`", page)) == set(FILES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "configs/README.md"])
+def test_the_commands_of_the_readme_parse(page: str) -> None:
+    found = [words for words in commands(ROOT / page) if words[0] == "sft" and "FILE" not in words]
+    assert any("--accelerate_config" in words for words in found)
+    for words in found:
+        arguments = parse([*words[1:], "--use_cpu"])
+        assert ("--accelerate_config" in words) == (arguments.launch[:1] == ["--config_file"])
+
+
+def test_the_readme_launches_by_hand_with_a_file_of_trl() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"^accelerate launch (.*)$", text, re.M)
+    ((expression, name),) = re.findall(r"\$\(python -c '(.*)'\)/(\w+)\.yaml", command)
+    ran = subprocess.run([sys.executable, "-c", expression], capture_output=True, text=True, check=True)
+    file = Path(ran.stdout.strip()) / f"{name}.yaml"
+    assert file.is_file()
+    words = shlex.split(re.sub(r'"\$\(.*\)/\w+\.yaml"', str(file), command))
+    launch = launch_command_parser().parse_args(words)
+    assert (launch.config_file, launch.module, launch.training_script) == (str(file), True, "fastpack_trl")
+    assert parse([*launch.training_script_args[1:], "--use_cpu"]).training.packing
