@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from test_offload import LAYERS, assert_same, loss_of, make, step
@@ -144,6 +144,7 @@ def costs_of(layers: int, sizes: list[int], seconds: list[float]) -> LayerCosts:
 
 
 @examples(max_examples=200, deadline=None)
+@example(layers=3, sizes=[0, 0, 129, 193], steps=[0.0, 1.0, 0.0, 0.0], budget=675)  # only keeping everything fits
 @given(
     layers=st.integers(1, 6),
     sizes=st.lists(st.integers(0, 1000), min_size=4, max_size=4),

@@ -122,7 +122,9 @@ def choose_levels(costs: LayerCosts, *, budget: int, tokens: int, longest: int, 
     def seconds(plan: Plan) -> float:
         return sum(costs.seconds[level] for level in plan.levels)
 
-    mixes = [(levels[0], levels[0], 0)]
+    # Keeping everything is tried even where another level is as fast with less: nothing is recomputed, and the layer in
+    # work takes less.
+    mixes = [(Level.KEEP, Level.KEEP, 0), (levels[0], levels[0], 0)]
     for index, below in enumerate(levels):
         mixes += [(kept, below, count) for kept in levels[:index] for count in range(layers)]
     plans = [plan(*mix) for mix in mixes]
