@@ -6,13 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help quickstart test check test-gpu format clean
+NOTEBOOKS := notebooks-output
+
+.PHONY: help quickstart test check test-gpu notebooks format clean
 
 help:
 	@echo "make quickstart  install into .venv, then fine-tune a small model on real text (offline, CPU)"
 	@echo "make test        install into .venv, then run the tests"
 	@echo "make check       lint, format and type check"
 	@echo "make test-gpu    the tests marked 'cuda', with the current python3, nothing installed"
+	@echo "make notebooks   install into .venv, then run the notebooks into $(NOTEBOOKS)/, outputs included"
 
 # The stamp is newer than everything that decides what is installed; a second call re-uses the environment.
 $(STAMP): pyproject.toml constraints.txt
@@ -20,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
 	# torch by its exact version first: left to the resolver, a newer build with the CUDA packages could be taken.
 	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plots,qlora]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,notebooks,plots,qlora]'
 	@touch $(STAMP)
 
 quickstart: $(STAMP)
@@ -36,6 +39,12 @@ check: $(STAMP)
 
 test-gpu:
 	$(PYTHON) -m pytest -m cuda $(ARGS)
+
+# The commands in the notebooks' shell cells are those of .venv.
+notebooks: $(STAMP)
+	mkdir -p $(NOTEBOOKS)
+	cp notebooks/*.ipynb $(NOTEBOOKS)/
+	cd $(NOTEBOOKS) && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter-execute --inplace *.ipynb
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -178,7 +178,7 @@ class Subject:
 def _measure_row(row: Row, rounds: int, seconds: float, device: str, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        subject = stack.enter_context((_block if row.part == "block" else _decoder)(row, device, seed))
+        subject = stack.enter_context((_block if row.part == "block" else decoder)(row, device, seed))
         clock: Clock = CudaClock() if device == "cuda" else WallClock()
         contexts, out, kept = sides(device), {}, {}
         gate, reference = {}, None
@@ -291,7 +291,7 @@ def _block(row: Row, device: str, seed: int) -> Iterator[Subject]:
 
 
 @contextlib.contextmanager
-def _decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
+def decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
     """All decoder layers on a packed row, from embeddings to the last hidden state."""
     shape = SHAPES[row.model].cut_to(row.layers)
     model = make_model(shape, row.mode, tokens=row.tokens, seed=seed, device=device)

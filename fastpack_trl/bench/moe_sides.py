@@ -6,6 +6,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,21 +88,23 @@ def sides(device: str) -> dict[str, Callable[[nn.Module], AbstractContextManager
         STOCK: lambda model: contextlib.nullcontext(),
         OURS: apply_moe,
     }
-    return {**found, "sonicmoe": _sonicmoe, "liger": _liger} if device == "cuda" else found
+    if device == "cuda":
+        found |= {"sonicmoe": partial(implementation, name="sonicmoe"), "liger": _liger}
+    return found
 
 
 @contextlib.contextmanager
-def _sonicmoe(model: nn.Module) -> Iterator[None]:
-    """transformers' `sonicmoe`: a kernel from the hub."""
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """One of transformers' experts implementations: ``eager`` (a loop over experts), ``grouped_mm``, ``sonicmoe``."""
     configs = [module.config for module in experts_modules(model).values()]
     before = [config._experts_implementation for config in configs]
     try:
         for config in configs:
-            config._experts_implementation_internal = "sonicmoe"
+            config._experts_implementation_internal = name
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._experts_implementation_internal = name
+        for config, earlier in zip(configs, before, strict=True):
+            config._experts_implementation_internal = earlier
 
 
 @contextlib.contextmanager

@@ -1,0 +1,148 @@
+"""The notebooks: stored without outputs, and run top to bottom on the CPU without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NAMES = [file.stem for file in FILES]
+SECONDS = 300  # per cell, on a busy machine
+METADATA = {
+    "accelerator": "GPU",  # Colab: start with one
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+Run = Callable[[Any], Any]
+
+
+def read(file: Path) -> dict[str, Any]:
+    notebook: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return notebook
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_four_notebooks_are_there() -> None:
+    assert NAMES == ["01_replace_sfttrainer", "02_three_bottlenecks", "03_gpt_oss", "04_yaml_and_cli"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_stored_notebook_has_no_output_and_no_trace_of_a_run(file: Path) -> None:
+    notebook = read(file)
+    assert notebook["metadata"] == METADATA
+    assert all(cell["metadata"] == {} for cell in notebook["cells"])
+    assert all(cell["execution_count"] is None and cell["outputs"] == [] for cell in code(notebook))
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+    text = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    assert file.read_text(encoding="utf-8") == text, "not as nbformat writes it"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_notebook_names_no_absolute_path(file: Path) -> None:
+    for cell in read(file)["cells"]:
+        assert not re.search(r"""(?:^|[\s"'(=])(?:/\w|~/|[A-Za-z]:\\)""", source(cell)), source(cell)
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_notebook_only_imports_and_shows(file: Path) -> None:
+    for cell in code(read(file)):
+        assert not re.search(r"^\s*(?:def|class|while|try)\b", source(cell), re.MULTILINE), source(cell)
+        assert len(source(cell).splitlines()) <= 25, source(cell)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Executes a notebook with this interpreter in a folder that all share, so that the text is made once."""
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    nbclient = pytest.importorskip("nbclient")
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    folder, kernels = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("kernels")
+    (kernels / "python3").mkdir()
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "this interpreter",
+        "language": "python",
+    }
+    (kernels / "python3" / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    scripts = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = os.environ | {
+        "PATH": os.pathsep.join(scripts),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def execute(notebook: Any) -> Any:
+        specs = KernelSpecManager(kernel_dirs=[str(kernels)], ensure_native_kernel=False)
+        manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+        client = nbclient.NotebookClient(
+            notebook, km=manager, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}
+        )
+        return client.execute(env=environment)
+
+    return execute
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
+    if find_spec("nbformat") is None:
+        pytest.skip("needs the extra `notebooks`")
+    import nbformat
+
+    done = run(nbformat.read(file, as_version=4))
+    cells = code(done)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert cells[0]["id"] == "install"
+    assert "%pip install" in source(cells[0])
+    assert cells[0]["outputs"] == [], "pip always says something: it was run, although the package is importable"
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert [output for output in outputs if "image/png" in output.get("data", {})], "shows no figure"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["assert 1 + 1 == 3", "%%bash\nfastpack-trl stf", "import sys\nassert sys.executable == ''"]
+)
+def test_a_wrong_cell_fails_the_run(wrong: str, run: Run) -> None:
+    import nbformat
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(wrong)])
+    with pytest.raises(CellExecutionError):
+        run(notebook)
+
+
+def test_the_kernel_is_this_interpreter_with_this_package(run: Run) -> None:
+    import nbformat
+
+    lines = [
+        "import sys, fastpack_trl",
+        f"assert sys.executable == {sys.executable!r}",
+        f"assert fastpack_trl.__file__ == {str(ROOT / 'fastpack_trl' / '__init__.py')!r}",
+    ]
+    run(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\n".join(lines))]))
