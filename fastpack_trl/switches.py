@@ -17,6 +17,7 @@ from fastpack_trl.compile.feature import layer_compile
 from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.aux_loss import auxiliary_loss
+from fastpack_trl.moe.gains import measured, what_trains
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.step.accumulation import merge_accumulation
@@ -64,7 +65,8 @@ def moe(trainer: Any) -> Iterator[None]:
     setting, report = setting_of(trainer, "moe"), trainer.fastpack_report
     present = bool(experts_modules(trainer.model))
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
-    wanted = trainer.fastpack_trains or (present and has_quantised_experts(trainer.model))
+    quantised = present and has_quantised_experts(trainer.model)
+    wanted = trainer.fastpack_trains or quantised
     if not wanted or not (present or setting == "on"):
         yield
         return
@@ -76,6 +78,9 @@ def moe(trainer: Any) -> Iterator[None]:
         why = "parameters are sharded while the step runs"
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"
+    faster, note = measured(trainer.args.device.type, what_trains(trainer.model)) if present else (True, "")
+    if not why and not faster and setting == "auto" and not quantised:
+        why = note
     if why:
         report.add("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield
@@ -83,8 +88,8 @@ def moe(trainer: Any) -> Iterator[None]:
     with apply_moe(trainer.model, lora=setting_of(trainer, "lora") != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
-        status = "on" if applied.active else "stock"
-        report.add("moe", status, "fastpack" if applied.active else "stock", "; ".join(str(applied).splitlines()))
+        said = "; ".join([*str(applied).splitlines(), note])
+        report.add("moe", *(("on", "fastpack") if applied.active else ("stock", "stock")), said)
         yield
 
 

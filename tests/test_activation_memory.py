@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, packed_attention
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
 from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.checkpointing import feature, memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
@@ -48,20 +48,30 @@ def decoder(model: Any, documents: int, *, packed: bool = True) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("family", "lora"), MODELS)
-@pytest.mark.parametrize("attention", ["off", "per_document"])
-def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lora: bool, attention: str) -> None:
-    model = make(family, lora=lora)
+@contextlib.contextmanager
+def installed(model: Any) -> Iterator[None]:
+    """What the trainer has in place when it plans."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(packed_attention(model, "per_document"))
+        stack.enter_context(apply_moe(model))
+        stack.callback(apply_lora(model).revert)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "ours"), [(*model, True) for model in MODELS] + [(*MODELS[0], False), (*MODELS[2], False)]
+)
+def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lora: bool, ours: bool) -> None:
+    model = make(family, lora=lora, layers=2)
     layers = decoder_layers(model)
-    with packed_attention(model, attention):
-        packed = attention != "off"
-        costs, failed = trace_levels(model, layers, decoder(model, 1, packed=packed))
+    with installed(model) if ours else contextlib.nullcontext():
+        costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
         assert set(costs.growth) | set(failed) == set(TRACED)
         assert set(TRACED) - set(costs.growth) <= {Level.POINTWISE}
         with training(model):
             for level, growth in costs.growth.items():
-                for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if packed else ()):
-                    counted = saved_bytes(model, layers, level, decoder(model, documents, packed=packed), tokens)
+                for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
+                    counted = saved_bytes(model, layers, level, decoder(model, documents, packed=ours), tokens)
                     predicted = [each.at(documents * tokens, tokens) for each in growth]
                     for mine, real in zip(predicted, counted, strict=True):
                         assert abs(mine - real) <= 0.1 * real, (level, documents, tokens)
@@ -214,28 +224,43 @@ def same(ours: tuple[Any, list[Tensor]], stock: tuple[Any, list[Tensor]]) -> boo
     return ours[0] == stock[0] and all(torch.equal(a, b) for a, b in zip(ours[1], stock[1], strict=True))
 
 
-def test_on_the_cpu_auto_leaves_the_settings_alone_unless_there_is_a_budget(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Tensor]]:
+    """The default run without a plan."""
+    return trained(fast(tmp_path_factory.mktemp("stock"), activation_memory="off"))
+
+
+def test_on_the_cpu_auto_leaves_the_settings_alone_unless_there_is_a_budget(tmp_path: Path, stock: Any) -> None:
     trainer = fast(tmp_path / "auto")
-    stock = trained(trainer)
+    assert same(trained(trainer), stock)
     line = trainer.fastpack_report["activation_memory"]
     assert (line.status, line.path) == ("off", "stock")
     assert "activation_memory_gib=... plans for a budget" in line.reason
-    for gib, level in ((1.0, "keep"), (1e-4, "checkpoint")):
+    for gib, level, said in (
+        (1.0, "keep", "GiB of 1.00 GiB"),
+        (1e-4, "checkpoint", "over the"),
+        (1e9, "keep", "is more"),
+    ):
         trainer = fast(tmp_path / str(gib), activation_memory_gib=gib)
         assert same(trained(trainer), stock)
         line = trainer.fastpack_report["activation_memory"]
         assert (line.status, line.path) == ("on", level), line
         assert "GiB, recompute" in line.reason
+        assert said in line.reason
         assert all(layer.gradient_checkpointing for layer in decoder_layers(trainer.model))
-    assert "over the" in line.reason
 
 
-@pytest.mark.parametrize("setting", ["keep", "selective", "checkpoint"])
-def test_a_level_that_is_asked_for_is_installed_and_changes_no_bit(tmp_path: Path, setting: str) -> None:
-    stock = trained(fast(tmp_path / "off", activation_memory="off"))
-    trainer = fast(tmp_path / "on", activation_memory=setting, activation_memory_gib=1.0)
+@pytest.mark.parametrize("setting", ["keep", "selective", "checkpoint", "offload"])
+def test_a_level_that_is_asked_for_is_installed_without_a_budget_and_changes_no_bit(
+    tmp_path: Path, stock: Any, setting: str
+) -> None:
+    trainer = fast(tmp_path, activation_memory=setting)
     assert same(trained(trainer), stock)
-    assert trainer.fastpack_report["activation_memory"].path == setting
+    line = trainer.fastpack_report["activation_memory"]
+    # On the CPU there is nothing to offload from: said, and the inputs stay.
+    assert line.path == ("checkpoint" if setting == "offload" else setting)
+    assert ("offload cannot be used: the model is on cpu" in line.reason) == (setting == "offload")
+    assert line.reason.startswith(f"{line.path} 0-{LAYERS - 1}; predicted")
 
 
 EXCLUDED = {
@@ -295,27 +320,32 @@ def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[
         handle.remove()
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("times", [1, 2])
+def with_dropout(folder: Path) -> FastSFTTrainer:
+    model = tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.1, attn_implementation="eager")
+    return fast(folder, model=model, activation_memory="keep", eval_strategy="no", merge_accumulation="off")
+
+
+@pytest.fixture(scope="module")
+def stock_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Tensor]]:
+    return trained(with_dropout(tmp_path_factory.mktemp("stock")))
+
+
+@pytest.mark.parametrize(("place", "times"), [("forward", 1), ("backward", 1), ("backward", 2)])
 def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
-    tmp_path: Path, place: str, times: int, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    tmp_path: Path,
+    stock_with_dropout: Any,
+    place: str,
+    times: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feature, "offload_options", lambda args: dict(HOST))
     monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
-
-    def make_trainer(name: str) -> FastSFTTrainer:
-        model = tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.1, attn_implementation="eager")
-        return fast(
-            tmp_path / name, model=model, activation_memory="keep", activation_memory_gib=1.0,
-            max_steps=3, eval_strategy="no", merge_accumulation="off",
-        )  # fmt: skip
-
-    stock = trained(make_trainer("stock"))
-    trainer = make_trainer("ours")
+    trainer = with_dropout(tmp_path)
     with too_large(trainer, place, times) as calls:
         ours = trained(trainer)
     assert len(calls) == times
-    assert same(ours, stock)
+    assert same(ours, stock_with_dropout)
     line = trainer.fastpack_report["activation_memory"]
     assert "it was run again with less" in line.reason
     assert line.path != "keep"
@@ -324,7 +354,7 @@ def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
 
 
 def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -> None:
-    trainer = fast(tmp_path, activation_memory="checkpoint", activation_memory_gib=1.0, eval_strategy="no")
+    trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
     assert trainer.fastpack_memory is None

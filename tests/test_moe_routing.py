@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_material import experts_of, input_ids, moe_model, routed
+from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
@@ -130,6 +133,23 @@ def test_offloaded_checkpoints_compose_and_either_may_be_taken_off_first(last: s
     report.revert()
     assert [layer._gradient_checkpointing_func for layer in layers] == before
     assert_gradients_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_a_model_is_pickled_while_its_experts_are_ours(checkpointing: bool) -> None:
+    model = moe_model("qwen3_moe")
+    if checkpointing:  # not through the model's method, whose own hook on the embeddings no pickle takes
+        for layer in model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    with apply_moe(model):
+        logits = model(input_ids=input_ids(), use_cache=False).logits
+        again = pickle.loads(pickle.dumps(model))
+        found = again(input_ids=input_ids(), use_cache=False).logits
+    assert torch.equal(found, logits)
+    found.sum().backward()
+    if checkpointing:
+        assert again.model.layers[0]._gradient_checkpointing_func.func is checkpoint
 
 
 def test_a_copy_of_the_model_has_stocks_checkpointing() -> None:

@@ -15,7 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.bench.readme import load_results
 from fastpack_trl.moe.aux_loss import auxiliary_loss, load_balancing_loss
+from fastpack_trl.moe.gains import MEASURED
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -103,6 +105,32 @@ def test_switch_and_the_users_own_choice(
     assert line.status == status
     assert said in line.reason
     assert ours.model.config._experts_implementation == (asked or "grouped_mm")
+
+
+def test_auto_takes_stock_where_less_than_three_percent_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"family": "mixtral", "packing": True, "max_steps": 1, "eval_strategy": "no"}
+    ours = train(FastSFTTrainer, tmp_path, **options)
+    assert isinstance(ours, FastSFTTrainer)
+    assert ours.fastpack_report["moe"].status == "on"
+    assert "full experts: speed not measured on cpu" in ours.fastpack_report["moe"].reason
+    monkeypatch.setitem(MEASURED, ("cpu", "full"), 1.02)
+    for setting, status in (("auto", "stock"), ("on", "on")):
+        ours = train(FastSFTTrainer, tmp_path, fast={"moe": setting}, **options)
+        assert isinstance(ours, FastSFTTrainer)
+        assert ours.fastpack_report["moe"].status == status
+        assert "full experts: 1.02 times stock's speed on cpu" in ours.fastpack_report["moe"].reason
+
+
+def test_the_table_of_gains_is_that_of_the_recorded_measurements() -> None:
+    found: dict[tuple[str, str], list[float]] = {}
+    for record in load_results().values():
+        for row in record["rows"] if record["case"] == "moe" else []:
+            if row["part"] == "decoder":
+                gain = row["ratios"]["stock"]["seconds"]["median"]
+                found.setdefault((record["machine"]["device"], row["mode"]), []).append(gain)
+    assert {where: round(min(gains), 2) for where, gains in found.items()} == MEASURED
 
 
 def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path: Path) -> None:

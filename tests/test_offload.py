@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
+from fastpack_trl.checkpointing.callback import offload_conflict
 from fastpack_trl.checkpointing.seam import (
     Offload,
     checkpointed_layers,
@@ -446,27 +448,57 @@ def test_transformers_own_offload_is_recognised_by_its_function() -> None:
 TWO_PROCESSES = """
 import torch, torch.distributed as dist
 from ranks import leave
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from test_offload import gradients, loss_of, make, offloaded
 dist.init_process_group("gloo")
+rank = dist.get_rank()
+def compare(model, step):
+    stock = step()
+    with offloaded(model) as offload:
+        ours = step()
+        assert offload.use.most_leased and not offload.use.leases and not offload.said
+    assert stock and all(torch.equal(ours[name], value) for name, value in stock.items())
 model = make("llama")
 wrapped = DistributedDataParallel(model)
-def step():
+def replicated():
     model.zero_grad()
     with wrapped.no_sync():
-        loss_of(wrapped, dist.get_rank()).backward()
-    loss_of(wrapped, dist.get_rank() + 2).backward()
+        loss_of(wrapped, rank).backward()
+    loss_of(wrapped, rank + 2).backward()
     return gradients(model)
-stock = step()
-with offloaded(model) as offload:
-    ours = step()
-    assert offload.use.most_leased and not offload.use.leases
-assert all(torch.equal(ours[name], value) for name, value in stock.items())
+compare(model, replicated)
+peft = make("qwen3", lora=True)
+mesh = init_device_mesh("cpu", (2,))
+for module in (*peft.base_model.model.model.layers, peft):
+    fully_shard(module, mesh=mesh)
+def sharded():
+    peft.zero_grad()
+    loss_of(peft, rank).backward()
+    loss_of(peft, rank + 2).backward()
+    return {name: value.to_local() for name, value in gradients(peft).items()}
+compare(peft, sharded)
 leave()
 """
 
 
-def test_two_processes_under_distributed_data_parallel(tmp_path: Path) -> None:
+def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
     run_ranks(str(script))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "said"),
+    [
+        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=False)}, "set fsdp_version=2"),
+        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=True)}, ""),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed gathers and frees parameters"),
+    ],
+    ids=["fsdp-1", "fsdp-2", "deepspeed"],
+)
+def test_sharding_that_was_not_tested_is_refused_with_the_reason(sharding: Any, said: str, tmp_path: Path) -> None:
+    reason = offload_conflict(SFTConfig(**settings(tmp_path)), SimpleNamespace(**sharding))
+    assert said in reason
+    assert bool(said) == bool(reason)

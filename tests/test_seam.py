@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 from dataclasses import replace
@@ -78,6 +79,18 @@ def test_a_copy_taken_inside_works_as_stock_outside() -> None:
     expected = model(input_ids=IDS, use_cache=False).logits
     with packed_attention(model):
         duplicate = copy.deepcopy(model)
+    assert torch.equal(duplicate(input_ids=IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("implementation", ["per_document", "padded_rows"])
+def test_a_model_is_pickled_while_its_attention_is_installed_and_after_a_batch(implementation: str) -> None:
+    model = tiny_model("mistral").eval()
+    expected = model(input_ids=IDS, use_cache=False).logits
+    batch = PackedBatch.from_lengths(LENGTHS)
+    with packed_attention(model, implementation):
+        packed = forward(model, batch)
+        duplicate = pickle.loads(pickle.dumps(model))
+        assert torch.equal(forward(duplicate, batch), packed)
     assert torch.equal(duplicate(input_ids=IDS, use_cache=False).logits, expected)
 
 

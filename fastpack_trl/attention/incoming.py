@@ -17,6 +17,9 @@ class Incoming:
     def __init__(self) -> None:
         self._last: weakref.ref[PackedBatch] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Incoming, ()  # a copy of the model has seen no batch
+
     def accept(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take `batch` with the arguments of the forward that it arrived in.
 

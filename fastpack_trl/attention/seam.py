@@ -148,21 +148,7 @@ def _register(name: str, stock: str) -> None:
 @contextlib.contextmanager
 def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterator[None]:
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
-    incoming = Incoming()
-
-    def prepare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = kwargs.pop("packed_batch", None)
-        if batch is None:
-            return args, kwargs
-        incoming.accept(batch, args, kwargs)
-        device = batch.device  # where the data loader put the batch; parameters may be offloaded
-        kwargs["packed_layer"] = backend.prepare(batch, features, device)
-        # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
-        kwargs["attention_mask"] = batch.derive(
-            ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        )
-        return args, kwargs
-
+    prepare = _Prepare(backend, features)
     # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
     hooks = [module.register_forward_pre_hook(prepare, with_kwargs=True) for module in backbones(model)]
     attentions = attention_modules(model)
@@ -175,7 +161,28 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterato
             hook.remove()
         for module in attentions:
             del module._fastpack_window
-        incoming.close()
+        prepare.incoming.close()
+
+
+class _Prepare:
+    """The hook; a class, so that a model can be pickled and copied while it is installed."""
+
+    def __init__(self, backend: Backend, features: ModelFeatures) -> None:
+        self.backend, self.features = backend, features
+        self.incoming = Incoming()
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = kwargs.pop("packed_batch", None)
+        if batch is None:
+            return args, kwargs
+        self.incoming.accept(batch, args, kwargs)
+        device = batch.device  # where the data loader put the batch; parameters may be offloaded
+        kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
+        # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
+        kwargs["attention_mask"] = batch.derive(
+            ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        )
+        return args, kwargs
 
 
 def _attention(

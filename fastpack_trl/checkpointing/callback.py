@@ -137,9 +137,10 @@ def offload_conflict(args: Any, trainer: Any = None) -> str:
             "gradient_checkpointing_kwargs={'offload': True} is another offload of the same memory: leave one of the "
             "two out"
         )
-    for name, sharding in (("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed")):
-        if getattr(trainer, name, False):
-            return f"{sharding} gathers and frees parameters around each layer: not tested with the offload, so refused"
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return "DeepSpeed gathers and frees parameters around each layer: not tested with the offload, so refused"
+    if getattr(trainer, "is_fsdp_enabled", False) and not trainer.accelerator.is_fsdp2:
+        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""
 
 

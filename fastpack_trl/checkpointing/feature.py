@@ -39,7 +39,7 @@ def activation_memory(trainer: Any) -> Iterator[None]:
         report.add(memory.FEATURE, "off", "stock", reason)
         yield
         return
-    memory.report(trainer, planned.plan, reason)
+    planned.report()
     trainer.add_callback(planned)
     trainer.fastpack_memory = planned.go_deeper
     try:
@@ -55,21 +55,17 @@ def activation_memory(trainer: Any) -> Iterator[None]:
 
 
 def _plan(trainer: Any, setting: str) -> tuple[memory.ActivationMemory | None, str]:
-    """The plan and what fell back, or why there is none."""
+    """The plan, or why there is none."""
     reason = memory.why_not(trainer, setting)
     if reason:
         return None, reason
-    said: list[str] = []
     try:
-        planned = memory.plan_memory(trainer, setting, offload_options(trainer.args), said.append)
+        return memory.plan_memory(trainer, setting, offload_options(trainer.args)), ""
     except memory.CANNOT_PLAN as error:
         why = f"no plan can be made: {type(error).__name__}: {error}"
         if setting != "auto":
             raise ValueError(f"activation_memory={setting!r}: {why}") from error
         return None, why
-    for message in said:
-        logger.warning(f"{memory.FEATURE}: {message}")
-    return planned, "; ".join(said)
 
 
 def offload_options(args: Any) -> dict[str, Any]:

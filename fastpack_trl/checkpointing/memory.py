@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
@@ -46,6 +47,7 @@ class ActivationMemory(TrainerCallback):
         plan: what is installed when training begins.
         next_plan: the plan with less memory than the one given; None where there is none.
         offload: arguments of `offload_checkpoints`.
+        notes: what fell back while the plan was made.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class ActivationMemory(TrainerCallback):
         plan: Plan,
         next_plan: Callable[[Plan], Plan | None],
         offload: dict[str, Any],
+        notes: Sequence[str] = (),
     ) -> None:
         self.plan = plan
+        self._notes = list(notes)
         self._trainer, self._layers, self._next, self._offload = trainer, layers, next_plan, offload
         self._stack = contextlib.ExitStack()
         self._fell = ""
@@ -84,7 +88,13 @@ class ActivationMemory(TrainerCallback):
     def _install(self) -> None:
         self._stack.close()
         self._stack.enter_context(layer_levels(self._layers, self.plan.levels, **self._offload))
-        report(self._trainer, self.plan, self._fell)
+        self.report()
+
+    def report(self) -> None:
+        """The plan's line in the report."""
+        levels = " + ".join(str(level) for level in sorted(set(self.plan.levels)))
+        notes = [*self._notes, self._fell] if self._fell else self._notes
+        self._trainer.fastpack_report.add(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
         """After an out-of-memory: install the plan with less; False where there is none."""
@@ -100,12 +110,6 @@ class ActivationMemory(TrainerCallback):
         return True
 
 
-def report(trainer: Any, plan: Plan, note: str = "") -> None:
-    """The plan's line in the report."""
-    levels = " + ".join(str(level) for level in sorted(set(plan.levels)))
-    trainer.fastpack_report.add(FEATURE, "on", levels, f"{plan}; {note}" if note else str(plan))
-
-
 def why_not(trainer: Any, setting: str) -> str:
     """Why the user's own settings stay as they are; empty where a plan may be made.
 
@@ -117,6 +121,8 @@ def why_not(trainer: Any, setting: str) -> str:
     keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
     own = getattr(args, "checkpoint_offload", "auto")
     conflict = offload_conflict(args, trainer)
+    if not conflict and trainer.is_fsdp_enabled:
+        conflict = "FSDP shards the parameters: a plan would have to run the layers on one process"
     if not conflict and not enabled:
         conflict = "gradient_checkpointing=False keeps all activations"
     if not conflict and keywords:
@@ -184,14 +190,14 @@ def memory_to_come(trainer: Any) -> int:
 
 
 def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
-    """Bytes for activations: what was asked for, at most what the device has."""
+    """Bytes for activations: what was asked for, at most what is free."""
     asked, device = getattr(trainer.args, "activation_memory_gib", None), trainer.args.device
-    if device.type != "cuda":
-        assert asked is not None
-        return int(asked * GIB)
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    there = max(0, int((free + unused - memory_to_come(trainer)) * MARGIN))
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    there = max(0, int((free - memory_to_come(trainer)) * MARGIN))
     if asked is None:
         return there
     if asked * GIB > there:
@@ -199,13 +205,19 @@ def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
     return min(there, int(asked * GIB))
 
 
-def plan_memory(trainer: Any, setting: str, offload: dict[str, Any], say: Callable[[str], None]) -> ActivationMemory:
-    """Trace the model and choose its levels.
+def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> ActivationMemory:
+    """Trace the model and choose its levels; each fallback is said.
 
     Raises:
         ValueError: rows of any length.
         RuntimeError: the decoder cannot be run by itself.
     """
+    said: list[str] = []
+
+    def say(message: str) -> None:
+        said.append(message)
+        logger.warning(f"{FEATURE}: {message}")
+
     device, layers = trainer.args.device, decoder_layers(trainer.model)
     tokens, longest = largest_row(trainer)
     cuda = device.type == "cuda"
@@ -234,4 +246,8 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any], say: Callab
             say(f"{setting} cannot be used: {why}")
             level = Level.CHECKPOINT
         plan = make_plan(costs, [level] * len(layers), budget=budget, **sizes)
-    return ActivationMemory(trainer, layers, plan, lambda plan: deeper(costs, plan, deepest=deepest, **sizes), offload)
+
+    def less(plan: Plan) -> Plan | None:
+        return deeper(costs, plan, deepest=deepest, **sizes)
+
+    return ActivationMemory(trainer, layers, plan, less, offload, said)

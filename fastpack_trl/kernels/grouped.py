@@ -29,6 +29,8 @@ def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
     Returns:
         (S, N) in the same dtype.
     """
+    if not x_sk.shape[0]:
+        return x_sk.new_empty(0, weight_ekn.shape[2])
     if _torch_takes(x_sk, weight_ekn):
         return cast("Tensor", _torch_grouped_mm(x_sk, weight_ekn, offsets_e))
     out = x_sk.new_empty(x_sk.shape[0], weight_ekn.shape[2])
@@ -45,6 +47,8 @@ def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Tensor) -> Tensor:
         y_sn: (S, N), of the same dtype.
         offsets_e: (E,) int32, end of each group's rows.
     """
+    if not x_sk.shape[0]:
+        return x_sk.new_zeros(offsets_e.shape[0], x_sk.shape[1], y_sn.shape[1])
     if _torch_takes(x_sk, y_sn):
         return cast("Tensor", _torch_grouped_mm(x_sk.t(), y_sn, offsets_e))
     out = x_sk.new_empty(offsets_e.shape[0], x_sk.shape[1], y_sn.shape[1])

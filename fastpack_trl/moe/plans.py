@@ -119,26 +119,36 @@ def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterat
         if hasattr(layer, "gradient_checkpointing")
     ]
     layers = [(layer, own) for layer, own in held if own]
-    installed: list[tuple[Any, _Checkpointed]] = []
-
-    def look(_module: nn.Module, _args: Any) -> None:
-        for layer, own in layers:
-            *_, (holder, name, innermost) = _wrappers(layer)
-            if innermost is not None and not isinstance(innermost, _Checkpointed):
-                ours = _Checkpointed(innermost, own)
-                setattr(holder, name, ours)
-                installed.append((layer, ours))
-
+    look = _Look(layers)
     hook = model.register_forward_pre_hook(look)
     try:
         yield
     finally:
         hook.remove()
-        for layer, ours in reversed(installed):
+        for layer, ours in reversed(look.installed):
             ours.active = False  # where somebody wrapped it since, it passes calls through
             for holder, name, function in _wrappers(layer):
                 if function is ours:
                     setattr(holder, name, ours.stock)
+
+
+class _Look:
+    """A pre-hook that wraps the checkpoint function of each layer where it is not wrapped yet."""
+
+    def __init__(self, layers: Sequence[tuple[Any, Sequence[PlanKeeper]]]) -> None:
+        self.layers = layers
+        self.installed: list[tuple[Any, _Checkpointed]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Look, ((),)  # a copy of the model, or a pickle, has no plans to keep
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        for layer, own in self.layers:
+            *_, (holder, name, innermost) = _wrappers(layer)
+            if innermost is not None and not isinstance(innermost, _Checkpointed):
+                ours = _Checkpointed(innermost, own)
+                setattr(holder, name, ours)
+                self.installed.append((layer, ours))
 
 
 def _wrappers(layer: Any) -> list[tuple[Any, str, Any]]:
