@@ -76,7 +76,13 @@ def test_operator_passes_torchs_own_checks() -> None:
     inputs = make_inputs(batch, torch.float64, sinks=True)
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in inputs[:3]]
     arguments = (*tokens, batch.cu_seqlens, inputs[3], 2, SCALE, 3)
-    torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, arguments)
+    torch.library.opcheck(torch.ops.fastpack.varlen_attention_with_gradient.default, arguments)
+    inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
+    torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, inner)
+    out, lse = torch.ops.fastpack.varlen_attention(*inner)
+    torch.library.opcheck(
+        torch.ops.fastpack.varlen_attention_backward.default, (torch.ones_like(out), *inner[:3], out, lse, *inner[3:])
+    )
 
 
 def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:

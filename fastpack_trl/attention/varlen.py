@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention.operator import operator
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
+from fastpack_trl.operators import differentiable, operator, signature_of
 from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -231,32 +231,37 @@ def _fake_backward(
     return dq, dk, dv, sink_grad
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, sinks, window, scale, max_seqlen = inputs
-    out, lse = output
-    ctx.save_for_backward(query, key, value, out, lse, cu_seqlens, sinks)
-    ctx.scalars = (window, scale, max_seqlen)
-    ctx.mark_non_differentiable(lse)
-
-
-def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.fastpack.varlen_attention_backward(
-        grad_out.contiguous(), query, key, value, out, lse, cu_seqlens, sinks, *ctx.scalars
-    )
-    return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None
-
-
-_operator = operator(varlen_attention, fake=_fake, backward=_backward, setup_context=_setup_context)
-operator(varlen_attention_backward, fake=_fake_backward)
-
-
 # Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.
-@register_flop_formula(torch.ops.fastpack.varlen_attention, get_raw=True)
-def _flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
     return int(4 * query.shape[0] * query.shape[1] * query.shape[2] * args[-1])
 
 
-@register_flop_formula(torch.ops.fastpack.varlen_attention_backward, get_raw=True)
-def _flops_backward(grad_out: Tensor, query: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(10 * query.shape[0] * query.shape[1] * query.shape[2] * args[-1])
+def _flops_backward(grad_out: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(10 * grad_out.shape[0] * grad_out.shape[1] * grad_out.shape[2] * args[-1])
+
+
+_forward = operator(varlen_attention, fake=_fake, flops=_flops)
+_backward = operator(varlen_attention_backward, fake=_fake_backward, flops=_flops_backward)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        query, key, value, cu_seqlens, sinks, *scalars = inputs
+        out, lse = _forward(*inputs)
+        ctx.save_for_backward(query, key, value, out, lse, cu_seqlens, sinks)
+        ctx.scalars = scalars
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
+        dq, dk, dv, dsinks = _backward(
+            grad_out.contiguous(), query, key, value, out, lse, cu_seqlens, sinks, *ctx.scalars
+        )
+        return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None
+
+
+_operator = differentiable("varlen_attention_with_gradient", signature_of(varlen_attention), _Attention)

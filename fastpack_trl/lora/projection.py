@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.lora.base_weight import BaseWeight, add_product, grad_input
-from fastpack_trl.lora.operators import input_gradient
+from fastpack_trl.lora.operators import add_thin_gradient, thin_product
+from fastpack_trl.lora.operators import lora_projection as projection_operator
 
 _SMALL = {False: 1 << 16, True: 1 << 22}
 """Elements of the input, on the CPU and on CUDA, up to which a step waits for the host: two Python functions per
@@ -56,7 +57,7 @@ def _traced(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | No
     rows = _rows(x)
     source = None if dropped is None else _rows(dropped)
     reduced = (rows if source is None else source).detach().mm(a.detach().t())
-    out: Tensor = torch.ops.fastpack.lora_product(rows, source, reduced, a, b, bias, *base)
+    out: Tensor = projection_operator(rows, source, reduced, a, b, bias, *base)
     return out.view(*x.shape[:-1], b.shape[0])
 
 
@@ -91,7 +92,7 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
         source = x if dropped is None else dropped
         reduced = _rows(source).mm(a.t())
-        low = reduced.mm(b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
+        low = thin_product(reduced, b, bias)
         ctx.save_for_backward(source, reduced, a, b)
         # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
         ctx.base, ctx.separate = base, dropped is not None
@@ -135,7 +136,7 @@ def _gradients(
     elif needs_x and base.weight is None:
         grad_x = grad_reduced.mm(a)
     elif needs_x:
-        grad_x = input_gradient(grad, grad_reduced, a, *ctx.base)
+        grad_x = add_thin_gradient(grad_input(grad, base), grad_reduced, a)
     shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
     return (*shaped, grad_a, grad_b, grad_bias)
 

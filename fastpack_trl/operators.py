@@ -1,0 +1,66 @@
+"""Operators that a compiler does not look into, with nothing of Python between a compiled graph and the kernel.
+
+`torch.library.custom_op` checks every call, and `register_autograd` lays a Python wrapper around it that runs in a
+compiled graph too, where nothing is differentiated any more: 5 to 20 us of host time per call, as much as a launch. So
+an operation with a derivative is two operators here. The inner one has a kernel, a fake kernel and a FLOP formula, and
+no derivative. The outer one is a `torch.autograd.Function` under an operator's name and is resolved while a graph is
+traced, so that the graph holds and calls the inner one.
+
+Why the function has an operator's name at all: in a compiled checkpoint (torch 2.11) what an autograd function does is
+kept instead of computed again. What an operator does is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+NAMESPACE = "fastpack"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """The operator signature of a function with annotated tensors and constants that changes none of them."""
+    return str(torch.library.infer_schema(function, mutates_args=()))
+
+
+def operator(
+    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None
+) -> Any:
+    """Register `function` as ``torch.ops.fastpack.<its name>`` for every device, without a derivative; return it.
+
+    Args:
+        function: returns new tensors and changes none; called without gradients.
+        fake: of the same arguments; empty tensors of the shapes, dtypes and strides that `function` returns.
+        flops: of the same arguments and the keyword `out_val`; the floating-point operations of one call. Without
+            it the partitioner of a compiled graph would count the operator as free to run twice.
+        signature: ``(Tensor x, int n) -> Tensor``; read from the annotations where it is not given.
+    """
+    name = function.__name__
+    _library.define(name + (signature or signature_of(function)))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    packet = getattr(torch.ops.fastpack, name)
+    register_flop_formula(packet, get_raw=True)(flops)
+    return packet.default
+
+
+def differentiable(name: str, signature: str, function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` as the operator ``torch.ops.fastpack.<name>``, which no traced graph contains; return it.
+
+    Args:
+        name: of the operator.
+        signature: as for `operator`.
+        function: its forward and its backward call operators without a derivative.
+    """
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args)
+
+    _library.define(name + signature)
+    # Composite: the dispatcher replaces it by what it calls, above autograd, on fake tensors and where modes look on.
+    _library.impl(name, apply, "CompositeImplicitAutograd")
+    return getattr(torch.ops.fastpack, name).default
