@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -50,13 +51,46 @@ def lora(trainer: Any) -> Iterator[None]:
         report.add("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
         return
-    dtype = trainer.fastpack_compute_dtype
-    applied = apply_lora(trainer.model, cache_dequantized=setting_of(trainer, "cache_dequantized"), compute_dtype=dtype)
+    cache, dtype = setting_of(trainer, "cache_dequantized"), trainer.fastpack_compute_dtype
+    # `auto` waits for the plan of the activations.
+    applied = apply_lora(trainer.model, cache_dequantized="off" if cache == "auto" else cache, compute_dtype=dtype)
     try:
         report.add("lora", "on" if applied.fast else "stock", "fast" if applied.fast else "PEFT", str(applied))
+        trainer.fastpack_lora = applied
         yield
     finally:
+        trainer.fastpack_lora = None
         applied.revert()
+
+
+@contextmanager
+def cache_dequantized(trainer: Any) -> Iterator[None]:
+    """Dense copies of frozen LoRA bases, in what the plan of the activations leaves of its budget."""
+    setting = setting_of(trainer, "cache_dequantized")
+    applied, planned = trainer.fastpack_lora, trainer.fastpack_memory
+    if applied is None or not applied.copies:
+        yield
+        return
+    if setting == "auto" and planned is not None:
+        applied.copies.keep_in(planned.plan.left, "left of the budget of activation_memory")
+        planned.spare = partial(_drop_copies, trainer)
+    elif setting == "auto":
+        applied.copies.keep_where_free()
+    _tell_copies(trainer)
+    yield
+
+
+def _drop_copies(trainer: Any) -> bool:
+    dropped: bool = trainer.fastpack_lora.copies.drop("frozen weights are made per use since a step ran out of memory")
+    if dropped:
+        _tell_copies(trainer)
+    return dropped
+
+
+def _tell_copies(trainer: Any) -> None:
+    copies = trainer.fastpack_lora.copies
+    status, path = ("on", "kept") if copies.kept else ("off", "per use")
+    trainer.fastpack_report.add("cache_dequantized", status, path, copies.reason or "switched off")
 
 
 @contextmanager
@@ -119,6 +153,7 @@ EARLY_SWITCHES: tuple[Switch, ...] = (moe,)
 """Entered before the packing proof runs the model: on four-bit experts PEFT's own forward would fail."""
 
 SWITCHES: tuple[Switch, ...] = (
-    lora, aux_loss, sync_free, activation_memory, checkpoint_offload, merge_accumulation, layer_compile,
+    lora, aux_loss, sync_free, activation_memory, cache_dequantized, checkpoint_offload, merge_accumulation,
+    layer_compile,
 )  # fmt: skip
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

@@ -32,6 +32,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
+from fastpack_trl.lora.linear import LoraReport
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
@@ -68,6 +69,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         fastpack_report: what runs and why; `FeatureReport.to_dict()` for machines. Complete once training has started.
         fastpack_proof: the packing proof of the last training start; None where none ran.
         fastpack_trains: whether what runs, or ran last, is `train` and not an evaluation by itself.
+        fastpack_lora: what `apply_lora` did to the model in training; None outside of it.
 
     Raises:
         ValueError: beside those of `SFTTrainer`: an attention that would be wrong for the model, token ids outside of
@@ -83,6 +85,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         self.fastpack_proof: PackingProof | None = None
         self._fastpack_facts: dataset_facts.DatasetFacts | None = None
         self.fastpack_trains = False
+        self.fastpack_lora: LoraReport | None = None
         self._fastpack_entered = False
         self._fastpack_shown = ""
         self._fastpack_own_collator = given.get("data_collator") is not None

@@ -41,7 +41,7 @@ def activation_memory(trainer: Any) -> Iterator[None]:
         return
     planned.report()
     trainer.add_callback(planned)
-    trainer.fastpack_memory = planned.go_deeper
+    trainer.fastpack_memory = planned
     try:
         yield
     finally:

@@ -65,6 +65,8 @@ class ActivationMemory(TrainerCallback):
         self._stack = contextlib.ExitStack()
         self._fell = ""
         self._static = 0
+        self.spare: Callable[[], bool] | None = None
+        """Frees memory that is worth less than what any layer keeps; False where there is none."""
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
 
@@ -97,11 +99,13 @@ class ActivationMemory(TrainerCallback):
         self._trainer.fastpack_report.add(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """After an out-of-memory: install the plan with less; False where there is none."""
-        plan = self._next(self.plan)
+        """After an out-of-memory: free what is spare, or install the plan with less; False where there is neither."""
+        spared = self.spare is not None and self.spare()
+        plan = self.plan if spared else self._next(self.plan)
         if plan is None:
             return False
-        told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again with less"
+        less = "without copies of frozen weights" if spared else "with less"
+        told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again {less}"
         if not self._fell:
             logger.warning(f"{FEATURE}: {told}")
         self._fell = told

@@ -83,6 +83,11 @@ class Plan:
     def fits(self) -> bool:
         return self.predicted <= self.budget
 
+    @property
+    def left(self) -> int:
+        """Bytes of the budget that no activation needs."""
+        return max(0, self.budget - self.predicted)
+
     def __str__(self) -> str:
         fit = "of" if self.fits else "over the"
         return (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
+from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.errors import close_frames
 
 
@@ -106,18 +107,17 @@ class RetryingTrainer(SFTTrainer):
     """Stock as long as `fastpack_memory` is None.
 
     Attributes:
-        fastpack_memory: set around a run by the feature ``activation_memory``: makes a step need less memory; False
-            where nothing is left to try.
+        fastpack_memory: set around a run by the feature ``activation_memory``: its plan, which can go deeper.
     """
 
-    fastpack_memory: Callable[[], bool] | None = None
+    fastpack_memory: ActivationMemory | None = None
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
         step = super().training_step
-        less = self.fastpack_memory
+        memory = self.fastpack_memory
         batch = inputs.get("packed_batch")
         # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
-        if less is None or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
+        if memory is None or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
             return step(model, inputs, *args, **kwargs)
-        return run_again(self, lambda: step(model, copy.copy(inputs), *args, **kwargs), less)
+        return run_again(self, lambda: step(model, copy.copy(inputs), *args, **kwargs), memory.go_deeper)

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from fastpack_trl.attention.model_features import backbones, text_model
 from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,14 +164,18 @@ class LoraReport:
     Attributes:
         fast: names of the layers that have the fast forward.
         handed_over: names of the LoRA layers that stay PEFT's, by reason.
-        cached_gib: frozen weights kept in the compute dtype.
+        copies: of frozen weights in the compute dtype.
     """
 
     fast: list[str] = field(default_factory=list)
     handed_over: dict[str, list[str]] = field(default_factory=dict)
-    cached_gib: float = 0.0
-    cache_reason: str = ""
+    copies: FrozenCopies = field(default_factory=FrozenCopies)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def cached_gib(self) -> float:
+        """Frozen weights kept in the compute dtype."""
+        return self.copies.nbytes / 2**30 if self.copies.kept else 0.0
 
     def revert(self) -> None:
         """Give every layer its class back and drop what was kept; a second call does nothing."""
@@ -181,8 +186,8 @@ class LoraReport:
         if not self.fast and not self.handed_over:
             return "no LoRA layers"
         parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
-        if self.cache_reason:
-            parts.append(self.cache_reason)
+        if self.copies.reason:
+            parts.append(self.copies.reason)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
         return "; ".join(parts)
 
@@ -238,7 +243,11 @@ def apply_lora(
         report._undo.append(_Restore(module, stock))
         report.fast.append(name)
         fast.append(module)
-    _keep_copies(fast, cache_dequantized, compute_dtype, report)
+    report.copies = FrozenCopies(fast, compute_dtype)
+    if report.copies and cache_dequantized == "on":
+        report.copies.keep()
+    elif report.copies and cache_dequantized == "auto":
+        report.copies.keep_where_free()
     for backbone in _backbones(model) if fast else []:
         hook: RemovableHandle = backbone.register_forward_pre_hook(_CastHook(fast))
         report._undo.append(hook.remove)
@@ -319,39 +328,3 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
     if base_kind.__name__ == "Linear4bit" and compute_dtype and base.compute_dtype not in (None, compute_dtype):
         return f"bnb_4bit_compute_dtype is {base.compute_dtype}, the run computes in {compute_dtype}"
     return ""
-
-
-def _keep_copies(modules: list[Any], setting: str, compute_dtype: torch.dtype | None, report: LoraReport) -> None:
-    """Keep dense copies of the frozen weights where they fit; bit-equal to what each use would make."""
-    wanted = [(module, dtype) for module in modules if (dtype := _copy_dtype(module, compute_dtype)) is not None]
-    if not wanted or setting == "off":
-        return
-    gib = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted) / 2**30
-    device = wanted[0][0].base_layer.weight.device
-    if setting == "auto":
-        if device.type != "cuda":
-            report.cache_reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
-            return
-        free = torch.cuda.mem_get_info(device)[0] / 2**30
-        if gib > free / 4:
-            report.cache_reason = f"frozen weights are made per use: copies of {gib:.1f} GiB beside {free:.1f} GiB free"
-            return
-    for module, dtype in wanted:
-        weight = module.base_layer.weight
-        base = from_4bit(weight) if type(module.base_layer).__name__ == "Linear4bit" else BaseWeight(weight.data)
-        dense = base.dense(dtype)
-        module.fastpack_dense = BaseWeight(dense.t() if isinstance(module.base_layer, Conv1D) else dense)
-        module.fastpack_copied_from = (weight, weight._version)
-    report.cached_gib = gib
-    report.cache_reason = f"{gib:.2f} GiB of frozen weights kept in the compute dtype"
-
-
-def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a copy that saves work, None where there is none to save."""
-    base = module.base_layer
-    kind = type(base).__name__
-    if kind == "Linear4bit":
-        return compute_dtype or base.compute_dtype
-    if kind == "Linear8bitLt" or compute_dtype is None or base.weight.dtype == compute_dtype:
-        return None
-    return None if base.weight.requires_grad else compute_dtype

@@ -1,0 +1,119 @@
+"""Dense copies of frozen weights take what activations leave of a budget, and go first when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_material import adapted
+from test_activation_memory import too_large
+from test_lora_quantised import quantised
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl.checkpointing.feature import activation_memory
+from fastpack_trl.checkpointing.levels import Level
+from fastpack_trl.checkpointing.plan import Plan
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.switches import cache_dequantized, lora
+
+GIB = 2**30
+# 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
+COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
+
+
+def trainer_with(folder: Path, budget: float | None, cache: str = "auto", **more: Any) -> FastSFTTrainer:
+    args = FastSFTConfig(
+        **settings(folder, **{"packing": True, "eval_strategy": "no", "bf16": False, "max_steps": 3, **more}),
+        activation_memory_gib=None if budget is None else budget / GIB,
+        cache_dequantized=cache,
+    )
+    model = quantised("nf4", nested=True)
+    return FastSFTTrainer(model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer())
+
+
+@contextmanager
+def decided(trainer: FastSFTTrainer) -> Iterator[Plan]:
+    """The three features as `train` enters them."""
+    trainer.fastpack_trains = True
+    with ExitStack() as stack:
+        for switch in (lora, activation_memory, cache_dequantized):
+            stack.enter_context(switch(trainer))
+        assert trainer.fastpack_memory is not None, str(trainer.fastpack_report)
+        yield trainer.fastpack_memory.plan
+
+
+def kept(trainer: FastSFTTrainer) -> list[bool]:
+    return [module.fastpack_dense is not None for module in trainer.model.modules() if isinstance(module, FastLora)]
+
+
+def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, GIB)
+    with decided(trainer) as plan:
+        assert set(plan.levels) == {Level.KEEP}
+        assert kept(trainer) == [True] * 14
+        assert trainer.fastpack_lora is not None
+        assert trainer.fastpack_lora.copies.nbytes == COPIES
+        line = trainer.fastpack_report["cache_dequantized"]
+        assert (line.status, line.path) == ("on", "kept")
+        assert "left of the budget of activation_memory" in line.reason
+    assert trainer.fastpack_lora is None
+    for more, there in ((COPIES, True), (COPIES - 1000, False), (-1000, False)):
+        trainer.args.activation_memory_gib = (plan.predicted + more) / GIB
+        # The head's activations are set apart before: the budget is found from what the first plan lacked.
+        trainer.args.activation_memory_gib += (GIB - plan.budget) / GIB
+        with decided(trainer) as tight:
+            assert (set(tight.levels) == {Level.KEEP}) == (more >= 0)
+            assert more < 0 or tight.left == pytest.approx(more, abs=2)
+            assert kept(trainer) == [there] * 14, (more, str(trainer.fastpack_report))
+        line = trainer.fastpack_report["cache_dequantized"]
+        assert (line.status == "on") == there
+        assert there or "frozen weights are made per use: copies take 0.00 GiB" in line.reason
+
+
+@pytest.mark.parametrize(("cache", "there"), [("on", True), ("off", False)])
+def test_asked_for_the_plan_has_no_say(tmp_path: Path, cache: str, there: bool) -> None:
+    trainer = trainer_with(tmp_path, GIB if cache == "off" else 1000, cache)
+    with decided(trainer):
+        assert kept(trainer) == [there] * 14
+    line = trainer.fastpack_report["cache_dequantized"]
+    assert (line.status, line.reason == "switched off") == (cache, cache == "off")
+
+
+def test_without_a_plan_on_the_cpu_nothing_is_kept(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, None, max_steps=1)
+    trainer.train()
+    assert trainer.fastpack_report["cache_dequantized"].reason.startswith("frozen weights are cast per use (cpu")
+
+
+def test_a_model_that_needs_no_copies_has_no_line_of_them(tmp_path: Path) -> None:
+    assert not apply_lora(adapted("llama")).copies
+    args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no", bf16=False, max_steps=1))
+    trainer = FastSFTTrainer(
+        adapted("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
+    )
+    trainer.train()
+    assert "lora" in trainer.fastpack_report
+    assert "cache_dequantized" not in trainer.fastpack_report
+
+
+def test_copies_go_before_activations_when_a_step_runs_out_of_memory(tmp_path: Path) -> None:
+    results = []
+    for times in (0, 1, 2):
+        torch.manual_seed(0)
+        trainer = trainer_with(tmp_path / str(times), GIB)
+        with too_large(trainer, "forward", times) as calls:
+            trainer.train()
+        assert len(calls) == times
+        results.append(figures(trainer))
+        copies, memory = trainer.fastpack_report["cache_dequantized"], trainer.fastpack_report["activation_memory"]
+        assert copies.path == ("kept" if times == 0 else "per use")
+        assert ("a step ran out of memory" in copies.reason) == (times > 0)
+        assert (memory.path == "keep") == (times < 2)
+        assert ("without copies of frozen weights" in memory.reason) == (times == 1)
+        assert not any(isinstance(module, FastLora) for module in trainer.model.modules())
+    assert results[0] == results[1] == results[2]
