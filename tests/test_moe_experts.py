@@ -9,9 +9,11 @@ import torch
 from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME, fastpack_experts
+from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
 
 
@@ -282,10 +284,60 @@ def _assert_no_sync(model: Any, block: Any, inputs: tuple[Tensor, ...]) -> None:
     assert syncs.total == 0, syncs
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_no_host_sync_forward_or_backward(family: str, lora: bool) -> None:
-    _assert_no_sync(*_device_case(family, "cpu", torch.float32, lora))
+def test_no_host_sync_forward_or_backward_with_expert_lora(family: str) -> None:
+    _assert_no_sync(*_device_case(family, "cpu", torch.float32, lora=True))
+
+
+class _Sorts(TorchDispatchMode):
+    """Counts what sorts, also inside of another operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.calls += name in ("sort", "argsort", "unique_dim", "_unique2") or "index_put" in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once_under_checkpointing(family: str) -> None:
+    model = moe_model(family)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    name = next(iter(experts_modules(model)))
+    block = model.get_submodule(name.rpartition(".")[0])
+    x = torch.randn(1, 24, 32, requires_grad=True)
+    with apply_moe(model):
+        with count_host_syncs(device="cpu") as syncs:
+            out = block(x)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+        assert syncs.total == 0, syncs
+        with _Sorts() as sorts:
+            model(input_ids=input_ids(), use_cache=False).logits.sum().backward()
+        assert sorts.calls == 2  # layers
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_nothing_of_a_block_is_on_another_device_or_needs_a_value(family: str, lora: bool) -> None:
+    """On the meta device a tensor made on the host raises, and so does every look at a value."""
+    model = moe_model(family)
+    if lora:
+        parent = "block_sparse_moe" if family == "granitemoe" else "mlp"
+        stacks = [f"{parent}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        model = get_peft_model(model, LoraConfig(r=4, target_parameters=stacks))
+    with apply_moe(model) as report:  # reads the gate from values
+        model.to("meta", torch.bfloat16)
+        block = model.get_submodule(report.adapters[0].name if lora else report.layers[0].name)
+        x, weights = (torch.empty(40, n, dtype=torch.bfloat16, device="meta").requires_grad_() for n in (32, 2))
+        block(x, torch.empty(40, 2, dtype=torch.int64, device="meta"), weights).sum().backward()
+    found = gradients(block)
+    assert found
+    assert x.grad is not None
+    assert weights.grad is not None
+    assert {gradient.device.type for gradient in (*found.values(), x.grad, weights.grad)} == {"meta"}
 
 
 @pytest.mark.cuda
@@ -300,9 +352,13 @@ def test_no_host_sync_on_cuda(family: str, lora: bool) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str) -> None:
-    module, values = _case(family, torch.bfloat16, tokens=400)
+@pytest.mark.parametrize(
+    ("family", "skew", "tokens"),
+    [(family, "uniform", 400) for family in MOE_FAMILIES]
+    + [("gpt_oss", "empty", 400), ("qwen3_moe", "hot", 400), ("gpt_oss", "uniform", 1), ("qwen3_moe", "uniform", 0)],
+)
+def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str, tokens: int) -> None:
+    module, values = _case(family, torch.bfloat16, tokens=tokens, skew=skew)
     module = module.cuda()
     x, ids, weights, grad = (value.cuda() for value in values)
     ours = _run(module, module, x, ids, weights, grad)

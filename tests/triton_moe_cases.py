@@ -62,8 +62,8 @@ def test_combine(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_part_of_the_weights_gradient(dtype: torch.dtype) -> None:
-    ids, _ = routed(19, 3, 5)
-    grad, table, ids = on_device([torch.randn(19, 300).to(dtype), torch.randn(5, 300).to(dtype), ids])
+    ids, _ = routed(9, 3, 5)
+    grad, table, ids = on_device([torch.randn(9, 300).to(dtype), torch.randn(5, 300).to(dtype), ids])
     exact = bias_weight_grad_torch(grad.double(), table.double(), ids)
     assert norm_of_difference(bias_weight_grad_triton(grad, table, ids), exact) <= 1e-6
 
@@ -86,3 +86,18 @@ def test_nan_stays_in_its_row(gate: Gate) -> None:
     assert a.isnan().any(1).nonzero().tolist() == [[5]]
     for value in gate_backward_triton(h, table, expert, gate, grad, weight)[:2]:
         assert value.isnan().any(1).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_their_tensors() -> None:
+    """A model over several devices: the current one stays the first."""
+    h, table, expert, grad, weight = (value.to("cuda:1") for value in gate_case(torch.float32))
+    ids, weights = (value.to("cuda:1") for value in routed(19, 3, 5))
+    a, twin = (run(h, table, expert, GATES[2]) for run in (gate_forward_triton, gate_forward_torch))
+    assert norm_of_difference(a, twin) <= 1e-6
+    ours, twins = (run(h, table, expert, GATES[2], grad, weight) for run in (gate_backward_triton, gate_backward_torch))
+    assert all(norm_of_difference(mine, other) <= 1e-6 for mine, other in zip(ours, twins, strict=True))
+    rows, plan = torch.randn(57, 40, device="cuda:1"), routing_plan(ids, 5)
+    found, expected = (run(rows, plan.inverse, weights) for run in (combine_triton, combine_torch))
+    assert norm_of_difference(found, expected) <= 1e-6
+    assert torch.cuda.current_device() == 0

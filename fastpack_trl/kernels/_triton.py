@@ -8,6 +8,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+on_device_of = torch.cuda.device_of
+"""A context manager: Triton launches on the current device, which is not that of a layer on another one."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpack_trl.kernels._triton import on_device_of
+
 _MAX_COLUMNS = 1024
 
 
@@ -68,12 +70,14 @@ def combine_triton(
     out = torch.empty(tokens, width, dtype=dtype or rows_sh.dtype, device=rows_sh.device)
     if tokens:
         columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
-        _combine_kernel[(tokens, triton.cdiv(width, columns))](
-            rows_sh.contiguous(), inverse_tk.contiguous(), rows_sh if weights_tk is None else weights_tk.contiguous(),
-            rows_sh if bias_eh is None else bias_eh.contiguous(),
-            inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
-            has_weights=weights_tk is not None, has_bias=bias_eh is not None, top_k=top_k, columns=columns,
-        )  # fmt: skip
+        with on_device_of(out):
+            _combine_kernel[(tokens, triton.cdiv(width, columns))](
+                rows_sh.contiguous(), inverse_tk.contiguous(),
+                rows_sh if weights_tk is None else weights_tk.contiguous(),
+                rows_sh if bias_eh is None else bias_eh.contiguous(),
+                inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
+                has_weights=weights_tk is not None, has_bias=bias_eh is not None, top_k=top_k, columns=columns,
+            )  # fmt: skip
     return out
 
 
@@ -83,8 +87,9 @@ def bias_weight_grad_triton(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) ->
     out = torch.empty(tokens, top_k, dtype=torch.float32, device=grad_th.device)
     if tokens:
         columns = min(256, triton.next_power_of_2(grad_th.shape[1]))
-        _bias_weight_kernel[(tokens,)](
-            grad_th.contiguous(), bias_eh.contiguous(), ids_tk.contiguous(), out, grad_th.shape[1],
-            top_k=top_k, padded_k=triton.next_power_of_2(top_k), columns=columns,
-        )  # fmt: skip
+        with on_device_of(out):
+            _bias_weight_kernel[(tokens,)](
+                grad_th.contiguous(), bias_eh.contiguous(), ids_tk.contiguous(), out, grad_th.shape[1],
+                top_k=top_k, padded_k=triton.next_power_of_2(top_k), columns=columns,
+            )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpack_trl.kernels._triton import on_device_of
 from fastpack_trl.kernels.gate import Gate
 
 _ROWS = 4
@@ -126,11 +127,12 @@ def gate_forward_triton(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, 
     out = h_sf.new_empty(slots, inner)
     if slots:
         columns = _columns(inner)
-        _forward_kernel[(triton.cdiv(slots, _ROWS), triton.cdiv(inner, columns))](
-            h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, out, slots, inner,
-            gate.alpha, gate.limit, has_bias=bias_ef is not None, clamped=gate.kind == "clamped",
-            interleaved=gate.interleaved, rows=_ROWS, columns=columns,
-        )  # fmt: skip
+        with on_device_of(out):
+            _forward_kernel[(triton.cdiv(slots, _ROWS), triton.cdiv(inner, columns))](
+                h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, out, slots, inner,
+                gate.alpha, gate.limit, has_bias=bias_ef is not None, clamped=gate.kind == "clamped",
+                interleaved=gate.interleaved, rows=_ROWS, columns=columns,
+            )  # fmt: skip
     return out
 
 
@@ -142,12 +144,13 @@ def gate_backward_triton(
     grad_h, weighted_a = torch.empty_like(h_sf), torch.empty_like(grad_a_si)
     grad_weight = torch.empty(slots, dtype=torch.float32, device=h_sf.device)
     if slots:
-        _backward_kernel[(triton.cdiv(slots, _ROWS),)](
-            h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
-            weight_s, grad_h, weighted_a, grad_weight, slots, inner, gate.alpha, gate.limit,
-            has_bias=bias_ef is not None, clamped=gate.kind == "clamped", interleaved=gate.interleaved,
-            rows=_ROWS, columns=_columns(inner),
-        )  # fmt: skip
+        with on_device_of(grad_h):
+            _backward_kernel[(triton.cdiv(slots, _ROWS),)](
+                h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
+                weight_s, grad_h, weighted_a, grad_weight, slots, inner, gate.alpha, gate.limit,
+                has_bias=bias_ef is not None, clamped=gate.kind == "clamped", interleaved=gate.interleaved,
+                rows=_ROWS, columns=_columns(inner),
+            )  # fmt: skip
     return grad_h, weighted_a, grad_weight
 
 

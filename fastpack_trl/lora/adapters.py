@@ -7,7 +7,6 @@ into B on the way, and their gradients are cast back together.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,9 @@ class CastAdapter(NamedTuple):
     """(out_features, rank) in the compute dtype, times the scaling."""
     made_from: tuple[Tensor, Tensor, int, int, float]
     """The parameters A and B, their versions and the scaling at the time of the cast."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model makes its own
 
     def serves(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> bool:
         """Whether it still is what a cast would give now."""
@@ -44,7 +46,10 @@ def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
 
 
 def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
-    """Set ``module.fastpack_cast`` of each module; cleared again when the backward pass reaches the adapters.
+    """Set ``module.fastpack_cast`` of each module, until the adapters change.
+
+    Not only until a backward pass has reached them: another forward may wait for its own backward, and a recompute
+    under selective checkpointing must not cast where its forward did not.
 
     Args:
         modules: whose projections read the adapters.
@@ -53,8 +58,7 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
-    held = [weakref.ref(module) for module in modules]  # the graph of a step must not keep a model alive
-    casts = _CastTogether.apply(dtype, scalings, held, *parameters)
+    casts = _CastTogether.apply(dtype, scalings, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)
         # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
@@ -70,11 +74,9 @@ class _CastTogether(torch.autograd.Function):
     """A_1, B_1, A_2, B_2, ... in `dtype`, every B times its scaling: a handful of multi-tensor kernels."""
 
     @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, scalings: list[float], held: list[Any], *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, scalings: list[float], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.scalings, ctx.held, ctx.dtypes = scalings, held, [tensor.dtype for tensor in parameters]
+        ctx.scalings, ctx.dtypes = scalings, [tensor.dtype for tensor in parameters]
         scaled = torch._foreach_mul(parameters[1::2], scalings)
         sources = [tensor for pair in zip(parameters[::2], scaled, strict=True) for tensor in pair]
         casts = [torch.empty_like(tensor, dtype=dtype) for tensor in sources]
@@ -83,10 +85,9 @@ class _CastTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        clear([module for reference in ctx.held if (module := reference()) is not None])
         present = [index for index, grad in enumerate(grads) if grad is not None]
         if not present:
-            return (None, None, None, *grads)
+            return (None, None, *grads)
         sources = [grads[index] for index in present]
         out = [torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present]
         torch._foreach_copy_(out, sources)
@@ -94,4 +95,4 @@ class _CastTogether(torch.autograd.Function):
         of_b = [index for index in present if index % 2]
         if of_b:
             torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
-        return (None, None, None, *[results.get(index) for index in range(len(grads))])
+        return (None, None, *[results.get(index) for index in range(len(grads))])

@@ -26,14 +26,12 @@ class PlanTape:
         self.plans: list[RoutingPlan] = []
         self.place = 0
 
-    def next(self, ids_tk: Tensor, make: Callable[[], RoutingPlan]) -> tuple[RoutingPlan, bool]:
-        """The plan of the block that runs now, and whether it was made by an earlier run of the same call."""
+    def next(self, ids_tk: Tensor, make: Callable[[], RoutingPlan]) -> RoutingPlan:
+        """The plan of the block that runs now: of an earlier run of the same call, else made."""
         place, self.place = self.place, self.place + 1
-        if place < len(self.plans) and self.plans[place].inverse.shape == ids_tk.shape:
-            return self.plans[place], True
-        plan = make()
-        self.plans[place:] = [plan]  # what followed belongs to other activations
-        return plan, False
+        if place >= len(self.plans) or self.plans[place].inverse.shape != ids_tk.shape:
+            self.plans[place:] = [make()]  # what followed belongs to other activations
+        return self.plans[place]
 
 
 class PlanKeeper:
@@ -59,8 +57,9 @@ class PlanKeeper:
         """
         if self.tape is None or torch.compiler.is_compiling():  # a compiled graph holds its own sort
             return self._make(ids_tk)
-        plan, reused = self.tape.next(ids_tk, partial(self._make, ids_tk))
-        if reused and self.check and not plan.matches(ids_tk):
+        plan = self.tape.next(ids_tk, partial(self._make, ids_tk))
+        # In forward too: selective checkpointing wants the operators of the recompute to have run there.
+        if self.check and not plan.matches(ids_tk):
             raise RuntimeError(
                 "the recompute of a checkpointed layer routed tokens to other experts than its forward: the layer is "
                 "not deterministic; set preserve_rng_state=True, or train without gradient checkpointing"
