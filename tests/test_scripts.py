@@ -98,6 +98,8 @@ def assert_same_figures(ours: list[dict[str, float]], stock: list[dict[str, floa
 def test_a_script_with_one_line_changed_logs_the_same(
     name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "qlora":
+        pytest.importorskip("bitsandbytes")
     source = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
     assert source.count(STOCK) == 1
     stock = run(source, tmp_path / "stock", material, monkeypatch)
