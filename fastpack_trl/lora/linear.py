@@ -119,7 +119,7 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
     device = x.device
     if weight.requires_grad or not (device == a.device == b.device == weight.device):
         return None
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = _autocasts(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
     if autocast:
         if x.dtype not in _AUTOCAST_INPUTS or a.dtype not in _AUTOCAST_INPUTS:
@@ -134,6 +134,10 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
             return None
         return dtype if base.compute_dtype == dtype and x.shape[-1] == state.shape[1] else None
     return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
+
+
+def _autocasts(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta has no autocast: asking raises
 
 
 class FastLinear(FastLora, peft_layer.Linear):
@@ -278,21 +282,22 @@ class _CastHook:
         if not torch.is_grad_enabled():
             clear(self.modules)
             return
-        todo, adapters = [], []
+        todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
         for module in self.modules:
             pair = _pair(module)
             if pair is None:
                 continue
             a, b, scaling = pair
             device = a.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.dtype
+            dtype = torch.get_autocast_dtype(device) if _autocasts(device) else a.dtype
             cast = module.fastpack_cast
             if not needs_cast(a, scaling, dtype) or (cast is not None and cast.serves(a, b, scaling, dtype)):
                 continue
-            todo.append(module)
-            adapters.append((a, b, scaling))
-        if todo:
-            cast_together(todo, adapters, dtype)
+            modules, adapters = todo.setdefault((a.device, dtype), ([], []))
+            modules.append(module)
+            adapters.append(pair)
+        for (_, dtype), (modules, adapters) in todo.items():
+            cast_together(modules, adapters, dtype)
 
 
 def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:

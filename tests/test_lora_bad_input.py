@@ -1,0 +1,159 @@
+"""Odd inputs and odd moments: a LoRA layer in training does what PEFT's does with them, also where PEFT fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
+from test_lora_quantised import quantised
+from torch import Tensor
+
+from fastpack_trl import apply_lora
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.testing import gradients
+
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
+BASES: dict[str, Callable[[], Any]] = {"dense": lambda: adapted("llama"), "nf4": lambda: quantised("nf4")}
+
+
+def layer_of(model: Any) -> Any:
+    return model.base_model.model.model.layers[0].mlp.up_proj
+
+
+@pytest.fixture(params=["dense", "nf4"])
+def pair(request: Any) -> tuple[Any, Any]:
+    """One projection twice: PEFT's, and ours."""
+    stock = BASES[request.param]()
+    fast = copy.deepcopy(stock)
+    apply_lora(fast)
+    found = layer_of(stock), layer_of(fast)
+    assert isinstance(found[1], FastLora)
+    return found
+
+
+def results(layer: Any, x: Tensor, grad: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Output and gradients."""
+    leaf = x.detach().requires_grad_()
+    out = layer(leaf)
+    out.backward(grad(out))
+    assert leaf.grad is not None
+    return {"out": out.detach(), "x": leaf.grad, **gradients(layer)}
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any], tokens: int, compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    wide = pair[0].in_features
+    inputs = [
+        torch.randn(2, tokens, wide),
+        torch.randn(tokens, 2, wide).transpose(0, 1),
+        strided(torch.randn(2, tokens, wide)),
+    ]
+    grads: list[Callable[[Tensor], Tensor]] = [
+        torch.ones_like,
+        lambda out: torch.ones(()).expand_as(out),
+        lambda out: strided(torch.ones_like(out)),
+    ]
+    fast = torch.compile(pair[1], backend="aot_eager", fullgraph=True) if compiled else pair[1]
+    for x, grad in zip(inputs, grads, strict=True):
+        expected, actual = results(pair[0], x, grad), results(fast, x, grad)
+        assert actual["out"].shape == (2, tokens, pair[0].out_features)
+        actual = {name.replace("_orig_mod.", ""): value for name, value in actual.items()}
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                actual[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        pair[0].zero_grad()
+        pair[1].zero_grad()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_without_gradients_in_training_mode(pair: tuple[Any, Any], mode: Any) -> None:
+    x = torch.randn(3, pair[0].in_features)
+    with mode():
+        torch.testing.assert_close(pair[1](x), pair[0](x), rtol=1e-5, atol=1e-5)
+    trained = [results(layer, x, torch.ones_like) for layer in pair]  # nothing of the call before is left
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-5, atol=1e-5)
+
+
+def outcome(call: Callable[[], Tensor]) -> str:
+    """The error, or the device and dtype of the loss."""
+    try:
+        loss = call()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{loss.device} {loss.dtype}"
+
+
+@pytest.mark.parametrize("moved", ["lora_A", "lora_B", "base_layer"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_adapter_on_another_device_than_its_base_is_as_with_peft(moved: str, autocast: bool) -> None:
+    """On the meta device, which mixes with the CPU in some operators and not in others."""
+    models = [adapted("llama"), adapted("llama")]
+    apply_lora(models[1])
+    said = []
+    for model in models:
+        getattr(layer_of(model), moved).to("meta")
+        said.append(outcome(lambda model=model: step(model, any_ids(), autocast=autocast)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_adapter_on_the_host_of_a_base_on_the_device_fails_as_with_peft() -> None:
+    models = [adapted("llama").cuda(), adapted("llama").cuda()]
+    apply_lora(models[1], compute_dtype=torch.bfloat16)
+    said = []
+    for model in models:
+        layer_of(model).lora_A.cpu()
+        layer_of(model).lora_B.cpu()
+
+        def run(model: Any = model) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return model(input_ids=any_ids().cuda(), labels=any_ids().cuda()).loss
+
+        said.append(outcome(run))
+    assert said[0] == said[1]
+    assert "Error" in said[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_elsewhere_do_not_change_how_the_others_are_cast(autocast: bool) -> None:
+    """Of a model spread over devices: the casts of one forward are made per device and dtype."""
+    models = [adapted("llama"), adapted("llama")]
+    apply_lora(models[1])
+    for model in models:
+        backbone = model.base_model.model.model
+        backbone.layers[-1].to("meta")
+        held, backbone.config.num_hidden_layers = backbone.layers[-1], 1  # it is cast with the others, and not called
+        step(model, any_ids(), autocast=autocast)
+    fast = [module for module in models[1].modules() if isinstance(module, FastLora)]
+    assert {module.fastpack_cast.a.device.type for module in held.modules() if isinstance(module, FastLora)} == {"meta"}
+    assert len(fast) == 14
+    found = [{name: grad for name, grad in gradients(model).items() if "layers.0." in name} for model in models]
+    assert found[0]
+    assert joint_error(found[1], found[0]) < (0.03 if autocast else 5e-6)
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_generation_in_the_middle_of_an_accumulated_step_changes_nothing(kind: str) -> None:
+    """Between the two micro-batches of a step, in training mode and without a switch to evaluation and back."""
+    models = [BASES[kind](), BASES[kind]()]
+    apply_lora(models[1])
+    tokens = []
+    for model in models:
+        step(model, any_ids())
+        tokens.append(model.generate(input_ids=any_ids(length=5), max_new_tokens=3, do_sample=False))
+        step(model, any_ids(seed=1))
+    assert torch.equal(*tokens)
+    assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
