@@ -81,6 +81,8 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         )
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
+    if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
+        args.more, unknown = unknown, []  # `bench --config` hands them to the parser of `sft`
     if unknown:
         options = [word for word in _option_names(parser, chosen) if word.startswith("--")]
         raise UserError(

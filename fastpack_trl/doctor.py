@@ -239,6 +239,7 @@ def load(config: str, folder: str, *flags: str) -> SftArguments:
 
     own = {
         "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+        "eval_on_start": "False",
         "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
     }  # fmt: skip
     words = [word for name, value in own.items() for word in (f"--{name}", value)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.bench import own_run
 from fastpack_trl.bench.cases import CASES
 from fastpack_trl.bench.tables import (
     aligned,
@@ -66,7 +67,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it, else the CPU"
     )
-    add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
+    add("--seed", metavar="N", type=int, help="of weights, documents and order (default: 0; with --config: the YAML's)")
+    own_run.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
@@ -78,6 +80,11 @@ def run(args: Namespace) -> int:
     Raises:
         UserError: no or an unknown case, an option that the case does not have, a JSON path that cannot be written.
     """
+    if getattr(args, "config", None) is not None:
+        return own_run.run(args, _facts)
+    if own_run.given(args):
+        raise UserError(f"{own_run.given(args)[0]} goes with --config FILE only: a case has no trainer of yours")
+    args.seed = getattr(args, "seed", None) or 0
     if args.list:
         width = max(map(len, CASES))
         print("\n".join(f"{name.ljust(width)}  {case.help}" for name, case in CASES.items()))
@@ -87,7 +94,7 @@ def run(args: Namespace) -> int:
     if args.report is not None and args.case is None:
         return _report(args.report, args.out)
     if args.case is None:
-        raise UserError(f"no case: give --case, one of {', '.join(CASES)}")
+        raise UserError(f"no case: give --case, one of {', '.join(CASES)}, or --config FILE for a run of your own")
     if args.case not in CASES:
         raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
     from fastpack_trl.bench.record import check_writable, write_json

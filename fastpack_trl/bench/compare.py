@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,83 +26,21 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from trl.trainer.utils import get_peak_flops
 
 from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SidePlan, plan_of
 from fastpack_trl.bench.compare_tables import table
-from fastpack_trl.bench.own_row import loss_difference, ratios, setting_of, shared_facts, side_row
-from fastpack_trl.bench.own_side import Build, Side
+from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+from fastpack_trl.bench.own_row import assemble, part_of
+from fastpack_trl.bench.own_side import Build, Side, one_bar
 from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
 from fastpack_trl.bench.record import OtherLoad, make_record
 from fastpack_trl.bench.rounds import FAILURES, attempt, describe_failure, free_memory, turn_order
-from fastpack_trl.bench.steps import quiet
 from fastpack_trl.errors import UserError, did_you_mean
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "Plan", "compare", "measure", "table"]
 
 CASE = "config"
-DEFAULT_PAIRS, WARMUP, GATE_STEPS = 9, 2, 2
 INTERLEAVED = "one process, one optimizer step of each side in turn, the order swapped from round to round"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured.
-
-    Attributes:
-        pairs: timed rounds, one optimizer step of each side; 6 or more give an interval of 95 %.
-        warmup: rounds before, not timed.
-        gate_steps: rounds before these, in which all sides must have the same loss; 0 for no gate.
-        seed: of the random numbers before each side is built, and of its first step.
-        profile: folder for a Chrome trace per side; None for none.
-        peak_flops: of the device; None: what TRL knows.
-    """
-
-    pairs: int = DEFAULT_PAIRS
-    warmup: int = WARMUP
-    gate_steps: int = GATE_STEPS
-    seed: int = 0
-    profile: Path | None = None
-    peak_flops: float | None = None
-
-    @property
-    def untimed(self) -> int:
-        return self.gate_steps + self.warmup
-
-    @property
-    def rounds(self) -> int:
-        return self.untimed + self.pairs
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Fields of the configuration that a measurement needs: enough steps, nothing written, nothing reported."""
-        return {
-            "max_steps": self.rounds + 2,  # one under the profiler, one in which syncs are counted
-            "report_to": "none",
-            "save_strategy": "no",
-            "eval_strategy": "no",
-            "eval_on_start": False,
-            "load_best_model_at_end": False,
-            "push_to_hub": False,
-            "disable_tqdm": True,
-        }
-
-    def check(self) -> None:
-        """Raises: UserError, where there is nothing to measure."""
-        if self.pairs < 1 or self.warmup < 0 or self.gate_steps < 0:
-            raise UserError(
-                f"pairs={self.pairs}, warmup={self.warmup}, gate_steps={self.gate_steps}: "
-                "time at least one pair, after 0 or more rounds of each"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "pairs": self.pairs,
-            "warmup_steps": self.warmup,
-            "gate_steps": self.gate_steps,
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        }
 
 
 def compare(
@@ -156,28 +93,35 @@ def compare(
         if name not in SIDES:
             raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
     ordered = [name for name in SIDES if name in sides]
-    with _bar(plan.rounds, progress) as bar:
-        row, complete = measure({name: plan_of(name, device) for name in ordered}, build, plan, bar)
+    with bar("rounds", plan.rounds, progress) as shown:
+        row, complete = measure({name: plan_of(name, device) for name in ordered}, build, plan, shown)
     return record_of([row] if row else [], plan, complete)
 
 
-def record_of(rows: Sequence[Mapping[str, Any]], plan: Plan, complete: bool, **settings: Any) -> dict[str, Any]:
+def record_of(
+    rows: Sequence[Mapping[str, Any]], plan: Plan, complete: bool, *, case: str = CASE, **settings: Any
+) -> dict[str, Any]:
     """The rows of one call as a record."""
     return make_record(
-        case=CASE,
+        case=case,
         settings={**plan.to_dict(), **settings},
         rows=rows,
         complete=complete,
-        device=rows[0]["device"] if rows else "cpu",
+        device=next((row["device"] for row in rows if "device" in row), "cpu"),
         threads=torch.get_num_threads(),
         seed=plan.seed,
     )
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Any]:
-    with tqdm(total=total, unit="round", disable=None if progress else True, dynamic_ncols=True) as bar:
-        yield bar
+def bar(name: str, total: int, progress: bool = True) -> Iterator[Any]:
+    """A progress bar over rounds (on a terminal)."""
+    with tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True) as shown:
+        yield shown
+
+
+class NotAvailable(Exception):  # noqa: N818 - an answer, not a fault
+    """The side that is measured would run as the others do, for the reason in its message."""
 
 
 @dataclass(slots=True)
@@ -282,7 +226,13 @@ def check_same_weights(first: Side, second: Side) -> None:
 
 
 def measure(
-    plans: Mapping[str, SidePlan], build: Build, plan: Plan, bar: Any, *, subject: str | None = None
+    plans: Mapping[str, SidePlan],
+    build: Build,
+    plan: Plan,
+    shown: Any,
+    *,
+    subject: str | None = None,
+    available: Callable[[Side], str] = lambda side: "",
 ) -> tuple[dict[str, Any] | None, bool]:
     """One row: all sides of `plans` in turn.
 
@@ -290,13 +240,15 @@ def measure(
         plans: by name, the reference of the gate first.
         build: see `compare`.
         plan: how much.
-        bar: updated once per round.
-        subject: whom the ratios are over; default: `OURS`, else the last.
+        shown: a progress bar, updated once per round.
+        subject: whom the ratios are over; default: `OURS`, else the last. It is built first.
+        available: given the subject when it could begin, why it need not be measured; empty to go on.
 
     Returns:
         The row, None where nothing was timed, and whether it is complete.
 
     Raises:
+        NotAvailable: with what `available` said.
         UserError: see `compare`.
     """
     plan.check()
@@ -304,14 +256,18 @@ def measure(
     state = _Measurement(plan, subject)
     complete = True
     load = OtherLoad()
-    with quiet(), contextlib.redirect_stdout(io.StringIO()):  # banners and logs
+    with one_bar():
         try:
-            for name, side_plan in plans.items():
-                bar.set_postfix_str(f"loading {name}")
-                state.build(name, partial(Side, name, side_plan, build, plan.changes, plan.seed))
-            load = _rounds(state, bar)
+            for name in sorted(plans, key=lambda name: name != subject):
+                shown.set_postfix_str(f"loading {name}")
+                state.build(name, partial(Side, name, plans[name], build, plan.changes, plan.seed))
+                reason = available(state.sides[name]) if name == subject and name in state.sides else ""
+                if reason:
+                    raise NotAvailable(reason)
+            state.sides = {name: state.sides[name] for name in plans if name in state.sides}
+            load = _rounds(state, shown)
             for side in state.sides.values():
-                _extras(side, plan)
+                side.extras_of(plan)
         except KeyboardInterrupt:
             complete = False
         finally:
@@ -326,73 +282,43 @@ def measure(
         attempt(partial(free_memory, "cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _rounds(state: _Measurement, bar: Any) -> OtherLoad:
+def _rounds(state: _Measurement, shown: Any) -> OtherLoad:
     plan = state.plan
     load = OtherLoad()
     with without_dropout([side.trainer.model for side in state.sides.values()]) as dropped:
         for index in range(plan.gate_steps):
-            _one_round(state, index, bar, "gate")
+            _one_round(state, index, shown, "gate")
     if state.gate is not None:
         state.gate["dropout"] = "off in these steps" if dropped else "none"
     for index in range(plan.gate_steps, plan.rounds):
         if index == plan.untimed:
             load, state.order = OtherLoad(), []
-        _one_round(state, index, bar, "timing" if index >= plan.untimed else "warm-up")
+        _one_round(state, index, shown, "timing" if index >= plan.untimed else "warm-up")
     return load
 
 
-def _one_round(state: _Measurement, index: int, bar: Any, what: str) -> None:
+def _one_round(state: _Measurement, index: int, shown: Any, what: str) -> None:
     if not state.sides:
         return
-    bar.set_postfix_str(what)
+    shown.set_postfix_str(what)
     state.round(index)
     state.check(index)
-    bar.update(1)
-
-
-def _extras(side: Side, plan: Plan) -> None:
-    """Steps that are not timed: under the profiler, and with syncs counted. What fails is a note, the times stand."""
-    trace = None if plan.profile is None else plan.profile / f"{side.name}.json"
-    for what, call in (("profile", partial(side.profile, trace)), ("host syncs", side.count_syncs)):
-        _, failure = attempt(call)
-        if failure is not None:
-            side.extras["notes"].append(f"{what}: {failure}")
-            return  # its training has ended
+    shown.update(1)
 
 
 def _row(state: _Measurement, complete: bool, other_load: float | None) -> dict[str, Any] | None:
     plan = state.plan
     good = {name: side for name, side in state.sides.items() if len(side.steps) > plan.untimed}
+    if not good and complete:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in state.failed.items())
+        raise UserError(f"no side could be measured: {reasons}")
     if not good:
-        if complete:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in state.failed.items())
-            raise UserError(f"no side could be measured: {reasons}")
         return None
     rounds = min(len(side.steps) for side in good.values())
-    timed = slice(plan.untimed, rounds)
-    first = next(iter(good.values()))
-    results = {name: side.result() for name, side in good.items()}
-    peak = plan.peak_flops or device_peak(first.device, first.dtype)
-    figures = {name: side_row(results[name], timed, good[name].flops, peak) for name in good}
-    setting = setting_of(first.trainer, first.dtype)
     return {
-        **setting,
-        **shared_facts(results[first.name]["steps"][timed]),
-        "device": first.device.type,
+        **assemble({name: part_of(side, plan, rounds) for name, side in good.items()}, state.failed, state.subject),
         "isolation": INTERLEAVED,
-        "subject": state.subject,
-        "peak_flops": peak,
         "gate": state.gate,
-        "sides": {**figures, **{name: {"failed": reason} for name, reason in state.failed.items()}},
-        "ratios": ratios({name: side["seconds"]["values"] for name, side in figures.items()}, state.subject),
-        "loss_difference": loss_difference({name: side["losses"] for name, side in figures.items()}),
         "order": state.order,
         "other_load": other_load,
     }
-
-
-def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second that TRL knows of a device; None for a CPU, fp32, or another."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak: float | None = get_peak_flops(name, str(dtype).removeprefix("torch."))
-    return peak

@@ -7,7 +7,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from trl.trainer.utils import get_peak_flops
 
+from fastpack_trl.bench.own_plan import Plan
+from fastpack_trl.bench.own_side import Side
 from fastpack_trl.bench.step_watch import PHASES, pairs_of
 from fastpack_trl.bench.timing import median_interval
 from fastpack_trl.step.flops import ModelFlops
@@ -47,6 +50,7 @@ def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, 
         "token_rates": rates,
         **_utilisation(steps, flops, peak),
         "memory": used,
+        "memory_marks": result["memory_marks"],
         "idle_share": None if busy is None else max(0.0, 1 - busy / median(seconds)),
         "launches": profile["launches"] if profile is not None else None,
         "host_syncs": result["host_syncs"],
@@ -138,3 +142,40 @@ def setting_of(trainer: Any, dtype: torch.dtype) -> dict[str, Any]:
         "setting": f"{quantised}{name}, {adapter}{str(dtype).removeprefix('torch.')}, "
         f"{'checkpointing' if args.gradient_checkpointing else 'no checkpointing'}",
     }
+
+
+def part_of(side: Side, plan: Plan, rounds: int) -> dict[str, Any]:
+    """What one side adds to a row, as plain data; of its first `rounds` steps those after the gate and the warm-up."""
+    timed = slice(plan.untimed, rounds)
+    result = side.result()
+    peak = plan.peak_flops or device_peak(side.device, side.dtype)
+    return {
+        "setting": setting_of(side.trainer, side.dtype),
+        "shared": shared_facts(result["steps"][timed]),
+        "device": side.device.type,
+        "peak_flops": peak,
+        "figures": side_row(result, timed, side.flops, peak),
+    }
+
+
+def assemble(parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], subject: str) -> dict[str, Any]:
+    """A row of what `part_of` made of each side; the first one's setting is that of all."""
+    first = next(iter(parts.values()))
+    figures = {name: part["figures"] for name, part in parts.items()}
+    return {
+        **first["setting"],
+        **first["shared"],
+        "device": first["device"],
+        "peak_flops": first["peak_flops"],
+        "subject": subject,
+        "sides": {**figures, **{name: {"failed": reason} for name, reason in failed.items()}},
+        "ratios": ratios({name: side["seconds"]["values"] for name, side in figures.items()}, subject),
+        "loss_difference": loss_difference({name: side["losses"] for name, side in figures.items()}),
+    }
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations per second that TRL knows of a device; None for a CPU, fp32, or another."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak: float | None = get_peak_flops(name, str(dtype).removeprefix("torch."))
+    return peak

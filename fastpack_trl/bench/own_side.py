@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.bench.baselines import SidePlan
+from fastpack_trl.bench.own_plan import Plan
+from fastpack_trl.bench.rounds import attempt
 from fastpack_trl.bench.step_profile import StepProfile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
+from fastpack_trl.bench.steps import quiet
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
@@ -23,6 +28,21 @@ from fastpack_trl.step.tokens import TokenCounter
 
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
+
+
+@contextlib.contextmanager
+def one_bar() -> Iterator[None]:
+    """No banner, log or bar of the sides beside the bar over all of them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with quiet(), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class OwnMemory:
@@ -81,6 +101,7 @@ class Side:
         self.paths: list[str] = []
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
         self._memory: list[dict[str, int]] = []
+        self._marks: list[tuple[float, int]] = []
         asked = {**changes, **plan.changes}
         set_seed(seed)
         with self.memory.counted():
@@ -124,7 +145,18 @@ class Side:
         if self.memory.peak is not None and self.device.type == "cuda":
             used = {"peak_bytes": self.memory.peak, "before_bytes": before, "pinned_bytes": self.memory.pinned}
             self._memory.append(used)
+            others = torch.cuda.memory_allocated() - self.memory.resident
+            self._marks = [(at, allocated - others) for at, allocated in figures.memory]
         return figures
+
+    def extras_of(self, plan: Plan) -> None:
+        """Steps that are not timed, profiled and with syncs counted. What fails is a note, the times stand."""
+        trace = None if plan.profile is None else plan.profile / f"{self.name}.json"
+        for what, call in (("profile", partial(self.profile, trace)), ("host syncs", self.count_syncs)):
+            _, failure = attempt(call)
+            if failure is not None:
+                self.extras["notes"].append(f"{what}: {failure}")
+                return  # its training has ended
 
     def profile(self, trace: Path | None) -> None:
         """One more step, under the profiler; on the CPU only where a trace is asked for."""
@@ -181,6 +213,7 @@ class Side:
             "checkpointing": _checkpointing(self.trainer, report),
             "steps": [step.to_dict() for step in self.steps],
             "memory": self._memory,
+            "memory_marks": [list(mark) for mark in self._marks],
             **self.extras,
         }
 

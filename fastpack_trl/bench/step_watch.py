@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.timing import Clock
+from fastpack_trl.bench.timing import Clock, CudaClock
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.tokens import TokenCounter, TokenSums
 
@@ -37,6 +37,8 @@ class RawStep:
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The keywords of each call of the model."""
     gradient_norm: Any = None
+    memory: list[tuple[Any, int]] = field(default_factory=list)
+    """Marks with the bytes allocated on the device then; empty on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class StepFigures:
         documents: tokens of each document.
         digest: of the tokens of all micro-batches, in order, without padding.
         tokens: as `TokenSums`.
+        memory: (milliseconds since the start, bytes allocated on the device) at the ends of phases; empty on the CPU.
     """
 
     seconds: float
@@ -64,6 +67,7 @@ class StepFigures:
     documents: list[int]
     digest: str
     tokens: dict[str, Any]
+    memory: list[tuple[float, int]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -84,6 +88,13 @@ class StepWatch(TrainerCallback):
         """Whether the phases are named in a profile that runs."""
         self._forward_end: Any = None
         self._clipping: Any = None
+
+    def _end(self) -> Any:
+        """A mark at the end of a phase."""
+        now = self.clock.mark()
+        if isinstance(self.clock, CudaClock):
+            self.step.memory.append((now, torch.cuda.memory_allocated()))  # the allocator's own count: no sync
+        return now
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
@@ -106,7 +117,7 @@ class StepWatch(TrainerCallback):
             start = mark()
             with self._label("data"):
                 found, items = batches(*args, **kwargs)
-            self.step.spans["data"].append((start, mark()))
+            self.step.spans["data"].append((start, self._end()))
             self.step.batches = list(found)
             return found, items
 
@@ -116,14 +127,14 @@ class StepWatch(TrainerCallback):
                 loss: Tensor = training_step(*args, **kwargs)
             if self._forward_end is not None:  # not where the micro-batch runs later, merged with others
                 self.step.spans["forward"].append((start, self._forward_end))
-                self.step.spans["backward"].append((self._forward_end, mark()))
+                self.step.spans["backward"].append((self._forward_end, self._end()))
             self.step.losses.append(loss.detach())
             return loss
 
         def watched_loss(*args: Any, **kwargs: Any) -> Any:
             with self._label("forward"):
                 loss = compute_loss(*args, **kwargs)
-            self._forward_end = mark()
+            self._forward_end = self._end()
             return loss
 
         def watched_clip(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +173,7 @@ class StepWatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The gradients are gone."""
-        self.step.spans["optimizer"].append((self._clipping, self.clock.mark()))
+        self.step.spans["optimizer"].append((self._clipping, self._end()))
         self._clipping = None
 
     def settle(self, counter: TokenCounter, pad_token_id: int | None = None) -> StepFigures:
@@ -191,6 +202,7 @@ class StepWatch(TrainerCallback):
             documents=[length for inputs in step.batches for length in document_lengths(inputs)],
             digest=digest_of([document_tokens(inputs, pad_token_id) for inputs in step.batches]),
             tokens=_plain(counter.take()),
+            memory=[(self.clock.seconds(step.start, mark) * 1000, used) for mark, used in step.memory],
         )
 
 

@@ -1,0 +1,132 @@
+"""What each feature adds by itself: everything off, one feature on, and all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastpack_trl.bench.baselines import OURS, SidePlan
+from fastpack_trl.bench.compare import NotAvailable, measure
+from fastpack_trl.bench.own_plan import Plan
+from fastpack_trl.bench.own_side import Build, Side
+from fastpack_trl.bench.tables import aligned, disturbances
+from fastpack_trl.config import _CHOICES, FastSFTConfig
+from fastpack_trl.trainer import FastSFTTrainer
+
+OFF, ALL = "off", "all"
+_NO_FEATURES = ("verify_packing", "moe_quantize_experts", "cache_dequantized")
+"""Fields that are no way to run a step: a proof, another computation, a part of `lora`."""
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "sync_free": ("packed_attention",),
+    "merge_accumulation": ("packed_attention", "sync_free"),
+    "layer_compile": ("packed_attention",),
+}
+"""What a feature cannot run without: it is compared with these on, and nothing else."""
+
+
+def features() -> tuple[str, ...]:
+    """The fields of `FastSFTConfig` that can be switched off one by one."""
+    return tuple(name for name, choices in _CHOICES.items() if OFF in choices and name not in _NO_FEATURES)
+
+
+def settings_of(on: Sequence[str], configured: Mapping[str, str]) -> dict[str, str]:
+    """Every feature's field: of those `on` as configured (``auto`` where that is off), of the others ``off``.
+
+    So is the proof at the start: the gate compares losses anyway.
+    """
+    fields = {name: (_wanted(configured.get(name, "auto")) if name in on else OFF) for name in features()}
+    return {**fields, "verify_packing": OFF}
+
+
+def _wanted(value: str) -> str:
+    return "auto" if value == OFF else value
+
+
+def ablate(
+    build: Build,
+    plan: Plan,
+    *,
+    bar: Callable[[str, int], Any],
+    configured: Mapping[str, str] | None = None,
+    save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> tuple[list[dict[str, Any]], bool]:
+    """One row per feature: a `FastSFTTrainer` with it beside one without, interleaved; then all together over none.
+
+    Args:
+        build: see `compare`.
+        plan: how much, per row.
+        bar: given the row's name and its rounds, a context manager with ``update`` and ``set_postfix_str``.
+        configured: the user's own values, for the features that are on.
+        save: given the rows so far after each.
+
+    Returns:
+        The rows, and whether all are there. A row names its ``feature`` and what was on without it (``base``); one that
+        this machine or model does not have is ``skipped`` with the feature's own reason.
+    """
+    configured = configured or {}
+    rows: list[dict[str, Any]] = []
+    for feature in (*features(), ALL):
+        base = () if feature == ALL else NEEDS.get(feature, ())
+        on = features() if feature == ALL else (*base, feature)
+        label = {"feature": feature, "base": list(base), "setting": f"ablation: {feature}", "tokens": 0}
+        with bar(feature, plan.rounds) as progress:
+            without = _title(base)
+            plans = {
+                without: SidePlan(FastSFTTrainer, FastSFTConfig, settings_of(base, configured), report=True),
+                OURS: SidePlan(FastSFTTrainer, FastSFTConfig, settings_of(on, configured), report=True),
+            }
+            try:
+                row, complete = measure(plans, build, plan, progress, available=partial(_why_not, feature))
+            except NotAvailable as reason:
+                row, complete = {"skipped": str(reason), "sides": {}, "tokens": 0}, True
+        if row is not None:
+            setting = f"{row['setting']}: {feature} over {without}" if "setting" in row else label["setting"]
+            rows.append({**label, **row, "setting": setting})
+            save(rows)
+        if not complete:
+            return rows, False
+    return rows, True
+
+
+def _title(base: Sequence[str]) -> str:
+    return " + ".join(base) if base else "all off"
+
+
+def _why_not(feature: str, side: Side) -> str:
+    """Why a feature does not run here, by its own report; empty where it does."""
+    report = side.trainer.fastpack_report
+    if feature == ALL:
+        return ""
+    if feature not in report:
+        return "the model has nothing that it changes"
+    line = report[feature]
+    return "" if line.status == "on" else line.reason or line.path
+
+
+def ablation_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each feature adds: steps without and with it, the ratio with its interval; then what was not measured."""
+    cells = [["feature", "over", "without, ms", "with, ms", "faster by", "interval"]]
+    notes = []
+    for row in rows:
+        if row.get("skipped"):
+            notes.append(f"{row['feature']}: skipped: {row['skipped']}")
+            continue
+        without = _title(row["base"])
+        ratio = row["ratios"].get(without)
+        if ratio is None:
+            failed = {name: side["failed"] for name, side in row["sides"].items() if "failed" in side}
+            notes += [f"{row['feature']}: {name}: {reason}" for name, reason in failed.items()]
+            continue
+        cells.append(
+            [
+                row["feature"],
+                without,
+                *(f"{row['sides'][name]['seconds']['median'] * 1000:,.1f}" for name in (without, OURS)),
+                f"{ratio['median']:.2f}x",
+                f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})",
+            ]
+        )
+    measured = [row for row in rows if not row.get("skipped")]
+    return [*(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(measured)]

@@ -1,0 +1,248 @@
+"""``fastpack-trl bench --config FILE``: a training run of the user's own, from its YAML, beside stock."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError, did_you_mean, preparing
+
+BASELINES = ("stock", "tuned", "rebuild")
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_OTHER_CASES = (
+    "case",
+    "tokens",
+    "quick",
+    "seconds",
+    "model",
+    "backends",
+    "layers",
+    "no_checkpointing",
+    "report",
+    "out",
+)
+_PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
+"""Parts of names whose values stay out of a record."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Options of ``fastpack-trl bench --config``; imports nothing heavy."""
+    group = parser.add_argument_group(
+        "your own run", "with --config; every other option is one of `fastpack-trl sft` and goes before the YAML"
+    )
+    add = group.add_argument
+    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: stock and fastpack on its model and data")
+    add(
+        "--baseline",
+        metavar="NAME",
+        nargs="+",
+        help="beside fastpack: stock (as installed, the default), tuned (stock with the best attention that loads, "
+        "Liger, layers compiled by accelerate), rebuild (stock with metadata and mask made again in each layer)",
+    )
+    add("--isolate", action="store_true", help="one process per side, one after the other: each has the memory alone")
+    add("--ablate", action="store_true", help="each feature alone over none, and all together")
+    add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and the largest gaps")
+    add("--gate-steps", metavar="N", type=int, help="steps in which losses must agree before (default: 2; 0: no gate)")
+    add("--warmup", metavar="N", type=int, help="steps of each side that are not timed (default: 2)")
+    add(
+        "--save", action="store_true", help="write the JSON under its default name, into the checkout's results or here"
+    )
+    # What `fastpack-trl sft` takes is parsed by its own parser.
+    parser.set_defaults(more=[])
+
+
+def given(args: Namespace) -> list[str]:
+    """The options of this module that were given, as typed."""
+    names = ("baseline", "isolate", "ablate", "profile", "gate_steps", "warmup", "save")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
+
+
+def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
+    """Measure, print the tables, write the JSON.
+
+    Args:
+        args: of ``fastpack-trl bench``; ``args.more`` is what goes to the parser of ``fastpack-trl sft``.
+        head: the lines about machine and versions of a record.
+
+    Returns:
+        0, or 130 after an interrupt, with what was measured.
+
+    Raises:
+        UserError: a wrong option, a config that cannot be loaded, losses that differ, or no side that could run.
+    """
+    _check(args)
+    from fastpack_trl.bench.record import write_json
+
+    file = _json_file(args)
+    if args.profile is not None:
+        Path(args.profile).expanduser().mkdir(parents=True, exist_ok=True)
+
+    def save(record: Mapping[str, Any]) -> None:
+        if file is not None:
+            write_json(file, record)
+
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, _threads(args.threads):
+        record, lines = _measure(args, folder, save)
+    print("\n".join([f"{record['case']}: {Path(args.config).name}", *head(record), *lines]))
+    save(record)
+    if args.save:
+        target = default_file(record)
+        write_json(target, record)
+        print(f"\nwritten to {target}")
+    return 0 if record["complete"] else EXIT_INTERRUPTED
+
+
+def _check(args: Namespace) -> None:
+    from fastpack_trl.features import disabled_by_environment
+
+    for name in _OTHER_CASES:
+        if getattr(args, name, None) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} does not go with --config: leave one of the two out")
+    if args.device != "auto":
+        raise UserError(
+            "--device does not go with --config: use_cpu in the YAML, or --use_cpu True, says where it runs"
+        )
+    for name in args.baseline or ():
+        if name not in BASELINES:
+            hint = did_you_mean(name, BASELINES)
+            raise UserError(f"there is no baseline {name!r}{hint} (baselines: {', '.join(BASELINES)})")
+    if args.ablate and (args.isolate or args.baseline or args.profile):
+        raise UserError("--ablate compares fastpack with itself: leave out --isolate, --baseline and --profile")
+    if disabled_by_environment():
+        raise UserError("FASTPACK_DISABLE is set: both sides would be stock; unset it")
+
+
+def _json_file(args: Namespace) -> Path | None:
+    from fastpack_trl.bench.record import check_writable
+
+    if not args.json:
+        return None
+    file = check_writable(args.json)
+    if file.exists() and not getattr(args, "again", False):
+        raise UserError(f"--json {str(file)!r} exists: name another file, or --again to replace it")
+    return file
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    from fastpack_trl.bench.steps import limited_threads
+
+    if count is not None and count < 1:
+        raise UserError(f"--threads {count}: give 1 or more")
+    with limited_threads(count) if count is not None else contextlib.nullcontext():
+        yield
+
+
+def plan_from(args: Namespace) -> Any:
+    """The `Plan` of the options."""
+    from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+
+    plan = Plan(
+        pairs=DEFAULT_PAIRS if args.pairs is None else args.pairs,
+        warmup=WARMUP if args.warmup is None else args.warmup,
+        gate_steps=GATE_STEPS if args.gate_steps is None else args.gate_steps,
+        seed=args.seed or 0,
+        profile=None if args.profile is None else Path(args.profile).expanduser(),
+    )
+    plan.check()
+    return plan
+
+
+def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any]:
+    """A `build` for `compare`: each call reads the YAML and loads its model and data anew."""
+
+    def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
+        from fastpack_trl.doctor import load
+        from fastpack_trl.sft import make_trainer
+
+        words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+        arguments = load(config, folder, *flags, "--output_dir", folder, *words)
+        with preparing():
+            return make_trainer(arguments, None, trainer_class)
+
+    return build
+
+
+def _measure(
+    args: Namespace, folder: str, save: Callable[[Mapping[str, Any]], None]
+) -> tuple[dict[str, Any], list[str]]:
+    """The record, and its lines for people."""
+    from fastpack_trl.bench import baselines
+    from fastpack_trl.bench.compare import bar, compare, record_of
+    from fastpack_trl.bench.compare_tables import table
+    from fastpack_trl.doctor import load
+
+    plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
+    flags = [*args.more, *seed]
+    arguments = load(args.config, folder, *flags)  # a wrong name or value is said before anything is loaded
+    settings = {"config": settings_of(args.config, args.more)}
+    build = builder(args.config, flags, folder)
+    if args.ablate:
+        from fastpack_trl.bench.ablation import ablate, ablation_lines, features
+
+        configured = {name: str(getattr(arguments.training, name)) for name in features()}
+
+        def keep(rows: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
+            return record_of(rows, plan, complete, case="ablate", **settings)
+
+        rows, complete = ablate(build, plan, configured=configured, bar=bar, save=lambda rows: save(keep(rows)))
+        record = keep(rows, complete)
+        return record, ["", *ablation_lines(rows)]
+    sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
+    training = arguments.training
+    if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
+        sides.append(baselines.PLANNED)
+    if args.isolate:
+        from fastpack_trl.bench.isolation import isolated
+
+        record = isolated(args.config, flags, sides, plan, settings)
+    else:
+        record = compare(
+            build, pairs=plan.pairs, warmup=plan.warmup, gate_steps=plan.gate_steps, seed=plan.seed, sides=sides,
+            profile=plan.profile,
+        )  # fmt: skip
+        record["settings"] |= settings
+    return record, [table(record)]
+
+
+def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
+    """The YAML and what goes before it, for a record: of paths only the last part, no names of people, no tokens.
+
+    ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
+    """
+    from fastpack_trl.sft_yaml import load_config
+
+    values: dict[str, Any] = dict(load_config(config))
+    name = ""
+    for word in flags:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values[name] = value if equals else "true"
+        elif name:
+            values[name] = word
+    kept = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
+    return {key: _without_folders(value) for key, value in kept.items()}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists()):
+        return Path(value).name
+    if isinstance(value, Mapping):
+        return {str(key): _without_folders(item) for key, item in value.items()}
+    return [_without_folders(item) for item in value] if isinstance(value, list) else value
+
+
+def default_file(record: Mapping[str, Any]) -> Path:
+    """``fastpack_trl/bench/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
+
+    A file that exists is kept: the next gets ``_2`` behind its name.
+    """
+    results = Path(__file__).resolve().parent / "results"
+    folder = results if record["source"]["commit"] is not None and results.is_dir() else Path.cwd()
+    stem = f"{record['case']}_{record['machine']['device']}_{record['date'][:10]}"
+    names = [f"{stem}.json", *(f"{stem}_{number}.json" for number in range(2, 1000))]
+    return next(folder / name for name in names if not (folder / name).exists())
