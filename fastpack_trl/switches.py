@@ -95,7 +95,11 @@ def _tell_copies(trainer: Any) -> None:
 
 @contextmanager
 def moe(trainer: Any) -> Iterator[None]:
-    """Mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's."""
+    """Mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's.
+
+    Raises:
+        ValueError: the stacks are in four bits, and another setting asks for stock's path.
+    """
     setting, report = setting_of(trainer, "moe"), trainer.fastpack_report
     present = bool(experts_modules(trainer.model))
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
@@ -115,6 +119,11 @@ def moe(trainer: Any) -> Iterator[None]:
     faster, note = measured(trainer.args.device.type, what_trains(trainer.model)) if present else (True, "")
     if not why and not faster and setting == "auto" and not quantised:
         why = note
+    if why and quantised:
+        raise ValueError(
+            f"moe_quantize_experts='on': {why}, and stock's experts cannot train in four bits; on several GPUs use DDP "
+            "(accelerate_config: multi_gpu), otherwise leave out what chooses stock's, or moe_quantize_experts"
+        )
     if why:
         report.add("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield

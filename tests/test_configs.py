@@ -306,8 +306,11 @@ def test_the_readme_launches_by_hand_with_a_file_of_trl() -> None:
     (command,) = re.findall(r"^accelerate launch (.*)$", text, re.M)
     ((expression, name),) = re.findall(r"\$\(python -c '(.*)'\)/(\w+)\.yaml", command)
     ran = subprocess.run([sys.executable, "-c", expression], capture_output=True, text=True, check=True)
-    file = Path(ran.stdout.strip()) / f"{name}.yaml"
+    folder = Path(ran.stdout.strip())
+    file = folder / f"{name}.yaml"
     assert file.is_file()
+    (listed,) = re.findall(r"TRL ships accelerate configs: (.*?)\.", text)
+    assert set(re.findall(r"`(\w+)`", listed)) == {shipped.stem for shipped in folder.glob("*.yaml")}
     words = shlex.split(re.sub(r'"\$\(.*\)/\w+\.yaml"', str(file), command))
     launch = launch_command_parser().parse_args(words)
     assert (launch.config_file, launch.module, launch.training_script) == (str(file), True, "fastpack_trl")

@@ -114,6 +114,13 @@ def test_stacks_are_packed_before_stock_moves_the_model(tmp_path: Path, monkeypa
     assert trainer.fastpack_report.facts["quantised experts"].startswith("4 stacks")
 
 
+def test_where_stocks_experts_would_run_four_bits_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, model_init_kwargs={"experts_implementation": "eager"})
+    with pytest.raises(ValueError, match=r"experts_implementation='eager' was chosen, and stock's .* use DDP"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.cuda
 def test_on_cuda_one_dense_stack_is_there_at_a_time(tmp_path: Path) -> None:
     wide = {"num_experts": 64, "moe_intermediate_size": 512, "hidden_size": 256}
