@@ -261,3 +261,22 @@ def test_a_training_leaves_its_trainer_as_it_was(tmp_path: Path) -> None:
     assert trainer.callback_handler.callbacks == callbacks
     assert vars(trainer).get("training_step") is step
     assert module.CASE == "config"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None:
+    build = _build(tmp_path, use_cpu=False, bf16=True)
+    found = compare(build, pairs=3, profile=tmp_path, sides=("stock", "fastpack", "fastpack_plan"), progress=False)
+    (row,) = found["rows"]
+    assert (row["dtype"], row["device"]) == ("bfloat16", "cuda")
+    for name, side in row["sides"].items():
+        memory = side["memory"]
+        assert 0 < memory["before_bytes"] < memory["peak_bytes"] < 1 << 30
+        assert all(0 < used <= memory["peak_bytes"] for _, used in side["memory_marks"])
+        assert side["launches"]["kernels"] > 50
+        assert 0 <= side["idle_share"] < 1
+        assert side["host_syncs"]["backend"] == "cuda"
+        assert side["profile"]["gaps"]
+        assert (tmp_path / f"{name}.json").stat().st_size > 1000
+    assert row["sides"]["fastpack"]["host_syncs"]["per_step"] < row["sides"]["stock"]["host_syncs"]["per_step"]

@@ -51,7 +51,8 @@ def plan_of(name: str, device: str) -> SidePlan:
       compiled through accelerate. Dtype and checkpointing are the configuration's, as on every side.
     - ``rebuild``: stock with packing metadata and mask made again in each layer.
     - ``fastpack``: `FastSFTTrainer`, which recomputes what `gradient_checkpointing` says, as stock.
-    - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks.
+    - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks, and
+      of that has what the other sides leave free; in a process of its own (``--isolate``) all of it.
 
     Raises:
         KeyError: another name.

@@ -232,7 +232,7 @@ def measure(
     shown: Any,
     *,
     subject: str | None = None,
-    available: Callable[[Side], str] = lambda side: "",
+    available: Callable[[Side], str] | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
     """One row: all sides of `plans` in turn.
 
@@ -241,8 +241,8 @@ def measure(
         build: see `compare`.
         plan: how much.
         shown: a progress bar, updated once per round.
-        subject: whom the ratios are over; default: `OURS`, else the last. It is built first.
-        available: given the subject when it could begin, why it need not be measured; empty to go on.
+        subject: whom the ratios are over; default: `OURS`, else the last.
+        available: given the subject, then built before the others, why it need not be measured; empty to go on.
 
     Returns:
         The row, None where nothing was timed, and whether it is complete.
@@ -258,12 +258,13 @@ def measure(
     load = OtherLoad()
     with one_bar():
         try:
-            for name in sorted(plans, key=lambda name: name != subject):
+            for name in sorted(plans, key=lambda name: available is not None and name != subject):
                 shown.set_postfix_str(f"loading {name}")
                 state.build(name, partial(Side, name, plans[name], build, plan.changes, plan.seed))
-                reason = available(state.sides[name]) if name == subject and name in state.sides else ""
-                if reason:
-                    raise NotAvailable(reason)
+                if available is not None and name == subject and name in state.sides:
+                    reason = available(state.sides[name])
+                    if reason:
+                        raise NotAvailable(reason)
             state.sides = {name: state.sides[name] for name in plans if name in state.sides}
             load = _rounds(state, shown)
             for side in state.sides.values():

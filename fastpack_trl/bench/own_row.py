@@ -122,7 +122,8 @@ def setting_of(trainer: Any, dtype: torch.dtype) -> dict[str, Any]:
     adapter = ""
     if lora is not None:
         rank = getattr(lora, "r", None)
-        adapter = f"{getattr(lora.peft_type, 'value', lora.peft_type)}{f' r={rank}' if rank else ''}, "
+        kind = str(getattr(lora.peft_type, "value", lora.peft_type))
+        adapter = f"{'LoRA' if kind == 'LORA' else kind}{f' r={rank}' if rank else ''}, "
     quantised = "4-bit " if getattr(model, "is_loaded_in_4bit", False) else ""
     name = f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"
     parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
