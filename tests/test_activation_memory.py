@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from test_offload import LAYERS, assert_same, loss_of, make, step
+from offload_material import LAYERS, assert_same, loss_of, make, step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings

@@ -38,8 +38,11 @@ def _step(block: Any, module: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return out.detach(), {"x": x.grad, **gradients(module)}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("gpt_oss", False), ("gpt_oss", True), ("qwen3_moe", True), ("deepseek_v3", False)],
+    ids=["gpt_oss", "gpt_oss-expert-lora", "qwen3_moe-expert-lora", "deepseek_v3"],
+)
 def test_a_layers_experts_compile_without_a_graph_break(family: str, lora: bool) -> None:
     model = adapted(family) if lora else moe_model(family)
     layers = model.base_model.model.model.layers if lora else model.model.layers
@@ -67,7 +70,7 @@ def test_compiled_layers_inside_of_a_checkpoint() -> None:
 
 
 def test_layers_compiled_around_their_checkpoint_with_expert_lora() -> None:
-    model = adapted("qwen3_moe")
+    model = adapted("qwen3_moe", num_hidden_layers=1)
     model.enable_input_require_grads()
     ids = input_ids()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

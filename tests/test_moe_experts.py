@@ -102,10 +102,14 @@ def test_gradcheck(family: str) -> None:
     assert torch.autograd.gradcheck(run, (x, weights, *parameters), fast_mode=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_no_token_gives_an_empty_output_and_zero_gradients(family: str) -> None:
-    module, (x, ids, weights, grad) = _case(family, torch.float32, tokens=0)
-    ours = _run(module, module, x, ids, weights, grad)
+def test_no_token_gives_an_empty_output_and_zero_gradients(family: str, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    module, values = _case(family, torch.float32, tokens=0)
+    module = module.to(device)
+    ours = _run(module, module, *(value.to(device) for value in values))
     assert ours["out"].shape == (0, 32)
     assert ours.keys() >= {name for name, _ in module.named_parameters()}
     assert not any(value.any() for value in ours.values())
@@ -132,6 +136,22 @@ def test_nan_of_a_token_stays_in_that_token(family: str) -> None:
         rows = ours[name].isnan().any(1)
         assert rows[7]
         assert rows.sum() == 1
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_nan_of_a_token_stays_in_that_token_through_the_router_too(family: str) -> None:
+    model = moe_model(family).requires_grad_(False)
+    block = model.get_submodule(next(iter(experts_modules(model))).rpartition(".")[0])
+    x = torch.randn(1, 24, 32)
+    x[0, 7] = float("nan")
+    x.requires_grad_()
+    with apply_moe(model):
+        out = block(x)
+        out = out[0] if isinstance(out, tuple) else out
+        out.sum().backward()
+    assert x.grad is not None
+    for value in (out, x.grad):
+        assert value[0].isnan().any(1).nonzero().tolist() == [[7]]
 
 
 def test_frozen_experts_get_no_gradient_and_save_the_input_the_pre_activation_and_the_plan_only() -> None:
@@ -222,6 +242,22 @@ def test_what_is_not_covered_keeps_stock_by_name_and_reason() -> None:
         with apply_moe(model) as report:
             assert reason in report.layers[1].reason
         setattr(second, flag, before)
+
+
+def test_sharded_stacks_keep_stock() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = moe_model("qwen3_moe")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stack = experts_of(model).down_proj
+        sharded = distribute_tensor(stack.data, init_device_mesh("cpu", (1,)), [Shard(0)])
+        experts_of(model).down_proj = torch.nn.Parameter(sharded)
+        with apply_moe(model) as report:
+            assert [line.reason for line in report.layers] == ["down_proj is a DTensor", ""]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_gate_of_the_models_own_is_called_and_differentiated() -> None:
@@ -353,12 +389,11 @@ def test_no_host_sync_on_cuda(family: str, lora: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(
-    ("family", "skew", "tokens"),
-    [(family, "uniform", 400) for family in MOE_FAMILIES]
-    + [("gpt_oss", "empty", 400), ("qwen3_moe", "hot", 400), ("gpt_oss", "uniform", 1), ("qwen3_moe", "uniform", 0)],
+    ("family", "skew"),
+    [(family, "uniform") for family in MOE_FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")],
 )
-def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str, tokens: int) -> None:
-    module, values = _case(family, torch.bfloat16, tokens=tokens, skew=skew)
+def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str) -> None:
+    module, values = _case(family, torch.bfloat16, tokens=400, skew=skew)
     module = module.cuda()
     x, ids, weights, grad = (value.cuda() for value in values)
     ours = _run(module, module, x, ids, weights, grad)

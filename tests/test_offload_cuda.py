@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload import assert_same, enable
+from offload_material import assert_same, enable
 from torch import Tensor, nn
 
 from fastpack_trl.checkpointing.offloader import Offloader

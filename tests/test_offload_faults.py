@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from offload_material import LAYERS, assert_same, loss_of, make, offloaded, step
 from recording_streams import RecordingStreams
-from test_offload import LAYERS, assert_same, loss_of, make, offloaded, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -99,7 +99,7 @@ class BreaksError(Exception):
 
 
 def test_no_leak_over_200_steps_of_which_every_third_breaks_off() -> None:
-    model = make("llama")
+    model = make("llama", layers=3)
     streams = RecordingStreams()
     broken = pinned = 0
     with offloaded(model, streams=lambda device: streams) as offload:

@@ -19,6 +19,7 @@ from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.seam import (
     Mode,
     Offload,
+    always,
     check_settings,
     checkpointed_layers,
     offload_checkpoints,
@@ -100,7 +101,7 @@ class AsyncCheckpointCallback(TrainerCallback):
                 keep_last_layers=self._keep,
                 min_bytes=self._min_bytes,
                 streams=self._streams or CudaStreams,
-                active=_always if trainer is None else _Training(trainer),
+                active=always if trainer is None else _Training(trainer),
                 say=self._tell,
             )
         )
@@ -148,10 +149,6 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
     """Whether a run checkpoints, and its keywords; transformers 5.23 renamed ``gradient_`` to ``activation_``."""
     name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
     return bool(getattr(args, name)), dict(getattr(args, f"{name}_kwargs") or {})
-
-
-def _always() -> bool:
-    return True
 
 
 class _Training:

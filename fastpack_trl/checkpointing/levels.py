@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.checkpointing.seam import Offload, offload_checkpoints
-
-_SEAM = "_gradient_checkpointing_func"
+from fastpack_trl.checkpointing.seam import SEAM, Offload, offload_checkpoints
 
 _PRODUCTS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm", "linear")
@@ -113,15 +111,15 @@ def layer_functions(
     layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
 ) -> Iterator[None]:
     """Each layer with its own checkpoint function, and whether it is called at all; restored afterwards."""
-    before = [(layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get(_SEAM)) for layer in layers]
+    before = [(layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get(SEAM)) for layer in layers]
     try:
         for layer, (function, enabled) in zip(layers, functions, strict=True):
-            setattr(layer, _SEAM, function)
+            setattr(layer, SEAM, function)
             layer.gradient_checkpointing = enabled
         yield
     finally:
         for layer, values in zip(layers, before, strict=True):
-            for name, value in zip(("gradient_checkpointing", _SEAM), values, strict=True):
+            for name, value in zip(("gradient_checkpointing", SEAM), values, strict=True):
                 if value is not None:
                     setattr(layer, name, value)
                 else:

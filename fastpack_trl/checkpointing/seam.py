@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["double_buffer", "single_buffer"]
 
-_SEAM = "_gradient_checkpointing_func"
+SEAM = "_gradient_checkpointing_func"
+"""Where transformers keeps the checkpoint function of a layer."""
 
 
 def offload_unavailable(device: torch.device) -> str:
@@ -48,7 +49,7 @@ def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and hasattr(module, _SEAM)
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and hasattr(module, SEAM)
     ]
 
 
@@ -58,7 +59,7 @@ def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
     for layer in layers:
-        inner = getattr(layer, _SEAM)
+        inner = getattr(layer, SEAM)
         keywords = inner.keywords if isinstance(inner, functools.partial) else {}
         if keywords.get("use_reentrant", inner is checkpoint):
             return (
@@ -195,7 +196,8 @@ def default_budget_bytes() -> int:
     return int(psutil.virtual_memory().available * 0.5 / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _always() -> bool:
+def always() -> bool:
+    """For `active`."""
     return True
 
 
@@ -208,7 +210,7 @@ def offload_checkpoints(
     keep_last_layers: int = 1,
     min_bytes: int = MIN_BYTES,
     streams: Callable[[torch.device], Streams] = CudaStreams,
-    active: Callable[[], bool] = _always,
+    active: Callable[[], bool] = always,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[Offload]:
     """Keep the inputs of checkpointed layers in host memory while the context is open.
@@ -246,15 +248,15 @@ def offload_checkpoints(
     installed: list[tuple[GradientCheckpointingLayer, OffloadedCheckpoint]] = []
     try:
         for index, layer in enumerate(layers):
-            inner = getattr(layer, _SEAM)
+            inner = getattr(layer, SEAM)
             ours = OffloadedCheckpoint(offload, inner, index, kept=index >= len(layers) - keep_last_layers)
-            setattr(layer, _SEAM, ours)
+            setattr(layer, SEAM, ours)
             installed.append((layer, ours))
         yield offload
     finally:
         for layer, ours in installed:
-            if getattr(layer, _SEAM, None) is ours:  # else checkpointing was switched on anew meanwhile
-                setattr(layer, _SEAM, ours.inner)
+            if getattr(layer, SEAM, None) is ours:  # else checkpointing was switched on anew meanwhile
+                setattr(layer, SEAM, ours.inner)
         offload.close()
 
 
