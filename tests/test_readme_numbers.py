@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastpack_trl.bench.pictures import FOLDER, picture_names, stale_pictures
+from fastpack_trl.bench.published import PUBLISHED, ROWS
 from fastpack_trl.bench.readme import BEGIN, END, RESULTS, load_results, numbers, with_numbers, without_gain
 
 ROOT = Path(__file__).parents[1]
@@ -26,8 +27,13 @@ def test_results_are_complete_runs_without_names_of_machines_or_folders() -> Non
 
 
 def test_without_results_nothing_is_claimed() -> None:
-    assert numbers({}) == "Not measured yet."
-    assert with_numbers(f"a {BEGIN} 9x faster {END} b", {}) == f"a {BEGIN}\nNot measured yet.\n{END} b"
+    text = numbers({})
+    assert text.endswith("Not measured yet.")
+    for name in ROWS:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {ROWS[name]} |")]
+        assert "| not measured yet | - | - | - | - |" in line
+        assert name not in PUBLISHED or PUBLISHED[name].quoted in line
+    assert with_numbers(f"a {BEGIN} 9x faster {END} b", {}) == f"a {BEGIN}\n{text}\n{END} b"
     with pytest.raises(ValueError, match="put both marks"):
         with_numbers("no marks", {})
 

@@ -17,6 +17,7 @@ from fastpack_trl.bench.activation_auto import measure_auto
 from fastpack_trl.bench.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, DecoderSide, side
 from fastpack_trl.bench.lora_models import LoraModel, build
 from fastpack_trl.bench.model_shapes import shape_of
+from fastpack_trl.bench.published import RELOAD_GAINS
 from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import Rounds, attempt, free_memory, take_turns
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
@@ -36,8 +37,6 @@ WORKLOADS: dict[str, Workload] = {
     "small": (LoraModel("small", "fp32"), 4, 256),
 }
 """By the name that ``--model`` takes."""
-PUBLISHED_GAIN = {"qwen3-8b": 0.084, "qwen3-14b": 0.067, "qwen3-32b": 0.046}
-"""Of a double buffer over a serial reload, whole models on a B200, as its authors report it."""
 DOCUMENT, WARMUP, LEAST_ROUNDS = 4096, 2, 3
 CAPS_GIB = (24, 48, 80)
 GRADIENT_TOLERANCE = 1e-3
@@ -93,7 +92,9 @@ def measure(
     if rounds < 1 or seconds <= 0:
         raise UserError(f"rounds={rounds}, seconds={seconds:g}: each must be above 0")
     wanted = [(name, False) for name in names] + ([(names[0], True)] if auto else [])
-    tasks = [_task(name, whole, tokens, layers, rounds, caps, device, seed) for name, whole in wanted]
+    tasks = [
+        row_task(name, WORKLOADS[name], whole, tokens, layers, rounds, caps, device, seed) for name, whole in wanted
+    ]
     with limited_threads(threads), quiet():
         return run_rows(
             tasks,
@@ -116,11 +117,12 @@ def measure(
         )
 
 
-def _task(
-    name: str, whole: bool, tokens: int | None, layers: int | None, rounds: int, caps: Sequence[float], device: str,
-    seed: int,
+def row_task(
+    name: str, workload: Workload, whole: bool, tokens: int | None, layers: int | None, rounds: int,
+    caps: Sequence[float], device: str, seed: int,
 ) -> RowTask:  # fmt: skip
-    model, default_layers, default_tokens = WORKLOADS[name]
+    """One row: decoder layers under each way to keep layer inputs, or whole trainers; the rest as `measure`."""
+    model, default_layers, default_tokens = workload
     count, length = layers or default_layers, tokens or default_tokens
     if whole:
         length = min(length, AUTO_TOKENS)
@@ -206,7 +208,7 @@ def _measure_row(
             **predicted,
             "bytes_per_layer_input": nbytes,
             "gain_over_single_buffer": gain,
-            "published_gain": PUBLISHED_GAIN.get(name),
+            "published_gain": RELOAD_GAINS.get(name),
             "events": {label: _hidden(label, weights, batch, device) for label in (SINGLE, OURS)},
             "host_memory": use,
         },

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastpack_trl.bench import own_run
 from fastpack_trl.bench.cases import CASES
+from fastpack_trl.bench.headline_table import gain_lines
 from fastpack_trl.bench.tables import (
     aligned,
     attention_lines,
@@ -43,6 +44,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--json); measures nothing without --case",
     )
     add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
+    add(
+        "--scale",
+        choices=("tiny", "full"),
+        help="headline: full (public shapes, needs a large GPU; the default on CUDA) or tiny (the same rows with tiny "
+        "models of the same families; the default elsewhere)",
+    )
+    add("--rows", metavar="NAME", nargs="+", help="headline: only these rows, e.g. qwen3-14b-qlora")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
     add("--pairs", metavar="N", type=int, help="timed pairs (rounds) per row; 6 or more for an interval of 95 %%")
     add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
@@ -97,6 +105,8 @@ def run(args: Namespace) -> int:
         raise UserError(f"no case: give --case, one of {', '.join(CASES)}, or --config FILE for a run of your own")
     if args.case not in CASES:
         raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
+    if args.case != "headline" and (args.scale is not None or args.rows is not None):
+        raise UserError("--scale and --rows go with --case headline: leave them out")
     from fastpack_trl.bench.record import check_writable, write_json
 
     if args.report is not None:
@@ -144,6 +154,8 @@ def table(record: Mapping[str, Any]) -> str:
         return "\n".join([*out, *moe_lines(rows)])
     if record["case"] == "host_overhead":
         return "\n".join([*out, *overhead_lines(rows)])
+    if record["case"] == "headline":
+        return "\n".join([*out, *model_lines(rows), *offload_lines(rows), *gain_lines(rows)])
     if record["case"] == "activation_memory":
         return "\n".join([*out, *model_lines(rows), *offload_lines(rows)])
     if any("sides" in row for row in rows):

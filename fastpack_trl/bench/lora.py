@@ -18,14 +18,16 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.bench.compiled import compiled_path, compiled_regions
 from fastpack_trl.bench.launches import Launches, count_launches
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD, shape_of
 from fastpack_trl.bench.model_steps import shared_copy
+from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
+from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.config import FastSFTConfig
@@ -35,6 +37,8 @@ from fastpack_trl.trainer import FastSFTTrainer
 
 COMPILED, PLANNED = "tuned", "fastpack_plan"
 SIDES = (STOCK, COMPILED, OURS, PLANNED)
+AS_INSTALLED, REBUILD = "stock_sdpa", "rebuild"
+HEADLINE_SIDES = (AS_INSTALLED, REBUILD, COMPILED, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
 WARMUP, LEAST_ROUNDS = 3, 3
 LOSS_TOLERANCE = 0.01
@@ -66,6 +70,8 @@ def measure(
     time per layer is in the report of our side.
     ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
+    On request also ``stock_sdpa``: stock with its own attention and collator, as installed, and ``rebuild``: the same
+    with mask and metadata made again in each layer (`rebuild_per_layer`).
 
     Args:
         models: by name.
@@ -77,7 +83,7 @@ def measure(
         threads: torch's intra-op threads.
         device: ``cpu`` or ``cuda``.
         seed: of weights and order.
-        sides: which of `SIDES`.
+        sides: which of `SIDES` and `HEADLINE_SIDES`; the first one that runs says what the losses are.
         progress: show a progress bar (on a terminal).
         file: written after every row; what it has of this very run is taken over (`run_rows`).
 
@@ -85,18 +91,12 @@ def measure(
         A record (`make_record`); a row has ``sides`` with seconds, phases, losses, memory, launches and MFU, and
         ``ratios``: seconds of each other side / seconds of fastpack, round by round.
     """
-    peak = _measured_tflops() if device == "cuda" else None
-    tasks = []
-    for model in models.values():
-        shape = shape_of(model.shape).cut_to(layers)
-        policy = "checkpointing" if checkpointing else "no checkpointing"
-        title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
-        for length in tokens:
-            measure_row = partial(
-                _measure_row, model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak=peak
-            )
-            label = {"setting": title, "model": model.shape, "tokens": length, "layers": shape.layers}
-            tasks.append(RowTask(label, measure_row))
+    peak = measured_tflops() if device == "cuda" else None
+    tasks = [
+        row_task(model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak)
+        for model in models.values()
+        for length in tokens
+    ]
     with limited_threads(threads), quiet():
         return run_rows(
             tasks,
@@ -121,9 +121,24 @@ def measure(
         )
 
 
+def row_task(
+    model: LoraModel, tokens: int, layers: int | None, rounds: int, checkpointing: bool, device: str, seed: int,
+    sides: tuple[str, ...] = SIDES, peak: float | None = None, backend: str = "inductor",
+) -> RowTask:  # fmt: skip
+    """One row: a model and a row length; `peak` in TFLOP/s, `backend` of the compiled side, the rest as `measure`."""
+    shape = shape_of(model.shape).cut_to(layers)
+    policy = "checkpointing" if checkpointing else "no checkpointing"
+    title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
+    label = {"setting": title, "model": model.shape, "tokens": tokens, "layers": shape.layers}
+    measure_row = partial(
+        _measure_row, model, tokens, layers, rounds, checkpointing, device, seed, sides, peak=peak, backend=backend
+    )
+    return RowTask(label, measure_row)
+
+
 def _measure_row(
     model: LoraModel, tokens: int, layers: int | None, rounds: int, checkpointing: bool, device: str, seed: int,
-    names: tuple[str, ...], seconds: float, *, peak: float | None,
+    names: tuple[str, ...], seconds: float, *, peak: float | None, backend: str,
 ) -> dict[str, Any]:  # fmt: skip
     start = time.perf_counter()
     clock: Clock = CudaClock() if device == "cuda" else WallClock()
@@ -145,8 +160,8 @@ def _measure_row(
             first = next(iter(sides.values()), None)
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
-            paths[name] = stack.enter_context(_installed(name, trainer))
-            with _compiled_regions(trainer) if name == COMPILED else contextlib.nullcontext():
+            paths[name] = stack.enter_context(_installed(name, trainer, backend))
+            with compiled_regions(trainer, backend) if name == COMPILED else contextlib.nullcontext():
                 return Side(trainer, clock, steps)
 
         for name in names:
@@ -173,24 +188,30 @@ def _measure_row(
         other_load = load.cores()
         failed |= found.failed
         flops = model_flops(weights)
+        # Stock's batches do not name their documents; those of each round are the same on every side.
+        packed = next((steps for steps in found.results.values() if steps[0][0].seq_lengths), [])
+        lengths = [step.seq_lengths for step, _ in packed]
         figures = {}
         for name in names:
             if name in failed:
                 figures[name] = {"failed": failed[name]}
                 continue
             launches = count_launches(sides[name].step, device)
-            figures[name] = _figures(found, name, clock, paths[name], launches, flops, peak)
+            figures[name] = _figures(found, name, clock, paths[name], launches, flops, peak, lengths)
             if name in (OURS, PLANNED):
                 report = sides[name].trainer.fastpack_report
                 figures[name]["path"] = ", ".join(
                     f"{line.feature} {line.path}" for line in report if line.status == "on"
                 )
                 figures[name]["report"] = report.to_dict()
-        _gate(figures)
+        _gate(figures, next((name for name in names if name not in failed), STOCK))
         good = [name for name in names if "failed" not in figures[name]]
         return {
             "base": model.base,
-            "attention": "varlen or per_document of fastpack-trl, on every side",
+            "attention": "varlen or per_document of fastpack-trl, on every side"
+            if AS_INSTALLED not in names
+            else "named in each side's path",
+            "documents": document_tokens([step for step, _ in packed]),
             "sides": figures,
             "ratios": {name: found.ratio(name, OURS) for name in good if name != OURS} if OURS in good else {},
             "order": found.order,
@@ -209,13 +230,14 @@ def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, t
         )
     else:
         trainer = SFTTrainer(model, args=SFTConfig(**arguments), train_dataset=documents, processing_class=tokenizer)
-        trainer.data_collator = PackingCollator(pad_token_id=PAD)
+        if name not in (AS_INSTALLED, REBUILD):
+            trainer.data_collator = PackingCollator(pad_token_id=PAD)
     trainer.train_dataset = without_emptiest(trainer.train_dataset)
     return trainer
 
 
 @contextlib.contextmanager
-def _installed(name: str, trainer: Any) -> Iterator[str]:
+def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[str]:
     """What makes a trainer this side; yields the name of its path."""
     if name in (OURS, PLANNED):
         with contextlib.redirect_stdout(io.StringIO()):  # the banner
@@ -226,26 +248,16 @@ def _installed(name: str, trainer: Any) -> Iterator[str]:
         finally:
             features.__exit__(None, None, None)
         return
+    own = trainer.model.config._attn_implementation
+    if name == AS_INSTALLED:
+        yield str(own)
+        return
+    if name == REBUILD:
+        with rebuild_per_layer(trainer.model):
+            yield f"{own}, mask and metadata in each layer"
+        return
     with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
-        compiled = "" if name == STOCK else ", layers compiled by accelerate"
-        yield f"{attention.path}{compiled}"
-
-
-@contextlib.contextmanager
-def _compiled_regions(trainer: Any) -> Iterator[None]:
-    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model that is prepared inside.
-
-    Not through the arguments: accelerate keeps them for the process, and the other sides would be compiled too.
-    """
-    from accelerate.utils import TorchDynamoPlugin
-
-    state = trainer.accelerator.state
-    before = state.dynamo_plugin
-    state.dynamo_plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-    try:
-        yield
-    finally:
-        state.dynamo_plugin = before
+        yield attention.path if name == STOCK else compiled_path(attention.path, backend)
 
 
 def _step(side: Side, device: str) -> tuple[Step, Any]:
@@ -255,7 +267,7 @@ def _step(side: Side, device: str) -> tuple[Step, Any]:
 
 def _figures(
     found: Rounds[tuple[Step, Any]], name: str, clock: Clock, path: str, launches: Launches | None, flops: Any,
-    peak: float | None,
+    peak: float | None, lengths_of: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:  # fmt: skip
     steps = [step for step, _ in found.results[name]]
     memory = [used for _, used in found.results[name] if used is not None]
@@ -267,10 +279,9 @@ def _figures(
         "batch_documents": [step.documents for step in steps],
         "launches": None if launches is None else launches.to_dict(),
     }
-    if peak is not None:
+    if peak is not None and lengths_of:
         rates = []
-        for step, seconds in zip(steps, found.seconds[name], strict=True):
-            lengths = step.seq_lengths
+        for lengths, seconds in zip(lengths_of, found.seconds[name], strict=True):
             pairs = {window: attention_pairs(lengths, window) for window in flops.windows}
             rates.append(flops.count(sum(lengths), pairs, sum(lengths)).model / seconds / 1e12)
         typical = sorted(rates)[len(rates) // 2]
@@ -281,20 +292,20 @@ def _figures(
     return figures
 
 
-def _gate(figures: dict[str, Any]) -> None:
-    """A side whose losses are not those of stock is no measurement: it becomes a failure with the reason."""
-    if "failed" in figures.get(STOCK, {"failed": ""}):
+def _gate(figures: dict[str, Any], first: str) -> None:
+    """A side whose losses are not those of the first is no measurement: it becomes a failure with the reason."""
+    if "failed" in figures.get(first, {"failed": ""}):
         return
-    expected = figures[STOCK]["losses"]
+    expected = figures[first]["losses"]
     for name, side in figures.items():
         if "failed" in side:
             continue
         worst = max(abs(a - b) / abs(b) for a, b in zip(side["losses"], expected, strict=True))
         if not worst <= LOSS_TOLERANCE:
-            figures[name] = {"failed": f"its loss is off stock's by {worst:.2e}, over {LOSS_TOLERANCE:g}"}
+            figures[name] = {"failed": f"its loss is off {first}'s by {worst:.2e}, over {LOSS_TOLERANCE:g}"}
 
 
-def _measured_tflops(size: int = 8192, rounds: int = 10) -> float:
+def measured_tflops(size: int = 8192, rounds: int = 10) -> float:
     """TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
     left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     clock = CudaClock()

@@ -126,6 +126,33 @@ MODELS = {
             "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "tiny-qwen3": ModelShape(
+        "qwen3",
+        {
+            "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "tiny-llama": ModelShape(
+        "llama",
+        {
+            "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "tiny-gpt-oss": ModelShape(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": False,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64, "rms_norm_eps": 1e-5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        leaks=True,
+    ),
 }  # fmt: skip
 """By the name that ``--model`` takes. Rotary scaling for long contexts is left out: it costs nothing at run time."""
 

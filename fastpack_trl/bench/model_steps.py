@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.bench.compiled import compiled_path, compiled_regions
+from fastpack_trl.bench.lora_models import definitions
 from fastpack_trl.bench.model_gate import TIMES_BUDGET, Reference, reference, token_losses
-from fastpack_trl.bench.model_shapes import ModelShape, build_model
+from fastpack_trl.bench.model_shapes import PAD, ModelShape, build_model
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
+from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, median_interval
 from fastpack_trl.bench.workload import (
     OURS,
@@ -38,13 +41,15 @@ from fastpack_trl.bench.workload import (
 )
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
+from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
-REBUILD = "rebuild"
+REBUILD, TUNED = "rebuild", "tuned"
 SIDES = (STOCK, REBUILD, OURS)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 8192), 9, 480.0
 DOCUMENTS = (64, 1024)
 GATE_ROWS, WARMUP = 1, 1
+COMPILED_WARMUP = 3  # the second and third row find out which sizes change
 LEAST_ROUNDS = 3
 _REBUILDS = 7  # times that one rebuild of the metadata is measured by itself
 
@@ -57,12 +62,21 @@ class Run:
     checkpointing: bool
     device: str
     seed: int
-    documents: tuple[int, int]
+    documents: tuple[int, int] | None
+    """Tokens of the shortest and the longest document of random tokens; None: real source text."""
+    sides: tuple[str, ...] = SIDES
+    """`SIDES`, or ``tuned`` too: stock with this package's attention and its layers compiled by accelerate."""
+    backend: str = "inductor"
+    """Of the compiled side."""
 
     @property
     def setting(self) -> Setting:
         name = f"bf16, {'checkpointing' if self.checkpointing else 'no checkpointing'}"
         return Setting(name, bf16=True, gradient_checkpointing=self.checkpointing)
+
+    @property
+    def warmup(self) -> int:
+        return COMPILED_WARMUP if TUNED in self.sides else WARMUP
 
     @property
     def clock(self) -> Clock:
@@ -120,20 +134,9 @@ def measure(
             f"tokens={min(tokens)} is shorter than the longest document ({documents[1]} tokens), which would be cut: "
             f"give {documents[1]} or more"
         )
-    if device == "cuda" and torch.cuda.device_count() > 1:
-        raise UserError(
-            f"torch sees {torch.cuda.device_count()} CUDA devices, and the trainers would split each batch: set "
-            "CUDA_VISIBLE_DEVICES=0"
-        )
+    check_one_device(device)
     run = Run(rounds, checkpointing, device, seed, documents)
-    tasks = [
-        RowTask(
-            {"setting": _title(name, shape, run), "model": name, "tokens": length, "layers": shape.layers},
-            partial(_measure_row, shape, length, run),
-        )
-        for name, shape in shapes.items()
-        for length in tokens
-    ]
+    tasks = [row_task(name, shape, length, run) for name, shape in shapes.items() for length in tokens]
     with limited_threads(threads), quiet():
         return run_rows(
             tasks,
@@ -142,7 +145,7 @@ def measure(
                 "models": {name: {"model_type": shape.model_type, **shape.fields} for name, shape in shapes.items()},
                 "documents": {"shortest": documents[0], "longest": documents[1], "distribution": "uniform"},
                 "rounds": rounds,
-                "warmup_steps": GATE_ROWS + WARMUP,
+                "warmup_steps": GATE_ROWS + run.warmup,
                 "checkpointing": checkpointing,
                 "gate": f"per token, {TIMES_BUDGET:g} x stock's bf16 error against fp32, both on separate documents",
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
@@ -157,6 +160,25 @@ def measure(
         )
 
 
+def check_one_device(device: str) -> None:
+    """Whether the trainers would run on one device.
+
+    Raises:
+        UserError: torch sees several.
+    """
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"torch sees {torch.cuda.device_count()} CUDA devices, and the trainers would split each batch: set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def row_task(name: str, shape: ModelShape, tokens: int, run: Run) -> RowTask:
+    """One row: a model, cut to the layers that are to run, and a row length."""
+    label = {"setting": _title(name, shape, run), "model": name, "tokens": tokens, "layers": shape.layers}
+    return RowTask(label, partial(_measure_row, shape, tokens, run))
+
+
 def _title(name: str, shape: ModelShape, run: Run) -> str:
     dtype = str(shape.weights).removeprefix("torch.")
     return f"{name}, {shape.layers} of {shape.published_layers} layers, {dtype} weights, {run.setting.name}"
@@ -165,6 +187,8 @@ def _title(name: str, shape: ModelShape, run: Run) -> str:
 def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
+        if TUNED in run.sides:
+            stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         model = build_model(shape, positions=tokens, seed=run.seed, device=run.device)
         sides, paths, failed = _sides(model, shape, tokens, run, folder, stack)
@@ -180,7 +204,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
         found: Rounds[tuple[Step, Any]] = take_turns(
             runs,
             rounds=run.rounds,
-            warmup=WARMUP,
+            warmup=run.warmup,
             seconds=seconds - (time.perf_counter() - start),
             least=min(LEAST_ROUNDS, run.rounds),
             clock=run.clock,
@@ -192,12 +216,13 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
             "attention": model.config._attn_implementation,
             "experts": getattr(model.config, "_experts_implementation", None) if shape.has_experts else None,
             "gate": gate,
+            "documents": document_tokens([step for steps in found.results.values() for step, _ in steps]),
             "rebuild_seconds": _rebuild_seconds(positions, run),
             "sides": {
                 name: {"failed": (failed | found.failed)[name]}
                 if name not in found.seconds
                 else {"path": paths[name], **_figures(found, name, run.clock)}
-                for name in SIDES
+                for name in run.sides
             },
             "ratios": {name: found.ratio(name, OURS) for name in found.seconds if name != OURS}
             if OURS in found.seconds
@@ -211,11 +236,15 @@ def _sides(
     model: Any, shape: ModelShape, tokens: int, run: Run, folder: str, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Side], dict[str, str], dict[str, str]]:
     """The sides that could be built, what each runs, and why the others could not be built."""
-    steps = GATE_ROWS + WARMUP + run.rounds
-    shortest, longest = run.documents
-    vocabulary = shape.fields["vocab_size"]
-    documents = random_documents(shortest, longest, vocabulary, tokens * (steps + SPARE_ROWS + 1), run.seed)
-    tokenizer = make_tokenizer(vocabulary)
+    steps = GATE_ROWS + run.warmup + run.rounds
+    vocabulary, needed = shape.fields["vocab_size"], tokens * (steps + SPARE_ROWS + 1)
+    if run.documents is None:
+        tokenizer, documents = definitions(needed, vocabulary, longest=tokens)
+    else:
+        tokenizer, documents = (
+            make_tokenizer(vocabulary),
+            random_documents(*run.documents, vocabulary, needed, run.seed),
+        )
     arguments = trainer_arguments(run.setting, tokens, steps, run.device, run.seed, folder)
     if shape.has_experts:
         arguments["router_aux_loss_coef"] = 0.0  # the loss is compared with that of separate documents
@@ -232,11 +261,14 @@ def _sides(
             processing_class=tokenizer,
         )
         trainer.train_dataset = without_emptiest(trainer.train_dataset)
+        if name == TUNED:
+            trainer.data_collator = PackingCollator(pad_token_id=PAD)
         trainer.optimizer = optimizer  # the first side makes it
-        paths[name] = stack.enter_context(_installed(name, trainer))
-        return Side(trainer, run.clock, steps)
+        paths[name] = stack.enter_context(_installed(name, trainer, run.backend))
+        with compiled_regions(trainer, run.backend) if name == TUNED else contextlib.nullcontext():
+            return Side(trainer, run.clock, steps)
 
-    for name in SIDES:
+    for name in run.sides:
         first = next(iter(sides.values()), None)
         side, failure = attempt(partial(build, name, None if first is None else first.optimizer.optimizer))
         if side is None:
@@ -247,7 +279,7 @@ def _sides(
 
 
 @contextlib.contextmanager
-def _installed(name: str, trainer: Any) -> Iterator[str]:
+def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
     """What makes a trainer this side; yields the name of its path."""
     stock = trainer.model.config._attn_implementation
     if name == OURS:
@@ -256,6 +288,9 @@ def _installed(name: str, trainer: Any) -> Iterator[str]:
     elif name == REBUILD:
         with rebuild_per_layer(trainer.model):
             yield f"{stock}, mask and metadata in each layer"
+    elif name == TUNED:
+        with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
+            yield compiled_path(attention.path, backend)
     else:
         yield stock
 

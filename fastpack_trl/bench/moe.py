@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.bench.attention import document_lengths
-from fastpack_trl.bench.moe_sides import MODES, OURS, RANK, SHAPES, STOCK, make_model, routing, saved_bytes, sides
+from fastpack_trl.bench.moe_sides import (
+    LOOP,
+    MODES,
+    OURS,
+    RANK,
+    SHAPES,
+    STOCK,
+    implementation,
+    make_model,
+    routing,
+    saved_bytes,
+    sides,
+)
 from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import PeakMemory, attempt, free_memory, take_turns
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
@@ -175,12 +187,20 @@ class Subject:
     facts: Mapping[str, Any]
 
 
-def _measure_row(row: Row, rounds: int, seconds: float, device: str, seed: int) -> dict[str, Any]:
+def row_task(row: Row, rounds: int, device: str, seed: int, *, loop: bool = False) -> RowTask:
+    """One row; `loop`: also beside transformers' loop over experts, the routing of the published figures."""
+    measure_row = partial(_measure_row, row, rounds, device=device, seed=seed, loop=loop)
+    return RowTask(row.describe(), measure_row, {"sides": {}, "ratios": {}})
+
+
+def _measure_row(
+    row: Row, rounds: int, seconds: float, device: str, seed: int, *, loop: bool = False
+) -> dict[str, Any]:
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context((_block if row.part == "block" else decoder)(row, device, seed))
         clock: Clock = CudaClock() if device == "cuda" else WallClock()
-        contexts, out, kept = sides(device), {}, {}
+        contexts, out, kept = sides(device) | ({LOOP: partial(implementation, name="eager")} if loop else {}), {}, {}
         gate, reference = {}, None
         for name, enter in contexts.items():
             tried, failure = attempt(partial(_gate_pass, subject, enter))

@@ -17,7 +17,7 @@ from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 
-STOCK, OURS = "stock", "fastpack"
+STOCK, OURS, LOOP = "stock", "fastpack", "loop"
 MODES = ("lora", "frozen", "full")
 RANK = 16
 
@@ -42,7 +42,7 @@ SMALL = {
 }  # fmt: skip
 """For the CPU, in fp32."""
 
-PUBLIC = {name: MODELS[name] for name in ("gpt-oss-20b", "qwen3-30b-a3b")}
+PUBLIC = {name: MODELS[name] for name in ("gpt-oss-20b", "qwen3-30b-a3b", "tiny-gpt-oss")}
 SHAPES = {**SMALL, **PUBLIC}
 
 

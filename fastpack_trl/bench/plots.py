@@ -30,7 +30,7 @@ _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE, _GREY = (
 )  # fmt: skip
 PHASE_COLOURS = {
     "data": _ORANGE, "forward": _BLUE, "backward": _SKY, "clipping": _PURPLE, "optimizer": _GREEN, "overhead": _GREY,
-    "step": _BLUE,
+    "step": _GREY,
 }  # fmt: skip
 _SIDE_COLOURS = (_GREY, _ORANGE, _SKY, _PURPLE, _GREEN, _RED, _YELLOW)
 _MARKERS = "osD^vPX*"
@@ -120,9 +120,11 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     coverage = min(ratio.coverage for row in rows for ratio in row.ratios)
-    axes.set_xlabel(f"seconds of the other side / seconds of {' or '.join(ours)}, with {coverage:.0%} interval")
+    axes.set_xlabel(
+        f"seconds of the other side / seconds of {ours[0] if len(ours) == 1 else 'ours'}, with {coverage:.0%} interval"
+    )
     _legend(figure, shown)
-    return _titled(figure, record, f"{', '.join(ours)}: times as fast")
+    return _titled(figure, record, "Times as fast")
 
 
 def memory(record: Mapping[str, Any], source: str = "") -> Figure | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastpack_trl.bench.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.pictures import FOLDER, picture_names, write_pictures
 from fastpack_trl.bench.tables import NOISE_CORES
 from fastpack_trl.bench.views import device_of, no_gain
@@ -26,18 +27,36 @@ def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The Markdown between the marks: per record a table with command, versions and hardware, and its picture."""
-    pictures = picture_names(results)
-    parts = []
+    """The Markdown between the marks: the published table, then per record a table and its picture."""
+    parts = [_headline({name: record for name, record in results.items() if is_published_table(record)})]
     for name, record in results.items():
         if record["case"] in _TABLES:
-            parts.append(_TABLES[record["case"]](name, record))
-            parts += (
-                [f"![{record['case']}, {device_of(record)}]({FOLDER}/{pictures[name]})"] if name in pictures else []
-            )
-    if not parts:
-        return "Not measured yet."
+            parts += [_TABLES[record["case"]](name, record), *_picture(name, record)]
+    if not any(record["case"] in _TABLES for record in results.values()):
+        parts.append("Not measured yet.")
     return "\n\n".join([*parts, *without_gain(results)])
+
+
+def is_published_table(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of the published table in its public shapes, on a GPU."""
+    return bool(record["case"] == "headline" and record["settings"]["scale"] == "full")
+
+
+def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
+    head = "**What others have published, and the same here.** Random weights in public shapes."
+    parts = ["\n".join([f"{head} {LEGEND}", "", gains_table(results.values(), every_row=True)])]
+    command = "fastpack-trl bench --case headline --scale full --device cuda --json FILE"
+    parts.append(f"`{command}` measures what is missing and goes on with its file where it stopped.")
+    for name, record in results.items():
+        packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl"))
+        parts.append(f"{device_of(record)}, {packages}; `fastpack_trl/bench/results/{name}`.")
+        parts += _picture(name, record)
+    return "\n\n".join(parts)
+
+
+def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
+    picture = picture_names({name: record}).get(name)
+    return [] if picture is None else [f"![{record['case']}, {device_of(record)}]({FOLDER}/{picture})"]
 
 
 def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -46,7 +65,7 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"| {row.label}, {device_of(record)} | {ratio.over} | {ratio.by} | {ratio} | "
         f"{'slower' if ratio.slower else 'not told apart'} |"
         for name, record in results.items()
-        if record["case"] in _TABLES
+        if record["case"] in _TABLES or is_published_table(record)
         for row, ratio in no_gain(record)
     ]
     if not lines:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.bench.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.plots import GIB, figures, require_matplotlib, save
 from fastpack_trl.bench.views import Ratio, RowView, SideView, device_of, no_gain, rows_of
 from fastpack_trl.errors import UserError
@@ -110,7 +111,10 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = ())
     ]
     notes = [f"- {row.label}: {note}" for row in rows for note in row.notes]
     weak = [f"- {weak_line(row, row_ratio)}" for row, row_ratio in no_gain(record)]
-    parts = [f"## {record['case']}: {device_of(record)}", "\n".join(facts), table_of(rows)]
+    parts = [f"## {record['case']}: {device_of(record)}", "\n".join(facts)]
+    if record["case"] == "headline":
+        parts += [gains_table([record], every_row=False), LEGEND]
+    parts.append(table_of(rows))
     parts += ["No gain, or none that the interval shows:\n\n" + "\n".join(weak)] if weak else []
     parts += ["Not measured:\n\n" + "\n".join(dict.fromkeys(notes))] if notes else []
     shown = list(pictures)

@@ -132,6 +132,8 @@ def run_rows(
         case=case, settings={**settings, **apart}, rows=(), complete=False, device=device, threads=threads, seed=seed
     )
     taken = [] if file is None else file.finished(head, tuple(apart))
+    if taken and progress and file is not None:
+        print(f"{case}: {len(taken)} finished row(s) taken over from {file.path}; --again measures them anew")
     rows: dict[int, dict[str, Any]] = {}
     for index, task in enumerate(tasks):
         mine = next((row for row in taken if _is(row, task)), None)

@@ -14,7 +14,7 @@ import datasets
 import torch
 from trl import SFTTrainer
 
-from fastpack_trl.bench.timing import Clock, median_interval
+from fastpack_trl.bench.timing import Clock, CudaClock, median_interval
 from fastpack_trl.checkpointing.memory import ActivationMemory
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -31,6 +31,8 @@ class Step:
     documents: int
     seq_lengths: tuple[int, ...] = ()
     """Tokens of each document, where the batch says so on the host."""
+    allocated: tuple[int, ...] = ()
+    """Bytes of device memory at each of the marks; empty on the CPU."""
 
 
 class Side:
@@ -54,13 +56,20 @@ class Side:
         trainer.current_gradient_accumulation_steps = 1
         self.batches = iter(trainer.get_train_dataloader())
         self._forward_end: Any = None
+        self._allocated: list[int] = []
         self._compute_loss: Callable[..., Any] = trainer.compute_loss
         trainer.compute_loss = self._marked_compute_loss
 
     def _marked_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._compute_loss(*args, **kwargs)
-        self._forward_end = self.clock.mark()
+        self._forward_end = self._mark()
         return loss
+
+    def _mark(self) -> Any:
+        # The allocator's own count: nothing waits for the device.
+        if isinstance(self.clock, CudaClock):
+            self._allocated.append(torch.cuda.memory_allocated())
+        return self.clock.mark()
 
     def fetch(self) -> tuple[Any, Any]:
         """The next batch as `train` gets it: a list of one, and the number of its labels."""
@@ -68,7 +77,8 @@ class Side:
 
     def step(self) -> Step:
         """The next batch through forward, backward, clipping and the optimizer."""
-        trainer, mark = self.trainer, self.clock.mark
+        trainer, mark = self.trainer, self._mark
+        self._allocated = []
         marks = [mark()]
         (inputs,), items = self.fetch()
         marks.append(mark())
@@ -82,22 +92,38 @@ class Side:
         trainer.lr_scheduler.step()
         self.model.zero_grad()
         marks.append(mark())
-        return Step(tuple(marks), loss, input_ids, documents, lengths)
+        return Step(tuple(marks), loss, input_ids, documents, lengths, tuple(self._allocated))
 
 
 def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) -> dict[str, Any]:
-    """One side's part of a row: seconds, tokens per second, phases (medians of seconds) and losses."""
+    """One side's part of a row: seconds, tokens per second, phases (medians of seconds, and every value) and losses.
+
+    ``memory_marks`` is of the last step: milliseconds since its start and bytes allocated, at the end of each phase.
+    """
     rates = [step.input_ids.numel() / taken for step, taken in zip(steps, seconds, strict=True)]
-    phases = {
-        phase: median(clock.seconds(step.marks[index], step.marks[index + 1]) for step in steps)
+    parts = {
+        phase: [clock.seconds(step.marks[index], step.marks[index + 1]) for step in steps]
         for index, phase in enumerate(PHASES)
     }
+    last = steps[-1]
+    memory = [
+        [clock.seconds(last.marks[0], mark) * 1000, used]
+        for mark, used in zip(last.marks, last.allocated, strict=bool(last.allocated))
+    ]
     return {
         "seconds": {**median_interval(seconds).to_dict(), "values": list(seconds)},
         "tokens_per_second": median_interval(rates).to_dict(),
-        "phases": phases,
+        "phases": {phase: median(values) for phase, values in parts.items()},
+        "phase_values": parts,
         "losses": [float(step.loss) for step in steps],
+        **({"memory_marks": memory} if memory else {}),
     }
+
+
+def document_tokens(steps: Sequence[Step]) -> dict[str, float] | None:
+    """Shortest, median and longest document of the steps, in tokens; None where their batches do not say."""
+    lengths = [length for step in steps for length in step.seq_lengths]
+    return {"shortest": min(lengths), "median": median(lengths), "longest": max(lengths)} if lengths else None
 
 
 @contextlib.contextmanager
