@@ -68,7 +68,7 @@ def train(
     folder: Path,
     *,
     family: str = "qwen3",
-    data: str = "text",
+    data: str | Dataset = "text",
     fast: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     model: Any = None,
@@ -80,8 +80,8 @@ def train(
     runner = cls(
         model if model is not None else tiny_model(family),
         args=config,
-        train_dataset=make_dataset(data),
-        eval_dataset=make_dataset(data, 8, seed=7),
+        train_dataset=data if isinstance(data, Dataset) else make_dataset(data),
+        eval_dataset=data if isinstance(data, Dataset) else make_dataset(data, 8, seed=7),
         processing_class=make_tokenizer(),
         **(trainer or {}),
     )

@@ -3,8 +3,7 @@
 The trainer's loop stays as it is. It is given all micro-batches and calls a step for each; those before the last of a
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
 So steps, callbacks, token and FLOP counts go on per micro-batch, and under DDP the group that ends the accumulation is
-the one that reduces the gradients. Only the NaN filter of the logged loss sees the sum of a group: a NaN in one of its
-micro-batches replaces the loss of all of them.
+the one that reduces the gradients. The NaN filter of the logged loss looks at each micro-batch of a group.
 """
 
 from __future__ import annotations

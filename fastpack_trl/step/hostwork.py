@@ -6,34 +6,41 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import is_torch_xla_available
 
-_training = attrgetter("training")
+_training = itemgetter("training")
+_WITHOUT_MODE = (
+    nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+)  # fmt: skip
+"""Exact types that compute the same in both modes: of a model with LoRA four of five modules. Embeddings are not among
+them: NEFTune's hook on one asks for its mode."""
 
 
 class ModeCheck:
     """Inside of `skipping_train` a ``model.train()`` that would change nothing is skipped.
 
-    ``nn.Module.train`` writes the mode of every module through ``__setattr__``; here the modes are read from a list,
-    which is made once per model. The first call runs, and so does each where a module is in evaluation mode: a callback
-    generated text, or the module's own ``train`` refuses training mode.
+    ``nn.Module.train`` writes the mode of every module through ``__setattr__``; here the modes of those that have one
+    are read from a list, which is made once per model. The first call runs, and so does each where a module is in
+    evaluation mode: a callback generated text, or the module's own ``train`` refuses training mode.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._modules: list[nn.Module] = []
+        self._modes: list[dict[str, Any]] = []
+        """The attributes of each module: read directly, since after a step none of this is in a cache."""
 
     def all_train(self, model: nn.Module) -> bool:
         """Whether ``model.train()`` ran before, and every module of `model` is still in training mode."""
         if self._model is not model:
-            self._model, self._modules = model, list(model.modules())
+            self._model = model
+            self._modes = [vars(module) for module in model.modules() if type(module) not in _WITHOUT_MODE]
             return False
-        return False not in map(_training, self._modules)
+        return False not in map(_training, self._modes)
 
     @contextlib.contextmanager
     def skipping_train(self, model: nn.Module) -> Iterator[None]:
@@ -94,10 +101,13 @@ class FlopsPerToken:
 
     def __init__(self) -> None:
         self._per_token: int | None = None
+        self._input = ""
 
     def count(self, trainer: Any, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
         """What `stock` returns for `inputs`; calls it for the first batch with tokens."""
-        tokens = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+        # Kept: PEFT looks a name up in three objects, one after the other.
+        self._input = self._input or getattr(trainer.model, "main_input_name", "input_ids")
+        tokens = inputs.get(self._input)
         if not isinstance(tokens, Tensor) or not tokens.numel():
             return stock(inputs)
         if self._per_token is None:
@@ -112,26 +122,39 @@ class LossFilter:
     """The NaN filter of the logged loss (``logging_nan_inf_filter``), on the device.
 
     Stock asks the device after each micro-batch whether the loss is NaN or infinite, and if so adds the mean of the
-    losses since the last log instead. `apply` puts that mean in the place of such a loss. The argument is off only
-    from there to `restore`, which is the one line of the trainer that reads it in training; evaluation, saving and
-    callbacks see what the user set.
+    losses since the last log instead. `apply` puts that mean in the place of such a loss, also of one micro-batch
+    inside of a merged row. The argument is off only from there to `restore`, which is the one line of the trainer that
+    reads it in training; evaluation, saving and callbacks see what the user set.
     """
 
     def __init__(self) -> None:
         self._switched_off: tuple[Any, Any] | None = None
         """The arguments, and their value, while the filter is switched off."""
 
-    def apply(self, trainer: Any, loss: Tensor) -> Tensor:
-        """What the trainer adds to its running loss for this micro-batch."""
+    def apply(self, trainer: Any, loss: Tensor, losses: Tensor | None = None) -> Tensor:
+        """What the trainer adds to its running loss.
+
+        Args:
+            trainer: with the running loss and the step of the last log.
+            loss: (), of what just ran.
+            losses: (n,) of its micro-batches in their order, which add up to `loss`; None where it is one.
+        """
         args, running = trainer.args, getattr(trainer, "_tr_loss", None)
         if not isinstance(running, Tensor) or running.device != loss.device or is_torch_xla_available():
             return loss  # stock says what is wrong, or filters nothing
         if not args.logging_nan_inf_filter or not hasattr(trainer, "_globalstep_last_logged"):
             return loss
-        mean = running / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         self._switched_off = args, args.logging_nan_inf_filter
         args.logging_nan_inf_filter = False
-        return torch.where(torch.isfinite(loss), loss, mean)
+        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        if losses is None:
+            return torch.where(_finite(loss), loss, running / steps)
+        # Stock goes from one to the next: a loss is added, or else the sum so far grows by a share of itself.
+        finite = _finite(losses)
+        growth = torch.where(finite, 1.0, 1.0 + 1.0 / steps).flip(0).cumprod(0).flip(0)
+        later = torch.cat([growth[1:], torch.ones_like(growth[:1])])
+        filtered = (torch.where(finite, losses, 0.0) * later).sum() + running * (growth[0] - 1.0)
+        return torch.where(_finite(loss), loss, filtered)
 
     def restore(self) -> None:
         """The argument as the user set it."""
@@ -139,3 +162,8 @@ class LossFilter:
             args, value = self._switched_off
             args.logging_nan_inf_filter = value
             self._switched_off = None
+
+
+def _finite(x: Tensor) -> Tensor:
+    # The difference is 0 or NaN: two kernels, where `torch.isfinite` is four.
+    return x - x == 0

@@ -162,7 +162,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
 
 def batch_loss(
     trainer: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
-) -> tuple[Tensor, ChosenLoss]:
+) -> tuple[Tensor, Tensor, ChosenLoss]:
     """The loss of one micro-batch, normalised as in TRL's ``compute_loss``.
 
     Args:
@@ -171,28 +171,46 @@ def batch_loss(
         inputs: its keywords, with a `PackedBatch` that has `loss_positions`.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
+
+    Returns:
+        The loss, () fp32; (num_parts,) fp32 without gradient, what each micro-batch of a merged row adds to it, which
+        is one for a row by itself; and what the forward returned.
     """
     inputs["use_cache"] = False
     if trainer.aux_loss_enabled:
         inputs["output_router_logits"] = True
     batch = inputs["packed_batch"]
+    loss_type = trainer.args.loss_type
     outputs = model(
         **inputs,
         fused_lm_head=True,
         loss_positions=batch.loss_positions,
         loss_labels=batch.loss_labels,
-        loss_type=trainer.args.loss_type,
+        loss_type=loss_type,
     )
-    if num_items_in_batch is None:
-        loss = outputs.total / max(1, batch.loss_positions.numel())
-    else:
-        loss = outputs.total / torch.as_tensor(num_items_in_batch).clamp(min=1)
-        if trainer.args.average_tokens_across_devices:
+    items: Any = max(1, batch.loss_positions.numel())
+    ranks = 1
+    if num_items_in_batch is not None:
+        items = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
             # The count is that of every rank, and DDP takes the mean of the gradients over ranks.
-            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
-    if trainer.aux_loss_enabled:
-        # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
-        steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-        aux_loss = outputs.aux_loss.sum() if batch.parts else outputs.aux_loss
-        loss = loss + trainer.router_aux_loss_coef * aux_loss / steps
-    return loss, outputs
+            ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+    # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
+    steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+
+    def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
+        loss = total / items
+        if ranks > 1:
+            loss = loss * ranks
+        return loss + trainer.router_aux_loss_coef * aux_loss / steps if trainer.aux_loss_enabled else loss
+
+    if not batch.parts:
+        loss = normalised(outputs.total, outputs.aux_loss)
+        return loss, loss.detach()[None], outputs
+    aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
+    loss = normalised(outputs.total, None if aux_losses is None else aux_losses.sum())
+    losses = -outputs.log_probs
+    if loss_type == "dft":
+        losses = losses * outputs.log_probs.exp()
+    totals = torch.stack([part.sum() for part in losses.split([part.loss_tokens for part in batch.parts])])
+    return loss, normalised(totals, None if aux_losses is None else aux_losses.detach()), outputs

@@ -33,10 +33,11 @@ class DeferredMetrics:
     TRL logs the mean over micro-batches of ratios per micro-batch (summed over ranks first), not the ratio of sums; so
     one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `settle` gathers all of them as
     one tensor of (ranks, micro-batches, 5), reads it once, and appends to TRL's lists what TRL would have appended.
+    Beside them stands the loss, for `losses`.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # (_ROWS, 3) fp32 each: no tensor per micro-batch stays alive
+        self._blocks: list[Tensor] = []  # (_ROWS, 4) fp32 each: no tensor per micro-batch stays alive
         self._batches: list[_MicroBatch] = []
 
     def __len__(self) -> int:
@@ -49,6 +50,7 @@ class DeferredMetrics:
         *,
         entropy: Tensor,
         is_top1: Tensor,
+        loss: Tensor,
         tokens: int,
         aux_loss: Tensor | None,
     ) -> None:
@@ -59,18 +61,25 @@ class DeferredMetrics:
             mode: which of TRL's lists they belong to.
             entropy: (N,) fp32, per position with a loss.
             is_top1: (N,) bool.
+            loss: () fp32, what the micro-batch adds to the loss of the step.
             tokens: of the whole row.
             aux_loss: ().
         """
         place = len(self._batches) % _ROWS
         if not place:
-            self._blocks.append(torch.empty(_ROWS, 3, dtype=torch.float32, device=entropy.device))
+            self._blocks.append(torch.empty(_ROWS, 4, dtype=torch.float32, device=entropy.device))
         correct = is_top1.sum(dtype=torch.float32)
         aux = aux_loss.detach().float() if aux_loss is not None else correct
-        torch.stack([entropy.detach().sum().float(), correct, aux], out=self._blocks[-1][place])
+        torch.stack([entropy.detach().sum().float(), correct, aux, loss], out=self._blocks[-1][place])
         self._batches.append(
             _MicroBatch(mode, entropy.numel(), tokens, counted_ranks(trainer.accelerator), aux_loss is not None)
         )
+
+    def losses(self, start: int) -> Tensor:
+        """Of the micro-batches from `start` on, (n,) fp32; `start` is below the number of those kept."""
+        first, last = start // _ROWS, (len(self._batches) - 1) // _ROWS
+        rows = self._blocks[first] if first == last else torch.cat(self._blocks[first : last + 1])
+        return rows[start - first * _ROWS : len(self._batches) - first * _ROWS, 3]
 
     def truncate(self, count: int) -> None:
         """Forget what was kept after the first `count` micro-batches: they are run again."""
@@ -85,7 +94,7 @@ class DeferredMetrics:
         if not self._batches:
             return
         batches, self._batches = self._batches, []
-        sums = torch.cat(self._blocks)[: len(batches)]
+        sums = torch.cat(self._blocks)[: len(batches), :3]
         self._blocks = []
         counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
         table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)

@@ -51,17 +51,32 @@ class SyncFreeStep:
         """The loss of a micro-batch; its metrics are kept for the next log."""
         mode: Mode = "train" if trainer.model.training else "eval"
         batch = inputs["packed_batch"]
-        loss, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
+        loss, losses, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
         assert outputs.entropy is not None
         assert outputs.is_top1 is not None
         parts = batch.parts or (Part(batch.total_tokens, batch.total_tokens, outputs.entropy.numel()),)
         sizes = [part.loss_tokens for part in parts]
         aux_loss = outputs.aux_loss if trainer.aux_loss_enabled else None
         aux_losses = aux_loss.unbind() if batch.parts and aux_loss is not None else [aux_loss] * len(parts)
-        figures = zip(outputs.entropy.split(sizes), outputs.is_top1.split(sizes), parts, aux_losses, strict=True)
-        for entropy, is_top1, part, aux in figures:
-            self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, tokens=part.capacity, aux_loss=aux)
+        figures = zip(
+            outputs.entropy.split(sizes), outputs.is_top1.split(sizes), losses.unbind(), parts, aux_losses, strict=True
+        )
+        for entropy, is_top1, one, part, aux in figures:
+            self.metrics.add(
+                trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=part.capacity, aux_loss=aux
+            )
         return loss
+
+    def logged_loss(self, trainer: Any, loss: Tensor, start: int) -> Tensor:
+        """What the trainer adds to its logged loss: `loss`, after the NaN filter.
+
+        Args:
+            trainer: whose running loss it is.
+            loss: (), of what just ran.
+            start: micro-batches that were kept in `metrics` before.
+        """
+        count = len(self.metrics) - start
+        return self.filter.apply(trainer, loss, self.metrics.losses(start) if count > 1 else None)
 
     @contextlib.contextmanager
     def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:

@@ -40,9 +40,10 @@ class SyncFreeTrainer(MergingTrainer):
         if step is not None and step.host:
             skipping = step.modes.skipping_train(model)
             step.reset.install(model)
+        kept = len(step.metrics) if step is not None else 0
         with skipping:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-        return step.filter.apply(self, loss) if step is not None and step.filters else loss
+        return step.logged_loss(self, loss, kept) if step is not None and step.filters else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As `Trainer.floating_point_ops`; parameters are counted once per run."""
