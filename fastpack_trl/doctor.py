@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from fastpack_trl.command_options import add_json, json_file
 from fastpack_trl.errors import UserError, describe, preparing
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=_DEFAULT_STEPS,
         help=f"optimizer steps that --audit counts, after two that it does not (default: {_DEFAULT_STEPS})",
     )
-    add("--json", metavar="FILE", help="also write everything to FILE")
+    add_json(parser, "everything")
 
 
 def run(args: Namespace) -> int:
@@ -62,9 +62,9 @@ def run(args: Namespace) -> int:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} counts nothing: give 1 or more")
-    from fastpack_trl.bench.record import check_writable, write_json
+    from fastpack_trl.bench.record import write_json
 
-    file: Path | None = check_writable(args.json) if args.json else None
+    file = json_file(args)
     record: dict[str, Any] = {"error": None}
     try:
         _machine(record)

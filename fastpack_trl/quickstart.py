@@ -20,6 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from fastpack_trl.command_options import add_json
 from fastpack_trl.errors import UserError
 
 DEFAULT_FOLDER = "quickstart-output"
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``fastpack-trl quickstart``."""
     add = parser.add_argument
     add("--output_dir", default=DEFAULT_FOLDER, metavar="DIR", help="folder for everything it writes (%(default)s)")
-    add("--json", metavar="FILE", help="also write every figure, setting, version and logged loss to FILE")
+    add_json(parser, "every figure, setting, version and logged loss")
     add("--steps", type=int, default=60, metavar="N", help="optimizer steps of the full fine-tune (%(default)s)")
     add("--lora_steps", type=int, default=30, metavar="N", help="optimizer steps of the LoRA run (%(default)s)")
     compare_help = "timed steps per run of the comparison with stock TRL, four runs (%(default)s)"

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastpack_trl.command_options import add_json, json_file
 from fastpack_trl.errors import UserError, describe, did_you_mean, preparing
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "the checkpoint (default: float32)",
     )
     add("--device", choices=DEVICES, default="auto", help="auto: CUDA where torch sees it, else the CPU")
-    add("--json", metavar="FILE", help="also write the result to FILE")
+    add_json(parser, "the result")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
 
 
@@ -74,7 +75,7 @@ def run(args: Namespace) -> int:
     # Imported from here on: torch and transformers take seconds.
     from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED
     from fastpack_trl.attention.seam import packed_attention
-    from fastpack_trl.bench.record import check_writable, write_json
+    from fastpack_trl.bench.record import write_json
     from fastpack_trl.verify import verify_packing
 
     names = ("auto", *BACKENDS, RIGHT_PADDED, "off")
@@ -82,7 +83,7 @@ def run(args: Namespace) -> int:
         raise UserError(
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
         )
-    file: Path | None = check_writable(args.json) if args.json else None
+    file = json_file(args)
     device = _device(args.device)
     model = _load(args)
     if next(iter(model.parameters())).device.type != device:  # a quantized model is where its kernels are

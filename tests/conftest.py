@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,37 @@ collect_ignore = [
 def pytest_report_header() -> str | None:
     """Name what is left out: no test may be missing in silence."""
     return f"not collected without hypothesis: {', '.join(collect_ignore)}" if collect_ignore else None
+
+
+_FROZEN = pytest.StashKey[int]()
+
+
+def _freeze(config: pytest.Config) -> None:
+    """Take what is imported out of the garbage collector's sight.
+
+    Every training collects once when it starts, which otherwise is half of the time of a test: a walk over all objects
+    of torch and transformers.
+    """
+    if len(sys.modules) > config.stash.get(_FROZEN, 0) + 50:
+        config.stash[_FROZEN] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules that the tests import."""
+    _freeze(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Modules that a test was the first to need, once its own objects are gone."""
+    _freeze(item.config)
+
+
+def pytest_unconfigure() -> None:
+    """What is left is collected when the interpreter ends; extension modules complain where it is not."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

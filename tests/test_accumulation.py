@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
@@ -335,40 +334,3 @@ def test_on_cuda_rows_are_merged_from_the_second_step_on_as_memory_allows(tmp_pa
     ours = train(FastSFTTrainer, tmp_path / "a", fast={"merge_accumulation": setting}, **options)
     alone = train(FastSFTTrainer, tmp_path / "b", fast=ONE_BY_ONE, **options)
     assert_same_log(ours, alone, rtol=2e-2, atol=2e-2)
-
-
-TWO_RANKS = """
-import sys
-from pathlib import Path
-
-import torch
-from ranks import leave
-from trainer_material import assert_same_log, train
-from trl import SFTTrainer
-
-from fastpack_trl import FastSFTTrainer
-
-torch.set_num_threads(1)
-folder = Path(sys.argv[1])
-options = {
-    "packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 5,
-    "family": sys.argv[2],
-}
-ours = train(FastSFTTrainer, folder / "ours", fast={"merge_accumulation": "on"}, **options)
-assert ours.accelerator.num_processes == 2
-assert ours.fastpack_report["merge_accumulation"].status == "on", ours.fastpack_report
-stock = train(SFTTrainer, folder / "stock", **options)
-if ours.is_world_process_zero():
-    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
-    print("SAME LOG")
-leave()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_two_ranks_log_what_stock_logs(tmp_path: Path, family: str) -> None:
-    script = tmp_path / "two_ranks.py"
-    script.write_text(TWO_RANKS, encoding="utf-8")
-    out = run_ranks(str(script), str(tmp_path), family)
-    assert "SAME LOG" in out

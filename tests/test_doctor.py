@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ def audited(material: Material, *flags: object, **settings: object) -> dict[str,
     return dict(json.loads(file.read_text()))
 
 
+@pytest.fixture(scope="module")
+def audit(sft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The audit of two micro-batches per step and a log in every second step: its record, and what it printed."""
+    folder = tmp_path_factory.mktemp("audit")
+    material = Material(sft_folder / "model", sft_folder / "train.jsonl", folder)
+    with redirect_stdout(io.StringIO()) as out:
+        record = audited(material, "--steps", 2, gradient_accumulation_steps=2, logging_steps=2)
+    assert not material.out.exists()
+    return record["audit"], out.getvalue()
+
+
 def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,12 +59,23 @@ def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
         assert any(line.split() == [name, *value.split()] for line in out.splitlines()), name
 
 
-def test_a_module_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "EXTRAS", {"qlora": ("no_such_module", "4-bit base weights")})
-    rows = {row["name"]: row for row in doctor._missing()}
-    assert rows["no_such_module"] == {
-        "name": "no_such_module", "needed_for": "4-bit base weights", "install": "pip install 'fastpack-trl[qlora]'",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "install"),
+    [
+        ("bitsandbytes", "pip install 'fastpack-trl[qlora]'"),
+        ("liger_kernel", "pip install 'fastpack-trl[liger]'"),
+        ("triton", "pip install triton"),
+    ],
+)
+def test_a_module_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, install: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type] # what Python takes for not installed
+    assert run() == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.endswith(f": {install}")]
+    assert line.split()[0] == module
+    assert doctor._versions().get(module, "not installed") == "not installed"
 
 
 def test_the_extras_are_those_of_the_project() -> None:
@@ -77,34 +101,28 @@ def test_a_config_shows_the_report_of_the_trainer_it_would_make(
     assert not material.out.exists()
 
 
-def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = audited(material, gradient_accumulation_steps=2, logging_steps=100, output_dir=str(material.out))
-    audit = record["audit"]
-    assert audit["micro_batches_per_step"] == 2
-    assert audit["backend"] == ("cuda" if torch.cuda.is_available() else "dispatch")
-    assert audit["sides"]["stock"]["error"] is audit["sides"]["fastpack"]["error"] is None
-    calls = [call for call in audit["calls"] if call["kind"] != "host"]
+def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(audit: tuple[dict[str, Any], str]) -> None:
+    record, out = audit
+    assert record["micro_batches_per_step"] == 2
+    assert record["backend"] == ("cuda" if torch.cuda.is_available() else "dispatch")
+    assert record["sides"]["stock"]["error"] is record["sides"]["fastpack"]["error"] is None
+    calls = [call for call in record["calls"] if call["kind"] != "host"]
     accuracy = [call for call in calls if '"mean_token_accuracy"' in call["code"]]
     assert sum(call["stock"] for call in accuracy) == 2 * 2
     assert accuracy[0]["file"] == "trl/trainer/sft_trainer.py"
     for side in ("stock", "fastpack"):
-        assert sum(call[side] for call in calls) == pytest.approx(audit["sides"][side]["total"])
-    assert audit["sides"]["fastpack"]["total"] < audit["sides"]["stock"]["total"]
-    out = capsys.readouterr().out
+        assert sum(call[side] for call in calls) == pytest.approx(record["sides"][side]["total"])
+    assert record["sides"]["fastpack"]["total"] < record["sides"]["stock"]["total"]
     for call in calls:
         assert f"{call['file']}:{call['line']} " in out
-    assert not material.out.exists()
 
 
-def test_an_audit_counts_the_logging_that_the_config_asks_for(material: Material) -> None:
-    def read(record: dict[str, Any]) -> float:
-        loss = [c for c in record["audit"]["calls"] if "nested_gather" in c["code"] and c["kind"] == "sync"]
-        return sum(float(call["stock"]) for call in loss)
-
-    assert read(audited(material, "--steps", 2, logging_steps=1)) == 1
-    assert read(audited(material, "--steps", 2, logging_steps=2)) == 0.5
+def test_an_audit_counts_the_logging_that_the_config_asks_for(audit: tuple[dict[str, Any], str]) -> None:
+    """Once in two steps, on both sides."""
+    record, _ = audit
+    reads = [call for call in record["calls"] if "nested_gather" in call["code"] and call["kind"] == "sync"]
+    for side in ("stock", "fastpack"):
+        assert sum(float(call[side]) for call in reads) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -113,6 +131,8 @@ def test_an_audit_counts_the_logging_that_the_config_asks_for(material: Material
         ({"model_name_or_path": "./nowhere"}, "'./nowhere' is not a folder"),
         ({"dataset_name": "nothing.jsonl"}, "data 'nothing.jsonl' does not exist"),
         ({"packed_attention": "varlne"}, "did you mean 'varlen'"),
+        ({"packd_attention": "auto"}, "unknown key 'packd_attention'; did you mean 'packed_attention'?"),
+        ({"packing": "maybe"}, "packing: 'maybe' is not true or false"),
         ({"learning_rate": "fast"}, "learning_rate"),
     ],
 )

@@ -29,39 +29,52 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
     [
         ({}, "padding-free"),
         ({"data": "conversational", "assistant_only_loss": True}, "padding-free"),
-        ({"data": "prompt_completion"}, "padding-free"),
+        ({"data": "prompt_completion", "label_smoothing_factor": 0.1}, "padding-free"),
+        ({"gradient_accumulation_steps": 3, "dataloader_num_workers": 1}, "padding-free"),
         ({"data": "prompt_completion", "completion_only_loss": False, "packing": True}, "packed"),
         ({"data": "tokens", "packing": True, "packing_strategy": "bfd_split", "max_length": 16}, "packed"),
-        ({"packing": True, "max_length": 16}, "packed"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
-        ({"padding_free": True, "max_length": None}, "packed"),
-        ({"neftune_noise_alpha": 5.0}, "stock"),
-        ({"neftune_noise_alpha": 5.0, "packing": True}, "packed"),
-        ({"include_num_input_tokens_seen": "all"}, "stock"),
-        ({"packing": True, "include_num_input_tokens_seen": "all"}, "packed"),
-        ({"packing": True, "eval_packing": False}, "packed"),
+        ({"packing": True, "eval_packing": False, "max_length": 16}, "packed"),
         ({"packing": True, "pad_to_multiple_of": 8, "gradient_checkpointing": False}, "packed"),
-        ({"pad_to_multiple_of": 8}, "stock"),
-        ({"per_device_train_batch_size": 1}, "stock"),
+        ({"packing": True, "neftune_noise_alpha": 5.0, "include_num_input_tokens_seen": "all"}, "packed"),
+        ({"padding_free": True, "max_length": None}, "packed"),
         ({"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, "packed"),
-        ({"gradient_accumulation_steps": 3, "dataloader_num_workers": 1}, "padding-free"),
-        ({"packing": True, "loss_type": "dft", "gradient_checkpointing": False}, "packed"),
-        ({"label_smoothing_factor": 0.1}, "padding-free"),
+        (
+            {"packing": True, "loss_type": "dft", "gradient_checkpointing": False,
+             "train_sampling_strategy": "sequential"},
+            "packed",
+        ),
         ({"packing": True, "gradient_checkpointing_kwargs": {"selective": True}}, "packed"),
         ({"packing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "packed"),
-        ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager"}, "stock"),
-        ({"packing": True, "family": "llama"}, "packed"),
         ({"family": "qwen3_moe", "packing": True}, "packed"),
         ({"family": "mistral", "packing": True}, "packed"),
-        ({"packing": True, "train_sampling_strategy": "sequential"}, "packed"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
+        ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager"}, "stock"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value,
-)
+)  # fmt: skip
 def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: str) -> None:
     ours, stock = both(tmp_path, **options)
     assert_same_log(ours, stock)
     assert ours.fastpack_report["batches"].path == batches
     assert ours.fastpack_report["batches"].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
+        ({"include_num_input_tokens_seen": "all"}, "counts padding"),
+        ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
+        ({"per_device_train_batch_size": 1}, "one document per batch has no padding"),
+    ],
+    ids=str,
+)
+def test_padded_batches_of_stock_stay_where_they_are_counted(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    line = make_trainer(tmp_path, make_dataset("tokens"), args=options).fastpack_report["batches"]
+    assert line.path == "stock"
+    assert reason in line.reason
 
 
 def test_bf16_log_is_that_of_stock_within_bf16(tmp_path: Path) -> None:

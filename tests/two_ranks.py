@@ -20,6 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1, "eval_steps": 1},
     "one row per rank": {"per_device_train_batch_size": 1, "max_steps": 15, "logging_steps": 4, "eval_steps": 3},
     "experts": {"family": "qwen3_moe", "average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    "experts, three rows merged": {
+        "family": "qwen3_moe",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 5,
+    },
 }
 
 
@@ -49,6 +55,8 @@ def main(folder: Path) -> None:
             assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (25, 3)
             if isinstance(trainer, FastSFTTrainer):
                 assert trainer.fastpack_report["sync_free"].path == "loss, metrics, host work"
+                merged = trainer.fastpack_report["merge_accumulation"].status == "on"
+                assert merged == ("gradient_accumulation_steps" in options), trainer.fastpack_report
             out.setdefault(name, []).append(figures(trainer))
     alone = {"callbacks": [LogsAlone()]}
     trainer = train(FastSFTTrainer, folder, trainer=alone, gradient_accumulation_steps=2, **base)

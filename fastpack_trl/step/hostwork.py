@@ -38,7 +38,9 @@ class ModeCheck:
         """Whether ``model.train()`` ran before, and every module of `model` is still in training mode."""
         if self._model is not model:
             self._model = model
-            self._modes = [vars(module) for module in model.modules() if type(module) not in _WITHOUT_MODE]
+            modules = [module for module in model.modules() if type(module) not in _WITHOUT_MODE]
+            # torch.compile's wrapper has none of its own: it asks the module inside, which is in the list too.
+            self._modes = [vars(module) for module in modules if "training" in vars(module)]
             return False
         return False not in map(_training, self._modes)
 
