@@ -255,6 +255,24 @@ def test_a_layer_called_alone_after_an_update_sees_the_update() -> None:
     torch.testing.assert_close(fast, stock, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_adapters_that_a_fused_optimizer_changed_are_cast_again(autocast: bool) -> None:
+    """TRL's default optimizer; fused steps leave the version of a parameter as it is."""
+    losses = []
+    for fast in (True, False):
+        model = adapted("qwen3")
+        if fast:
+            apply_lora(model, compute_dtype=torch.bfloat16 if autocast else None)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        losses.append([])
+        for _ in range(4):
+            losses[-1].append(float(step(model, any_ids(), autocast=autocast)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0][3] < losses[0][0] - 0.1
+    assert losses[0] == pytest.approx(losses[1], rel=2**-7 if autocast else 1e-5)
+
+
 def test_two_forwards_before_their_backwards() -> None:
     models = [adapted("llama"), adapted("llama")]
     apply_lora(models[1])

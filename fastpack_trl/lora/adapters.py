@@ -23,6 +23,10 @@ class CastAdapter(NamedTuple):
     """(out_features, rank) in the compute dtype, times the scaling."""
     made_from: tuple[Tensor, Tensor, int, int, float]
     """The parameters A and B, their versions and the scaling at the time of the cast."""
+    spent: list[bool]
+    """Not empty once a backward pass has reached the adapters: an optimizer step may follow, and fused ones do not
+    count the version of a parameter up. The next forward of the backbone casts again; a layer that is recomputed does
+    not look."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model makes its own
@@ -46,10 +50,10 @@ def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
 
 
 def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
-    """Set ``module.fastpack_cast`` of each module, until the adapters change.
+    """Set ``module.fastpack_cast`` of each module, until the adapters change or a forward follows a backward pass.
 
-    Not only until a backward pass has reached them: another forward may wait for its own backward, and a recompute
-    under selective checkpointing must not cast where its forward did not.
+    It stays when a backward pass has reached it: another forward may wait for its own backward, and a recompute under
+    selective checkpointing must not cast where its forward did not.
 
     Args:
         modules: whose projections read the adapters.
@@ -58,11 +62,12 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
-    casts = _CastTogether.apply(dtype, scalings, *parameters)
+    spent: list[bool] = []
+    casts = _CastTogether.apply(dtype, scalings, spent, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)
         # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
-        module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from)
+        module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from, spent)
 
 
 def clear(modules: Sequence[Any]) -> None:
@@ -74,9 +79,11 @@ class _CastTogether(torch.autograd.Function):
     """A_1, B_1, A_2, B_2, ... in `dtype`, every B times its scaling: a handful of multi-tensor kernels."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, scalings: list[float], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, scalings: list[float], spent: list[bool], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.scalings, ctx.dtypes = scalings, [tensor.dtype for tensor in parameters]
+        ctx.scalings, ctx.spent, ctx.dtypes = scalings, spent, [tensor.dtype for tensor in parameters]
         scaled = torch._foreach_mul(parameters[1::2], scalings)
         sources = [tensor for pair in zip(parameters[::2], scaled, strict=True) for tensor in pair]
         casts = [torch.empty_like(tensor, dtype=dtype) for tensor in sources]
@@ -85,9 +92,10 @@ class _CastTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.spent[:] = [True]
         present = [index for index, grad in enumerate(grads) if grad is not None]
         if not present:
-            return (None, None, *grads)
+            return (None, None, None, *grads)
         sources = [grads[index] for index in present]
         out = [torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present]
         torch._foreach_copy_(out, sources)
@@ -95,4 +103,4 @@ class _CastTogether(torch.autograd.Function):
         of_b = [index for index in present if index % 2]
         if of_b:
             torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
-        return (None, None, *[results.get(index) for index in range(len(grads))])
+        return (None, None, None, *[results.get(index) for index in range(len(grads))])

@@ -291,7 +291,9 @@ class _CastHook:
             device = a.device.type
             dtype = torch.get_autocast_dtype(device) if _autocasts(device) else a.dtype
             cast = module.fastpack_cast
-            if not needs_cast(a, scaling, dtype) or (cast is not None and cast.serves(a, b, scaling, dtype)):
+            if not needs_cast(a, scaling, dtype):
+                continue
+            if cast is not None and not cast.spent and cast.serves(a, b, scaling, dtype):
                 continue
             modules, adapters = todo.setdefault((a.device, dtype), ([], []))
             modules.append(module)
