@@ -70,16 +70,17 @@ def separate() -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "streams"),
+    ("level", "streams"),
     [
-        pytest.param(False, None, id="plain"),
-        pytest.param(True, None, id="checkpointed"),
-        pytest.param(True, RecordingStreams, id="offloaded"),
-        pytest.param(True, CudaStreams, id="offloaded-cuda", marks=pytest.mark.cuda),
+        pytest.param("keep", None, id="plain"),
+        pytest.param("selective", None, id="selective"),
+        pytest.param("off", None, id="checkpointed"),
+        pytest.param("off", RecordingStreams, id="offloaded"),
+        pytest.param("off", CudaStreams, id="offloaded-cuda", marks=pytest.mark.cuda),
     ],
 )
 def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
-    tmp_path: Path, separate: tuple[float, dict[str, Tensor]], checkpointing: bool, streams: Any
+    tmp_path: Path, separate: tuple[float, dict[str, Tensor]], level: str, streams: Any
 ) -> None:
     on_cuda = streams is CudaStreams
     if on_cuda and not torch.cuda.is_available():
@@ -91,10 +92,10 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
         callbacks.append(AsyncCheckpointCallback(keep_last_layers=0, _min_bytes=1, _streams=make))
     args = settings(
         tmp_path, packing=True, max_length=sum(LENGTHS), max_steps=1, per_device_train_batch_size=1, eval_strategy="no",
-        gradient_checkpointing=checkpointing, router_aux_loss_coef=COEFFICIENT, max_grad_norm=0.0, use_cpu=not on_cuda,
+        router_aux_loss_coef=COEFFICIENT, max_grad_norm=0.0, use_cpu=not on_cuda,
     )  # fmt: skip
     trainer = FastSFTTrainer(
-        _model(), args=FastSFTConfig(**args, activation_memory="off"),
+        _model(), args=FastSFTConfig(**args, activation_memory=level),
         train_dataset=Dataset.from_dict({"input_ids": _documents()}), processing_class=make_tokenizer(),
         callbacks=callbacks,
     )  # fmt: skip
@@ -106,6 +107,8 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     assert "expert LoRA fastpack: 2 layers" in report["moe"].reason
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
+    assert report["activation_memory"].path == ("stock" if level == "off" else level)
+    assert trainer.args.gradient_checkpointing
     if streams is not None:
         use = callbacks[1].use  # type: ignore[attr-defined]
         assert use.most_leased >= 2 * sum(LENGTHS) * 32 * 4  # the inputs of both layers

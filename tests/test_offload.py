@@ -56,6 +56,16 @@ def test_inputs_are_stored_in_their_own_dtype(dtype: torch.dtype) -> None:
         assert_same(step(model), stock)
 
 
+def test_inputs_below_the_threshold_stay_on_the_device() -> None:
+    model = make("llama")
+    stock = step(model)
+    size = 2 * 12 * 32 * 4  # of the input of a layer
+    for least, leased in ((size + 1, 0), (size, LAYERS - 1)):
+        with offloaded(model, min_bytes=least) as offload:
+            assert_same(step(model), stock)
+            assert offload.use.most_leased == leased * 4096
+
+
 def selective() -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
     from trl.models.selective_activation_checkpointing import _aten_attention_ops, _build_policy_fn
