@@ -383,7 +383,10 @@ def test_a_wrong_argument_is_one_line_and_2(
 def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> None:
     missed = measured | {"rows": [measured["rows"][0] | {"target": 1e9, "below_target": True}]}
     monkeypatch.setitem(command.CASES, "collator", cases.Case("missed", lambda args: missed))
-    assert command.run(Namespace(list=False, case="collator", json=None, report=None, out=None, scale=None, rows=None)) == 0
+    assert (
+        command.run(Namespace(list=False, case="collator", json=None, report=None, out=None, scale=None, rows=None))
+        == 0
+    )
 
 
 def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:

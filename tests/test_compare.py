@@ -154,6 +154,15 @@ def test_the_gate_stops_a_side_that_computes_something_else(tmp_path: Path) -> N
     assert threading.active_count() == 1 or all("Training" not in thread.name for thread in threading.enumerate())
 
 
+def test_another_optimizer_step_is_found_in_the_warm_up(tmp_path: Path) -> None:
+    def faster(trainer: Any) -> None:
+        if type(trainer) is not SFTTrainer:
+            trainer.args.learning_rate *= 3
+
+    with pytest.raises(LossParityError, match="the loss of step 2 is"):
+        compare(_build(tmp_path, faster), pairs=1, warmup=1, gate_steps=1, progress=False)
+
+
 def test_other_batches_on_one_side_are_found(tmp_path: Path) -> None:
     def reverse(trainer: Any) -> None:
         if type(trainer) is not SFTTrainer:

@@ -66,7 +66,8 @@ def compare(
             ``config_class(**(settings | changes))``, with a model that no other trainer has.
         pairs: timed steps of each side; 6 or more give an interval of 95 %.
         warmup: steps of each side before, not timed.
-        gate_steps: steps of each side before these, for the gate; 0 for no gate.
+        gate_steps: steps of each side before these, for the gate; 0 for no gate. Without dropout it goes on through the
+            warm-up: a schedule that begins at a rate of 0 changes no weight in its first step.
         seed: of the random numbers when a side is built, and at its first step.
         sides: two or more of ``stock``, ``tuned``, ``rebuild``, ``fastpack`` and ``fastpack_plan`` (`plan_of`).
         profile: a folder that gets a Chrome trace of one step per side; the record then has the largest gaps.
@@ -134,6 +135,7 @@ class _Measurement:
     failed: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     gate: dict[str, Any] | None = None
+    dropout: bool = False
 
     def fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
@@ -176,12 +178,12 @@ class _Measurement:
             self.fail(name, reason)
 
     def check(self, index: int) -> None:
-        """The same tokens in every round; the same losses in those of the gate."""
+        """The same tokens in every round; the same losses in those of the gate, and of the warm-up without dropout."""
         if len(self.sides) < 2:
             return
         last = {name: side.steps[-1] for name, side in self.sides.items()}
         check_batches({name: step.digest for name, step in last.items()}, index + 1)
-        if index >= self.plan.gate_steps:
+        if index >= self.plan.checked(self.dropout):
             return
         losses = {name: step.loss for name, step in last.items()}
         dtype = next(iter(self.sides.values())).dtype
@@ -289,6 +291,7 @@ def _rounds(state: _Measurement, shown: Any) -> OtherLoad:
     with without_dropout([side.trainer.model for side in state.sides.values()]) as dropped:
         for index in range(plan.gate_steps):
             _one_round(state, index, shown, "gate")
+    state.dropout = dropped
     if state.gate is not None:
         state.gate["dropout"] = "off in these steps" if dropped else "none"
     for index in range(plan.gate_steps, plan.rounds):

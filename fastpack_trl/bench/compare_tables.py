@@ -53,6 +53,8 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
     if gate is None:
         return [*out, f"losses were not compared before; {found}", ""]
     steps = len(gate["steps"])
+    if row["loss_difference"] > gate["tolerance"]:
+        found += ": they drift apart" + (" (dropout draws other numbers)" if gate["dropout"] != "none" else "")
     return [
         *out,
         f"losses agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {steps} steps before; {found}",

@@ -76,11 +76,13 @@ def _gate(
     if first == name:
         return None
     dtype = getattr(torch, parts[first]["setting"]["dtype"])
+    dropout = parts[first]["dropout"]
+    checked = plan.checked(dropout != "none")
     pairs = list(zip(parts[first]["steps"], parts[name]["steps"], strict=False))
     try:
         for index, (expected, own) in enumerate(pairs):
             check_batches({first: expected["digest"], name: own["digest"]}, index + 1)
-            if index < plan.gate_steps:
+            if index < checked:
                 check_loss({first: expected["loss"], name: own["loss"]}, index + 1, dtype, [name])
     except UserError as error:
         if name == subject:
@@ -90,8 +92,7 @@ def _gate(
         return None
     if not plan.gate_steps:
         return None
-    losses = [{side: part["steps"][index]["loss"] for side, part in parts.items()} for index in range(plan.gate_steps)]
-    dropout = parts[first]["dropout"]
+    losses = [{side: part["steps"][index]["loss"] for side, part in parts.items()} for index in range(checked)]
     name_of = str(dtype).removeprefix("torch.")
     return {"dtype": name_of, "tolerance": tolerance(dtype), "steps": losses, "dropout": dropout}
 

@@ -35,6 +35,10 @@ class Plan:
     def untimed(self) -> int:
         return self.gate_steps + self.warmup
 
+    def checked(self, dropout: bool) -> int:
+        """Rounds in which losses must agree: with dropout, which the gate takes out, not those of the warm-up."""
+        return 0 if not self.gate_steps else self.gate_steps if dropout else self.untimed
+
     @property
     def rounds(self) -> int:
         return self.untimed + self.pairs
