@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpack_trl.bench import command, moe, moe_sides, readme
+from fastpack_trl.bench import command, moe, moe_counts, moe_sides, readme
 from fastpack_trl.cli import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
@@ -108,3 +108,17 @@ def test_block_in_bf16_on_cuda(tiny: str, mode: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(moe_sides.SHAPES, "tiny", replace(moe_sides.SHAPES["tiny"], weights=torch.bfloat16))
     found = moe._measure_row(moe.Row("block", tiny, 1, mode, 512), 2, 60.0, "cuda", 0)
     assert "seconds" in found["sides"]["fastpack"], found["sides"]["fastpack"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_a_plan_is_sorted_once_per_layer_where_stock_sorts_or_searches_in_each_forward(
+    tiny: str, checkpointing: bool
+) -> None:
+    loop, grouped, ours = moe_counts.count(tiny, tokens=48, checkpointing=checkpointing)
+    forwards, experts = 1 + checkpointing, moe_sides.SHAPES[tiny].fields["num_local_experts"]
+    assert [row["side"] for row in (loop, grouped, ours)] == ["eager", "grouped_mm", "fastpack"]
+    assert (loop["sorts"], grouped["sorts"], ours["sorts"]) == (0, 2 * forwards, 2)
+    # One search for the experts that were hit, and one for the tokens of each.
+    assert 2 * forwards < loop["lookups"] <= 2 * forwards * (1 + experts)
+    assert loop["host_syncs"] >= loop["lookups"]
+    assert grouped["lookups"] == grouped["host_syncs"] == ours["lookups"] == ours["host_syncs"] == 0

@@ -64,7 +64,8 @@ def test_a_notebook_names_no_absolute_path(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_a_notebook_only_imports_and_shows(file: Path) -> None:
     for cell in code(read(file)):
-        assert not re.search(r"^\s*(?:def|class|while|try)\b", source(cell), re.MULTILINE), source(cell)
+        # `build` is what `compare` asks its caller for.
+        assert not re.search(r"^\s*(?:def(?! build\()|class|while|try)\b", source(cell), re.MULTILINE), source(cell)
         assert len(source(cell).splitlines()) <= 25, source(cell)
 
 

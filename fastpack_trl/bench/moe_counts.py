@@ -57,7 +57,7 @@ def count(
 
         for name, enter in sides.items():
             with enter(subject.model):
-                step()  # what is made once and kept, such as the masks of the row
+                # One after the other: the profiler would see what the counter of waits dispatches again.
                 with count_host_syncs() as syncs:
                     step()
                 with profile(activities=[ProfilerActivity.CPU]) as seen:
