@@ -53,7 +53,8 @@ class ThroughputCallback(TrainerCallback):
     - ``tokens/nonpad_per_s``: of these, tokens of documents (see `TokenSums.nonpad` for what stock does not tell).
     - ``tokens/loss_per_s``: of these, tokens that the loss counts. Left out where the model gets no labels.
     - ``mfu``: per cent of the device's peak, as TRL's own: operations that the mathematics needs for the tokens of the
-      documents (`StepFlops.model`), without padding and recompute. `ModelFlops` says what is not exact.
+      documents (`StepFlops.model`), without padding, recompute and logits of tokens that the loss does not count.
+      `ModelFlops` says what is not exact.
     - ``hfu``: per cent, with padding, the recompute of checkpointed layers and of the chunked loss
       (`StepFlops.hardware`); attention is counted within documents, whatever the kernel computes.
     - ``step_time_ms``: per optimizer step, `data_wait_ms` included.
@@ -287,7 +288,8 @@ class ThroughputCallback(TrainerCallback):
         }
         if self._flops is None or self._peak is None:
             return figures
-        needed = self._flops.count(tokens.nonpad, tokens.pairs, tokens.scored)
+        # A position without a loss needs no logits: both trainers have the same figure for the same data.
+        needed = self._flops.count(tokens.nonpad, tokens.pairs, tokens.scored if tokens.loss is None else tokens.loss)
         twice = tokens.scored - tokens.scored_once
         done = self._flops.count(tokens.capacity, tokens.pairs, tokens.scored, twice=twice)
         share = 100 / (seconds * self._peak * self._devices)

@@ -128,6 +128,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
 
     training, model = arguments.training, arguments.model
     sft_checks.check_paths(training)
+    sft_checks.check_reporters(training)
     check_data_exists(arguments.script, arguments.mixture)
     model.model_name_or_path = sft_checks.local_model(model)
     init = {

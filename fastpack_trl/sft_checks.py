@@ -19,6 +19,26 @@ if TYPE_CHECKING:
 _ROWS_CHECKED = 1  # the first row shows the shape of the data; checking all rows is not the command line's work
 
 
+_REPORTERS = (
+    "clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+"""Targets of `report_to` that are the name of a package."""
+
+
+def check_reporters(training: FastSFTConfig) -> None:
+    """What `report_to` names is installed; transformers says so only after the model and the data were prepared.
+
+    Raises:
+        UserError: names the target and the command that installs it.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+
+    available = get_available_reporting_integrations()
+    for name in training.report_to or ():
+        if name in _REPORTERS and name not in available and find_spec(name) is None:
+            raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to to 'none'")
+
+
 def check_paths(training: FastSFTConfig) -> None:
     """``output_dir`` can be made, and ``resume_from_checkpoint`` names something to resume from.
 

@@ -88,6 +88,7 @@ YAML_TEXT = [
         ["'flash_atention_2' does not exist", "did you mean 'flash_attention_2'?"],
     ),
     ("attn_implementation: flash_attention_2", ["'flash_attention_2'", "flash_attn", "not installed"]),
+    ("report_to: neptune", ["report_to='neptune' is not installed: pip install neptune", "'none'"]),
     ("pad_token: <nowhere>", ["pad_token '<nowhere>'", "vocabulary"]),
     ("eos_token: <end>", ["eos_token '<end>'", "special tokens: <eos>, <pad>"]),
     ("chat_template_path: ./absent.jinja", ["chat_template_path './absent.jinja' does not exist"]),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +15,20 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, figures, make_tokenizer, settings, train
+from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from fastpack_trl import FastSFTTrainer, PackedBatch
 from fastpack_trl.step.loss import LossForward
+from fastpack_trl.step.sync_free import why_stock_loss
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 LORA = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")}
 FULL: dict[str, Any] = {}
 LOSS = "loss, metrics, host work"
+SEQUENCE = SimpleNamespace(tp_size=1, cp_size=1, sp_size=2)
 
 
 def counted(cls: type[SFTTrainer], folder: Path, model: Any, method: dict[str, Any], **more: Any) -> BetweenLogs:
@@ -243,6 +247,45 @@ def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], re
     line = ours.fastpack_report["sync_free"]
     assert line.path == "host work only"
     assert reason in line.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda trainer: (vars(trainer), "is_fsdp_enabled", True), "FSDP may shard the head"),
+        (
+            lambda trainer: (vars(trainer.model), "hf_device_map", {"a": 0, "b": "cpu"}),
+            "the model is spread over 0, cpu",
+        ),
+        (lambda trainer: (vars(trainer.model.lm_head.weight), "ds_id", 3), "ZeRO-3 shards the head"),
+        (lambda trainer: (vars(trainer.model.lm_head.weight), "full_tensor", None), "the head is a DTensor"),
+        (lambda trainer: (vars(trainer.accelerator.state), "parallelism_config", SEQUENCE), "sequence parallelism"),
+    ],
+    ids=["fsdp", "devices", "zero3", "fsdp2", "sequence"],
+)
+def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
+    change: Callable[[Any], tuple[dict[str, Any], str, Any]],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = FastSFTTrainer(
+        tiny_model("qwen3", tie_word_embeddings=False), args=SFTConfig(**settings(tmp_path, packing=True)),
+        train_dataset=make_dataset("tokens"), eval_dataset=make_dataset("tokens", 8), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    with trainer._fastpack_features():  # the line of the batches is read
+        assert why_stock_loss(trainer) == ""
+        monkeypatch.setitem(*change(trainer))
+        assert reason in why_stock_loss(trainer)
+
+
+@pytest.mark.cuda
+def test_fp16_scales_its_loss_as_in_stock_and_says_that_it_asks(tmp_path: Path) -> None:
+    ours, stock = both(tmp_path, packing=True, fp16=True, use_cpu=False)
+    assert_same_log(ours, stock, rtol=2e-2, atol=2e-2)
+    assert "the loss scaler of fp16 asks the device once per optimizer step" in (
+        ours.fastpack_report["sync_free"].reason
+    )
 
 
 def test_remarks_name_what_still_asks_the_device(tmp_path: Path) -> None:

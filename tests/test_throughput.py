@@ -105,6 +105,43 @@ def test_tokens_equal_a_hand_count_over_accumulation_epochs_and_evaluation(
     assert (nonpad < sum(part.capacity for part in counted)) == (cls is SFTTrainer and not packing)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_sums_and_needed_operations_are_the_same_under_both_trainers(
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[Any] = []
+    take = TokenCounter.take
+    monkeypatch.setattr(TokenCounter, "take", lambda self: counted.append(take(self)) or counted[-1])
+    needed = []
+    for cls in (SFTTrainer, FastSFTTrainer):
+        method = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if lora else {}
+        options = {
+            "packing": True,
+            "data": "prompt_completion",
+            "gradient_accumulation_steps": 2,
+            "eval_strategy": "no",
+        }
+        counted.clear()
+        callback = ThroughputCallback(PEAK)
+        spent: list[float] = []
+        figures = callback._figures
+        monkeypatch.setattr(callback, "_figures", lambda totals, f=figures, s=spent: _operations(f(totals), totals, s))
+        run(cls, tmp_path / cls.__name__, callback, logging_steps=2, trainer=method, **options)
+        needed.append((spent, [(sums.capacity, sums.nonpad, sums.loss, sums.pairs) for sums in counted]))
+    (stock, of_stock), (ours, of_ours) = needed
+    assert of_ours == of_stock
+    assert len(of_ours) == 3
+    assert ours == pytest.approx(stock, rel=1e-9)
+    assert min(ours) > 0
+
+
+def _operations(figures: dict[str, float], totals: Any, spent: list[float]) -> dict[str, float]:
+    """Needed operations behind `mfu`."""
+    if "mfu" in figures:
+        spent.append(figures["mfu"] / 100 * totals.seconds * PEAK)
+    return figures
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_pairs_are_the_same_from_lengths_positions_and_masks(window: int | None) -> None:
     lengths = (5, 1, 8)
