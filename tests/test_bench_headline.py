@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fastpack_trl.bench import command, headline, lora, report
+from fastpack_trl.bench import command, headline, lora, plots, report
 from fastpack_trl.bench.headline import ENTRIES, FULL, TINY, Entry
 from fastpack_trl.bench.headline_table import gains_table
 from fastpack_trl.bench.lora_models import LoraModel
@@ -130,3 +131,17 @@ def test_wrong_arguments_are_one_line(arguments: list[str], part: str, capsys: p
     assert part in capsys.readouterr().err
     with pytest.raises(UserError, match="no scale 'huge'"):
         headline.measure(scale="huge")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_every_row_runs_on_cuda_with_memory_over_the_step() -> None:
+    record = headline.measure(scale="tiny", rounds=1, threads=1, device="cuda")
+    for row in record["rows"]:
+        assert row["gains"][row["before"]]["seconds"]["median"] > 0, row
+        assert all(side["memory"]["peak_bytes"] > 0 for side in row["sides"].values() if "failed" not in side)
+        if row["compares"] in ("lora", "model_steps"):
+            marks = row["sides"]["fastpack"]["memory_marks"]
+            assert [at for at, _ in marks] == sorted(at for at, _ in marks)
+            assert len(marks) == 5
+    assert plots.memory_over_step(record) is not None

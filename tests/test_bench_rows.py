@@ -108,6 +108,15 @@ def test_a_row_that_fails_is_named_in_one_line_and_the_next_one_is_measured(
     assert rows.calls == ["a"]  # a failure is no measurement
 
 
+def test_a_loud_error_ends_the_run_and_keeps_the_file(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "x.json")
+    with pytest.raises(ArithmeticError):
+        run(Rows("a", "b", b=ArithmeticError()), file)  # no failure of a device
+    with pytest.raises(LookupError):
+        run(Rows("a", "b", b=LookupError()), file, loud=(LookupError,))
+    assert names(json.loads(file.path.read_text())) == ["a"]
+
+
 def test_the_budget_is_shared_by_the_rows_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 0.0, 40.0, 40.0, 61.0, 61.0])
     monkeypatch.setattr(row_loop.time, "perf_counter", lambda: next(now))

@@ -97,11 +97,11 @@ def _tuned(trainer: Any) -> Iterator[str]:
         if best is not None and not _attention(trainer).startswith("flash"):
             trainer.model.set_attn_implementation(best)
     with compiled_regions(trainer):
-        yield f"{_attention(trainer)}, {liger_missing(device) or 'Liger'}, layers compiled by accelerate"
+        yield compiled_path(f"{_attention(trainer)}, {liger_missing(device) or 'Liger'}")
 
 
 @contextlib.contextmanager
-def compiled_regions(trainer: Any) -> Iterator[None]:
+def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
     """What ``torch_compile=True`` with accelerate's regional compilation makes of the model that is prepared inside.
 
     Not through the arguments: accelerate keeps them for the process, and the other sides would be compiled too. For the
@@ -113,7 +113,7 @@ def compiled_regions(trainer: Any) -> Iterator[None]:
     prepare, before = accelerator.prepare_model, state.dynamo_plugin
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        state.dynamo_plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        state.dynamo_plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
         try:
             return prepare(*args, **kwargs)
         finally:
@@ -124,3 +124,8 @@ def compiled_regions(trainer: Any) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare_model
+
+
+def compiled_path(attention: str, backend: str = "inductor") -> str:
+    """What a side with compiled layers runs, for people."""
+    return f"{attention}, layers compiled by accelerate{'' if backend == 'inductor' else f' ({backend} backend)'}"

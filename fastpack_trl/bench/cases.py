@@ -85,8 +85,7 @@ def _packed_attention(args: Namespace) -> dict[str, Any]:
         quick=args.quick,
         threads=packed_attention.DEFAULT_THREADS if args.threads is None else args.threads,
         device=device,
-        seed=args.seed,
-        progress=True,
+        **_kept(args),
     )
 
 
@@ -133,6 +132,8 @@ def _collator(args: Namespace) -> dict[str, Any]:
     _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
     if args.device == "cuda" or (args.threads or 1) != 1:
         raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
+    if args.json is not None and Path(args.json).expanduser().exists() and not args.again:
+        raise UserError(f"--json {args.json!r} exists: name another file, or --again to replace it")
     rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def _host_overhead(args: Namespace) -> dict[str, Any]:
 
     _without(args, "model", "layers", "no_checkpointing", "seconds", "backends", "quick")
     given = _given(tokens=args.tokens, pairs=args.pairs, threads=args.threads)
-    return host_overhead.measure(device=_device(args), seed=args.seed, progress=True, **given)
+    return host_overhead.measure(device=_device(args), **_kept(args), **given)
 
 
 def _moe(args: Namespace) -> dict[str, Any]:

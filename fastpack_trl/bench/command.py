@@ -18,6 +18,7 @@ from fastpack_trl.bench.tables import (
     moe_lines,
     offload_lines,
     overhead_lines,
+    skipped,
 )
 from fastpack_trl.errors import UserError, did_you_mean
 
@@ -162,8 +163,9 @@ def table(record: Mapping[str, Any]) -> str:
         return "\n".join([*out, *model_lines(rows)])
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
-        out += ["", setting, *aligned(_rate_cells(chosen)), *disturbances(chosen)]
-    phased = [row for row in rows if "phases" in row["fastpack"]]
+        cells = _rate_cells(row for row in chosen if "skipped" not in row)
+        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *skipped(chosen), *disturbances(chosen)]
+    phased = [row for row in rows if "phases" in row.get("fastpack", {})]
     if phased:
         out += ["", "where a step goes (median ms)", *aligned(_phase_cells(phased))]
     return "\n".join(out)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.bench.gpu_profile import GpuProfile
 from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model
-from fastpack_trl.bench.packed_attention import check_parity
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.packed_attention import ParityError, check_parity
+from fastpack_trl.bench.record import OtherLoad
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.bench.timing import Comparison, interleave, median_interval
 from fastpack_trl.bench.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
@@ -214,6 +214,7 @@ def measure(
     seed: int = 0,
     workload: Workload | None = None,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time bursts of training steps of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
 
@@ -231,6 +232,7 @@ def measure(
         seed: of weights, documents and order.
         workload: `CPU` or `CUDA` by default.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`). A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``,
@@ -251,37 +253,48 @@ def measure(
         )
     if device == "cuda" and torch.cuda.device_count() > 1:
         raise UserError(f"torch sees {torch.cuda.device_count()} CUDA devices: set CUDA_VISIBLE_DEVICES=0")
-    rows: list[dict[str, Any]] = []
-    complete = True
-    with limited_threads(threads), quiet(), tqdm(rows_of, unit="row", disable=None if progress else True) as bar:
-        try:
-            for length, micro_batches in bar:
-                rows.append(_measure_row(work, length, micro_batches, pairs, device, seed))
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case=CASE,
-        settings={
-            "model": work.name,
-            "shape": {"model_type": work.shape.model_type, **work.shape.fields},
-            "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
-            "bf16": work.bf16,
-            "lora_rank": work.rank,
-            "pairs": pairs,
-            "steps_per_burst": _STEPS,
-            "warmup_steps_per_burst": _WARMUP_STEPS,
-            "learning_rate": 0.0,
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+    tasks = [
+        RowTask(
+            {"setting": _setting(work, micro_batches), "tokens": length, "micro_batches": micro_batches},
+            partial(_timed_row, work, length, micro_batches, pairs, device, seed),
+            empty={"target": None, "below_target": None},
+        )
+        for length, micro_batches in rows_of
+    ]
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case=CASE,
+            settings={
+                "model": work.name,
+                "shape": {"model_type": work.shape.model_type, **work.shape.fields},
+                "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
+                "bf16": work.bf16,
+                "lora_rank": work.rank,
+                "pairs": pairs,
+                "steps_per_burst": _STEPS,
+                "warmup_steps_per_burst": _WARMUP_STEPS,
+                "learning_rate": 0.0,
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            },
+            apart={},
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            loud=(ParityError,),
+            progress=progress,
+        )
+
+
+def _setting(work: Workload, ga: int) -> str:
+    return f"{work.name}, LoRA, {'bf16' if work.bf16 else 'fp32'}, {ga} micro-batch{'es' * (ga > 1)} per step"
+
+
+def _timed_row(
+    work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int, _seconds: float
+) -> dict[str, Any]:
+    return _measure_row(work, tokens, ga, pairs, device, seed)
 
 
 def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
@@ -302,7 +315,7 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
         report = trainers[OURS].fastpack_report
         paths = {line.feature: f"{line.status}: {line.path}" for line in report}
     row = {
-        "setting": f"{work.name}, LoRA, {'bf16' if work.bf16 else 'fp32'}, {ga} micro-batch{'es' * (ga > 1)} per step",
+        "setting": _setting(work, ga),
         "tokens": tokens,
         "micro_batches": ga,
         "path": report["packed_attention"].path,

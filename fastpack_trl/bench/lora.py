@@ -18,7 +18,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench.compiled import compiled_path, compiled_regions
+from fastpack_trl.bench.baselines import compiled_path, compiled_regions
 from fastpack_trl.bench.launches import Launches, count_launches
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD, shape_of

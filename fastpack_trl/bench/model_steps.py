@@ -19,7 +19,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench.compiled import compiled_path, compiled_regions
+from fastpack_trl.bench.baselines import compiled_path, compiled_regions
 from fastpack_trl.bench.lora_models import definitions
 from fastpack_trl.bench.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from fastpack_trl.bench.model_shapes import PAD, ModelShape, build_model

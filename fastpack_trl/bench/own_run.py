@@ -24,6 +24,8 @@ _OTHER_CASES = (
     "no_checkpointing",
     "report",
     "out",
+    "scale",
+    "rows",
 )
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""

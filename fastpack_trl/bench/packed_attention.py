@@ -6,14 +6,15 @@ import contextlib
 import gc
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
-from fastpack_trl.bench.record import OtherLoad, make_record
+from fastpack_trl.bench.record import OtherLoad
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
 from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock, interleave
 from fastpack_trl.bench.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
@@ -50,6 +51,7 @@ def measure(
     seed: int = 0,
     workload: Workload | None = None,
     progress: bool = False,
+    file: ResultFile | None = None,
 ) -> dict[str, Any]:
     """Time training steps of both trainers in turn and say by how much ours is faster.
 
@@ -67,6 +69,7 @@ def measure(
         seed: of weights, documents and order.
         workload: other shapes; `CPU` or `CUDA` by default.
         progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
         A record (`make_record`). A row has per side ``seconds`` (median, interval, every time), ``tokens_per_second``,
@@ -87,40 +90,40 @@ def measure(
         for length in lengths
         if not (quick and setting == TRL_DEFAULTS and length not in work.quick_tokens)
     ]
-    rows: list[dict[str, Any]] = []
-    complete = True
-    steps = 2 * (GATE_STEPS + WARMUP_PAIRS + pairs)
-    with (
-        limited_threads(threads),
-        quiet(),
-        tqdm(total=len(plan) * steps, unit="step", disable=None if progress else True, dynamic_ncols=True) as bar,
-    ):
-        try:
-            for setting, length in plan:
-                bar.set_description(f"{length} tokens, {setting.name}")
-                row = _measure_row(work, setting, length, pairs, device, seed, bar)
-                rows.append(row | _judged(row, setting, work))
-        except KeyboardInterrupt:
-            complete = False
-    return make_record(
-        case=CASE,
-        settings={
-            **asdict(work.shape),
-            "model": "qwen3",
-            "documents": {"shortest": work.shortest, "longest": work.longest, "distribution": "uniform"},
-            "batch_size": 1,
-            "pairs": pairs,
-            "warmup_steps": GATE_STEPS + WARMUP_PAIRS,
-            "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-            "stock": "trl.SFTTrainer, attn_implementation=sdpa",
-            "quick": quick,
-        },
-        rows=rows,
-        complete=complete,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+    tasks = []
+    for setting, length in plan:
+        label = {"setting": setting.name, "gradient_checkpointing": setting.gradient_checkpointing, "tokens": length}
+        measure_row = partial(_judged_row, work, setting, length, pairs, device, seed)
+        tasks.append(RowTask(label, measure_row, empty={"target": None, "below_target": None}))
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case=CASE,
+            settings={
+                **asdict(work.shape),
+                "model": "qwen3",
+                "documents": {"shortest": work.shortest, "longest": work.longest, "distribution": "uniform"},
+                "batch_size": 1,
+                "pairs": pairs,
+                "warmup_steps": GATE_STEPS + WARMUP_PAIRS,
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+                "stock": "trl.SFTTrainer, attn_implementation=sdpa",
+            },
+            apart={"quick": quick},
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            loud=(ParityError,),
+            progress=progress,
+        )
+
+
+def _judged_row(
+    work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int, _seconds: float
+) -> dict[str, Any]:
+    row = _measure_row(work, setting, tokens, pairs, device, seed)
+    return row | _judged(row, setting, work)
 
 
 def _check_arguments(work: Workload, lengths: tuple[int, ...], pairs: int, threads: int, device: str) -> None:
@@ -152,9 +155,7 @@ def _judged(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[st
     return {"target": target, "below_target": row["ratio"]["median"] < target}
 
 
-def _measure_row(
-    work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int, bar: Any
-) -> dict[str, Any]:
+def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
     clock: Clock = CudaClock() if device == "cuda" else WallClock()
     steps = GATE_STEPS + WARMUP_PAIRS + pairs
     with contextlib.ExitStack() as stack:
@@ -165,15 +166,7 @@ def _measure_row(
         path = ours.fastpack_report["packed_attention"].path
         sides = {name: Side(trainer, clock, steps) for name, trainer in trainers.items()}
 
-        def timed(side: Side) -> Callable[[], Step]:
-            def run() -> Step:
-                step = side.step()
-                bar.update(1)
-                return step
-
-            return run
-
-        runs = {name: timed(side) for name, side in sides.items()}
+        runs = {name: side.step for name, side in sides.items()}
         gate = {name: run() for name, run in runs.items()}
         _check_rows(gate)
         parity = check_parity(

@@ -111,11 +111,13 @@ def take_turns(
     return found
 
 
-def attempt(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """``(result, None)``, or ``(None, reason)`` where `call` raised one of `FAILURES`."""
+def attempt(call: Callable[[], T], loud: tuple[type[BaseException], ...] = ()) -> tuple[T | None, str | None]:
+    """``(result, None)``, or ``(None, reason)`` where `call` raised one of `FAILURES`, those of `loud` excepted."""
     try:
         return call(), None
     except FAILURES as error:
+        if isinstance(error, loud):
+            raise
         reason = describe_failure(error)
     # After the handler: the traceback holds the tensors of the call until here.
     gc.collect()

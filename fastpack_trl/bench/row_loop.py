@@ -6,6 +6,7 @@ A row that fails is named and the next one is measured; an interrupt returns wha
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,12 +100,13 @@ def run_rows(
     case: str,
     settings: Mapping[str, Any],
     apart: Mapping[str, Any],
-    seconds: float,
+    seconds: float = math.inf,
     device: str,
     threads: int,
     seed: int,
     file: ResultFile | None = None,
     alike: bool = False,
+    loud: tuple[type[BaseException], ...] = (),
     progress: bool = False,
 ) -> dict[str, Any]:
     """Measure every row that is not finished yet.
@@ -114,11 +116,12 @@ def run_rows(
         case, settings, device, threads, seed: of the record (`make_record`).
         apart: further settings, written too, that do not decide about what is measured: a file whose own differ is
             still gone on with.
-        seconds: for all rows; each may use an equal share of what is left, and one that finds no time is skipped,
-            named. Rows that were taken over need none.
+        seconds: for all rows, no limit by default; each may use an equal share of what is left, and one that finds no
+            time is skipped, named. Rows that were taken over need none.
         file: written after every row. Rows of it that are finished are taken over, also those that are no task now; a
             row that was skipped or failed is measured again.
         alike: rows take about as long as each other: none is begun in less time than the longest so far took.
+        loud: errors that end the run instead of being a row's.
         progress: show a bar (on a terminal), and name failures on stderr.
 
     Returns:
@@ -160,7 +163,7 @@ def run_rows(
                     took = f", a row took up to {longest:.0f} s" if alike and longest else ""
                     found, failure = _nothing(f"no time left: {max(0.0, left):.0f} of {seconds:g} s{took}")
                 else:
-                    found, failure = attempt(partial(task.measure, left / (len(waiting) - begun)))
+                    found, failure = attempt(partial(task.measure, left / (len(waiting) - begun)), loud)
                     if failure is not None and progress:
                         bar.write(f"{case}: {task.name}: {failure}", file=sys.stderr)
                     longest = max(longest, time.perf_counter() - began)

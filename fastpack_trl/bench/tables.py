@@ -20,6 +20,11 @@ def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def skipped(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line per row that was not measured, with the reason."""
+    return [f"{row['tokens']:,} tokens: skipped: {row['skipped']}" for row in rows if row.get("skipped")]
+
+
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """Columns of one width each; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -172,7 +177,7 @@ def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         chosen = [row for row in rows if row["setting"] == setting]
         cells = [["tokens", "side", "step ms", "overhead ms", "tok/s", "step ratio", "overhead of stock's", "target"]]
         device = [["tokens", "side", "kernels", "host us", "waits", "busy us", "idle"]]
-        for row in chosen:
+        for row in (row for row in chosen if "skipped" not in row):
             for side in ("stock", "fastpack"):
                 figures, ours = row[side], side == "fastpack"
                 cells.append(
@@ -200,7 +205,7 @@ def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                             f"{gpu['idle_share']:.0%}",
                         ]
                     )
-        out += ["", setting, *aligned(cells), *disturbances(chosen)]
+        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *skipped(chosen), *disturbances(chosen)]
         if len(device) > 1:
             out += ["", "per micro-step, host and kernels under torch.profiler", *aligned(device)]
     return out

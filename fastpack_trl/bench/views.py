@@ -167,8 +167,8 @@ def _ratios(row: Mapping[str, Any]) -> Iterator[Ratio]:
     if "ratio" in row:
         found["stock"] = row["ratio"]
     sides = row.get("sides", {})
-    ours = next((name for name in NAMES_OF_OURS if name in sides), OURS)
-    plan = sides.get(PLAN, {}).get("seconds")
+    ours = row.get("subject") or next((name for name in NAMES_OF_OURS if name in sides), OURS)
+    plan = sides.get(PLAN, {}).get("seconds") if ours == OURS else None
     for over, ratio in found.items():
         if over == PLAN:
             continue  # ours too: a choice between two settings, no gain over somebody else
