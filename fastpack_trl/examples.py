@@ -11,7 +11,7 @@ from typing import Any
 from fastpack_trl.errors import UserError, did_you_mean
 
 GIB = 2**30
-EVERY = 4  # of the library's docstrings: enough for the notebooks' steps
+EVERY = 8  # of the library's docstrings: enough for the notebooks' steps
 TEST_EVERY = 40  # 2.5 % held out
 SMALL_ROW, PUBLIC_ROW = 1024, 4096  # tokens
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,8 @@ def test_a_notebook_only_imports_and_shows(file: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Executes a notebook with this interpreter in a folder that all share, so that the text is made once."""
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
+    for module in ("ipykernel", "matplotlib", "nbformat"):
+        pytest.importorskip(module, reason="needs the extra `notebooks`")
     nbclient = pytest.importorskip("nbclient")
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -111,8 +110,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
-    if find_spec("nbformat") is None:
-        pytest.skip("needs the extra `notebooks`")
     import nbformat
 
     done = run(nbformat.read(file, as_version=4))
