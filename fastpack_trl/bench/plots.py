@@ -22,7 +22,7 @@ GIB = 1 << 30
 DPI = 100
 _WIDTH, _BAR, _TOP, _CAPTION = 7.6, 0.24, 0.75, 0.3  # inches
 _MOST_BARS, _MOST_PANELS = 40, 6
-_WRAP = 92
+_CHARACTER = 0.07  # inches, of a heading and of a label
 
 # Okabe and Ito's palette: told apart under every common colour vision deficiency.
 _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE, _GREY = (
@@ -281,8 +281,10 @@ def _rows_of_labels(
     places: list[float] = []
     headings: list[tuple[float, str]] = []
     at = 0.0
+    longest = max(len(name) for names in labels for name in names)
+    room = min(92, int(_WIDTH / _CHARACTER) - longest - 2)  # characters of a heading; the labels stand left of it
     for row, names in zip(rows, labels, strict=True):
-        lines = textwrap.wrap(row.label, _WRAP)
+        lines = textwrap.wrap(row.label, room)
         at += 0.75 * len(lines)
         headings.append((at - 0.55, "\n".join(lines)))
         places += [at + index for index in range(len(names))]
