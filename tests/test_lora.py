@@ -273,6 +273,25 @@ def test_adapters_that_a_fused_optimizer_changed_are_cast_again(autocast: bool) 
     assert losses[0] == pytest.approx(losses[1], rel=2**-7 if autocast else 1e-5)
 
 
+def test_a_forward_without_a_backward_leaves_no_old_adapters() -> None:
+    models = [adapted("llama"), adapted("llama")]
+    apply_lora(models[1], compute_dtype=torch.bfloat16)
+    outputs = []
+    for model in models:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, fused=True)
+        step(model, any_ids(), autocast=True)
+        projection = model.base_model.model.model.layers[0].self_attn.q_proj
+        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            alone = projection(torch.ones(2, 32))  # past the backbone
+            model(input_ids=any_ids())  # with gradients that nobody asks for
+        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):  # another one: autocast keeps its casts of parameters until its end
+            outputs.append((alone, model(input_ids=any_ids()).logits))
+    for fast, stock in zip(*reversed(outputs), strict=True):
+        assert float((fast - stock).norm() / stock.norm()) < 0.05
+
+
 def test_two_forwards_before_their_backwards() -> None:
     models = [adapted("llama"), adapted("llama")]
     apply_lora(models[1])

@@ -25,8 +25,7 @@ class CastAdapter(NamedTuple):
     """The parameters A and B, their versions and the scaling at the time of the cast."""
     spent: list[bool]
     """Not empty once a backward pass has reached the adapters: an optimizer step may follow, and fused ones do not
-    count the version of a parameter up. The next forward of the backbone casts again; a layer that is recomputed does
-    not look."""
+    count the version of a parameter up. Then only a recompute in a backward pass may read this cast."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model makes its own
@@ -37,6 +36,8 @@ class CastAdapter(NamedTuple):
             return False
         if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
             return True
+        if self.spent and not _in_backward():
+            return False  # a layer that is called on its own, past the backbone's hook
         return self.made_from[2:] == (a._version, b._version, scaling)
 
 
@@ -50,7 +51,7 @@ def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
 
 
 def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
-    """Set ``module.fastpack_cast`` of each module, until the adapters change or a forward follows a backward pass.
+    """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 
     It stays when a backward pass has reached it: another forward may wait for its own backward, and a recompute under
     selective checkpointing must not cast where its forward did not.
@@ -68,6 +69,10 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
         made_from = (a, b, a._version, b._version, scaling)
         # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
         module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from, spent)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks it
 
 
 def clear(modules: Sequence[Any]) -> None:

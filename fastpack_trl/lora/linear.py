@@ -271,7 +271,11 @@ class _Restore:
 
 
 class _CastHook:
-    """Before the backbone runs: cast the adapters of all its layers together, unless they just were."""
+    """Before the backbone runs with gradients: cast the adapters of all its layers together.
+
+    In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
+    earlier cast still holds.
+    """
 
     def __init__(self, modules: list[Any]) -> None:
         self.modules = modules
@@ -287,13 +291,10 @@ class _CastHook:
             pair = _pair(module)
             if pair is None:
                 continue
-            a, b, scaling = pair
+            a, _, scaling = pair
             device = a.device.type
             dtype = torch.get_autocast_dtype(device) if _autocasts(device) else a.dtype
-            cast = module.fastpack_cast
             if not needs_cast(a, scaling, dtype):
-                continue
-            if cast is not None and not cast.spent and cast.serves(a, b, scaling, dtype):
                 continue
             modules, adapters = todo.setdefault((a.device, dtype), ([], []))
             modules.append(module)
