@@ -98,10 +98,8 @@ def _ratio(ratio: Mapping[str, float]) -> str:
 def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
     machine, versions = record["machine"], record["versions"]
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
-    return (
-        f"`{command}`: {machine['processor']}, {machine['threads']} threads, {packages}; "
-        f"`fastpack_trl/bench/results/{name}`."
-    )
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    return f"`{command}`: {machine['processor']}, {threads}, {packages}; `fastpack_trl/bench/results/{name}`."
 
 
 def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
@@ -165,6 +163,24 @@ def _collator(name: str, record: Mapping[str, Any]) -> str:
         rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
         lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
     return "\n".join([head, "", *lines, "", _made_by(name, record, "fastpack-trl bench --case collator")])
+
+
+def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
+    coverage = min(row[part]["coverage"] for row in record["rows"] for part in ("ratio", "overhead"))
+    head = (
+        "**Host work of a training step outside of forward, backward, clipping and optimizer.** Both trainers' own "
+        f"loops, micro-batches of one row; ratios with their intervals of at least {coverage:.0%}."
+    )
+    lines = [
+        "| setting | row, tokens | stock, ms | fastpack, ms | of stock's | whole step, ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
+        cells = [row["setting"], f"{row['tokens']:,}", *work, _ratio(row["overhead"]), _ratio(row["ratio"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    made = _made_by(name, record, f"fastpack-trl bench --case host_overhead --device {record['machine']['device']}")
+    return "\n".join([head, "", *lines, "", made])
 
 
 def _moe(name: str, record: Mapping[str, Any]) -> str:
@@ -247,6 +263,7 @@ def _lora(name: str, record: Mapping[str, Any]) -> str:
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
     "collator": _collator,
+    "host_overhead": _host_overhead,
     "moe": _moe,
     "lora": _lora,
 }
