@@ -232,7 +232,11 @@ def test_an_interrupt_ends_both_trainings_and_keeps_what_was_timed(tmp_path: Pat
         if type(trainer) is not SFTTrainer:
             trainer.add_callback(Interrupt())
 
-    found = compare(_build(tmp_path, add), pairs=50, warmup=0, progress=False)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
+    try:
+        found = compare(_build(tmp_path, add), pairs=50, warmup=0, progress=False)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert not found["complete"]
     (row,) = found["rows"]
     assert len(row["sides"]["stock"]["seconds"]["values"]) in (1, 2)

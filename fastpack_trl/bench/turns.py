@@ -76,8 +76,8 @@ class Training(TrainerCallback):
     def __init__(self, trainer: Any, around: Around = contextlib.nullcontext) -> None:
         self.trainer = trainer
         self._around = around
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._running = self._finished = self._closing = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Event()
+        self._finished = self._closing = False
         self._error: BaseException | None = None
         self._inside: AbstractContextManager[Any] = contextlib.nullcontext()
         self._open = contextlib.ExitStack()
@@ -114,6 +114,7 @@ class Training(TrainerCallback):
         """
         self._inside = inside if inside is not None else contextlib.nullcontext()
         self._state.restore()
+        self._stopped.clear()
         self._go.release()
         self._wait()
         self._state.capture()
@@ -124,21 +125,18 @@ class Training(TrainerCallback):
             )
 
     def close(self) -> None:
-        """End the training where it is, leave what it has entered, and wait for it. May be called again."""
+        """End the training where it is or, in the middle of a step, when that is done; leave what it has entered, and
+        wait for it. May be called again."""
         if not self._thread.ident:
             return
-        if self._running:  # interrupted in the middle of a step
-            self._wait(raises=False)
         self._closing = True
         self._go.release()
         self._thread.join()
 
-    def _wait(self, raises: bool = True) -> None:
-        self._running = True
-        self._stopped.acquire()
-        self._running = False
+    def _wait(self) -> None:
+        self._stopped.wait()
         error, self._error = self._error, None
-        if error is not None and raises:
+        if error is not None:
             raise error
 
     def _train(self) -> None:
@@ -156,7 +154,7 @@ class Training(TrainerCallback):
             self._leave()
             self.trainer.remove_callback(self)
             self._finished = True
-            self._stopped.release()
+            self._stopped.set()
 
     def _leave(self) -> None:
         try:
@@ -167,7 +165,7 @@ class Training(TrainerCallback):
     def _stop(self) -> None:
         """The training's thread: wait here until it is told to go on."""
         self._leave()
-        self._stopped.release()
+        self._stopped.set()
         self._go.acquire()
         if self._closing:
             raise _Ended
