@@ -17,6 +17,12 @@ from fastpack_trl.bench.tables import NOISE_CORES
 from fastpack_trl.bench.views import device_of, no_gain
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+GLOSSARY = (
+    "A ratio is the median of stock's time over ours, pair by pair, so it is not the quotient of two columns; behind "
+    "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: `trl.SFTTrainer` "
+    "as installed (sdpa), unless a table says otherwise."
+)
+SURE = 0.95
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,13 +33,15 @@ def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The Markdown between the marks: the published table, then per record a table and its picture."""
-    parts = [_headline({name: record for name, record in results.items() if is_published_table(record)})]
-    for name, record in results.items():
-        if record["case"] in _TABLES:
-            parts += [_TABLES[record["case"]](name, record), *_picture(name, record)]
-    if not any(record["case"] in _TABLES for record in results.values()):
-        parts.append("Not measured yet.")
+    """The Markdown between the marks: per case its tables and pictures, the published table, what does not help."""
+    parts = [GLOSSARY]
+    for case, table in _TABLES.items():
+        for name, record in results.items():
+            if record["case"] == case:
+                parts += [table(name, record), *_picture(name, record)]
+    if len(parts) == 1:
+        parts = ["Not measured yet."]
+    parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
     return "\n\n".join([*parts, *without_gain(results)])
 
 
@@ -92,7 +100,8 @@ def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _ratio(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    sure = "" if ratio["coverage"] >= SURE else f", {ratio['coverage']:.0%}"
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}{sure})"
 
 
 def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
@@ -149,7 +158,8 @@ def _models(name: str, record: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
     lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
     command = f"fastpack-trl bench --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
-    made = f"`{command}`: driver {machine['driver']}, {packages}; `fastpack_trl/bench/results/{name}`."
+    commit = "" if record["source"]["commit"] else " Its commit was not recorded."
+    made = f"`{command}`: driver {machine['driver']}, {packages}; `fastpack_trl/bench/results/{name}`.{commit}"
     return "\n".join([*lines, "", made])
 
 
@@ -215,19 +225,23 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{beside}"])
 
 
-_LORA_SIDES = ("stock", "tuned", "fastpack", "fastpack_plan")
+_LORA_SIDES = {
+    "stock": "stock, our attention",
+    "tuned": "the same, compiled",
+    "fastpack": "fastpack",
+    "fastpack_plan": "fastpack_plan",
+}
 
 
 def _lora(name: str, record: Mapping[str, Any]) -> str:
-    machine, versions = record["machine"], record["versions"]
+    machine, versions, settings = record["machine"], record["versions"], record["settings"]
     timed = [row for row in record["rows"] if row.get("ratios")]
-    models = " ".join(dict.fromkeys(row["model"] for row in timed))
+    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     head = (
-        f"**Training steps with LoRA: {models} on {machine.get('gpu') or machine['processor']}.** Random weights, "
-        "LoRA of rank 16 on all projections, packed source text, the packed attention of this package on every side. "
-        "*tuned*: stock with its layers compiled by accelerate; *fastpack*: with stock's checkpoint setting; "
-        "*fastpack_plan*: every field at its default, recompute as the memory asks. Ratio: of step times, with its "
-        "interval; launches and peak memory of one step."
+        f"**Training steps with LoRA: {models} on {machine.get('gpu') or machine['processor']}.** Rank 16 on all "
+        "projections, random weights, packed source text, the packed attention of this package on every side. "
+        "*compiled*: by accelerate. *fastpack*: stock's checkpoint setting, layers compiled (`layer_compile`); "
+        "*fastpack_plan*: every field at its default, recompute as the memory asks."
     )
     lines = [
         head,
@@ -237,7 +251,7 @@ def _lora(name: str, record: Mapping[str, Any]) -> str:
     ]
     for row in timed:
         plan = row["sides"]["fastpack_plan"]["seconds"]["values"]
-        for side in _LORA_SIDES:
+        for side, label in _LORA_SIDES.items():
             figures = row["sides"][side]
             if "failed" in figures:
                 continue
@@ -245,7 +259,7 @@ def _lora(name: str, record: Mapping[str, Any]) -> str:
             by_plan = sorted(a / b for a, b in zip(figures["seconds"]["values"], plan, strict=True))
             cells = [
                 f"{row['setting']}, {row['tokens']:,}",
-                side,
+                label,
                 f"{figures['tokens_per_second']['median']:,.0f}",
                 ratio,
                 f"{median(by_plan):.2f}" if side in ("stock", "tuned") else "-",
@@ -255,17 +269,25 @@ def _lora(name: str, record: Mapping[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
-    tokens = " ".join(str(row["tokens"]) for row in timed)
-    command = f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens}"
-    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`."])
+    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
+    command = (
+        f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens} "
+        f"--pairs {settings['rounds']} --seconds {settings['seconds']:g}"
+    )
+    pairs = min(len(row["sides"]["fastpack"]["seconds"]["values"]) for row in timed)
+    load = max(row.get("other_load") or 0.0 for row in timed)
+    notes = f" {pairs} rounds were timed; other processes kept {load:.1f} cores busy." if load > NOISE_CORES else ""
+    missing = ", ".join(f"{row['tokens']:,}" for row in record["rows"] if row.get("skipped"))
+    notes += f" Not measured yet: {missing} tokens (no time was left)." if missing else ""
+    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{notes}"])
 
 
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
-    "collator": _collator,
-    "host_overhead": _host_overhead,
-    "moe": _moe,
     "lora": _lora,
+    "moe": _moe,
+    "host_overhead": _host_overhead,
+    "collator": _collator,
 }
 
 
