@@ -19,8 +19,8 @@ from fastpack_trl.bench.views import device_of, no_gain
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 GLOSSARY = (
     "A ratio is the median of stock's time over ours, pair by pair, so it is not the quotient of two columns; behind "
-    "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: `trl.SFTTrainer` "
-    "as installed (sdpa), unless a table says otherwise."
+    "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: "
+    "`trl.SFTTrainer` as installed (sdpa), unless a table says otherwise."
 )
 SURE = 0.95
 ROOT = Path(__file__).parents[2]
