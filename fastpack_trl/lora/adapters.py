@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class CastAdapter(NamedTuple):
@@ -96,6 +97,7 @@ class _CastTogether(torch.autograd.Function):
         return tuple(casts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.spent[:] = [True]
         present = [index for index, grad in enumerate(grads) if grad is not None]

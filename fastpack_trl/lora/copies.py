@@ -57,7 +57,7 @@ class FrozenCopies:
             base = from_4bit(weight) if type(module.base_layer).__name__ == "Linear4bit" else BaseWeight(weight.data)
             dense = base.dense(dtype)
             module.fastpack_dense = BaseWeight(dense.t() if isinstance(module.base_layer, Conv1D) else dense)
-            module.fastpack_copied_from = (weight, weight._version)
+            module.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
         self.kept = bool(self._wanted)
         self.reason = f"{self.nbytes / _GIB:.2f} GiB of frozen weights kept in the compute dtype{reason}"
 

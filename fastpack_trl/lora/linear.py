@@ -16,12 +16,15 @@ from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from fastpack_trl.attention.model_features import backbones, text_model
 from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
+
+logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 # By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
@@ -36,7 +39,7 @@ class FastLora(nn.Module):
     fastpack_dense: BaseWeight | None = None
     """A copy of the frozen weight in the compute dtype that is kept for the run."""
     fastpack_copied_from: Any = None
-    """The parameter that `fastpack_dense` was made from, and its version then."""
+    """The parameter that `fastpack_dense` was made from, with its version and address then."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
@@ -67,14 +70,28 @@ class FastLora(nn.Module):
         # bitsandbytes returns the dtype it was given, torch under autocast the compute dtype.
         return out.to(x.dtype) if kind == "Linear4bit" else out
 
+    def merge(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's; the kept copy of the frozen weight goes first: PEFT adds to ``weight.data``, which nothing counts."""
+        self._fastpack_drop_copy()
+        return super().merge(*args, **kwargs)
+
+    def unmerge(self, *args: Any, **kwargs: Any) -> Any:
+        """As `merge`."""
+        self._fastpack_drop_copy()
+        return super().unmerge(*args, **kwargs)
+
+    def _fastpack_drop_copy(self) -> None:
+        self.__dict__.pop("fastpack_dense", None)
+        self.__dict__.pop("fastpack_copied_from", None)
+
     def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        source, version = self.fastpack_copied_from
+        source, version, address = self.fastpack_copied_from
         copied = self.fastpack_dense
         assert copied is not None
         assert copied.weight is not None
         if source is not weight or copied.weight.dtype != dtype:
             return False  # merged and unmerged since: bitsandbytes made a new parameter
-        return torch.compiler.is_compiling() or version == weight._version
+        return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
 
     def _fastpack_adapter(self, x: Tensor) -> _Found | None:
         """The adapter in use and the base under it; None for all that PEFT is to do.
@@ -93,14 +110,38 @@ class FastLora(nn.Module):
         first = modules["lora_A"]._modules.get(name)
         if first is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
             return None
-        a = first._parameters["weight"]
-        b = modules["lora_B"]._modules[name]._parameters["weight"]
-        dropout = modules["lora_dropout"]._modules[name]
+        second, dropout, base = (
+            modules["lora_B"]._modules[name],
+            modules["lora_dropout"]._modules[name],
+            modules["base_layer"],
+        )
+        if _hooked(first) or _hooked(second) or _hooked(base) or _hooked(dropout):
+            _say("hooks on a part of a LoRA layer")
+            return None
+        # None: parametrised, or in a replica of `nn.DataParallel`.
+        a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
+        if a is None or b is None or weight is None:
+            _say("weights that are no parameters (parametrised, or a replica)")
+            return None
         if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
             dropout = None
-        base = modules["base_layer"]
-        dtype = _fitting_dtype(x, a, b, base, base._parameters["weight"])
-        return None if dtype is None else _Found(a, b, layer.scaling[name], dropout, base, dtype)
+        dtype = _fitting_dtype(x, a, b, base, weight)
+        if dtype is None:
+            _say(f"input {x.dtype}, adapters {a.dtype}, base {type(base).__name__} {weight.dtype}, {x.device.type}")
+            return None
+        return _Found(a, b, layer.scaling[name], dropout, base, dtype)
+
+
+def _hooked(module: Any) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _say(reason: str) -> None:
+    """Name, once, what is given to PEFT call by call: the report was written before."""
+    if not torch.compiler.is_compiling():
+        logger.warning_once(f"lora: peft ({reason})")
 
 
 class _Found(NamedTuple):
@@ -216,7 +257,8 @@ def apply_lora(
     Covered: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
     alpha patterns; biases. PEFT's own forward runs, layer by layer and call by call, for what is not covered: DoRA and
     the other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
-    dtype than the input outside of autocast, evaluation without gradients.
+    dtype than the input outside of autocast, hooks on parts of the layer, parametrised weights, evaluation without
+    gradients.
 
     Args:
         model: a PEFT model, or any module that contains PEFT LoRA layers.
@@ -283,6 +325,8 @@ class _CastHook:
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a model compiled as a whole fuses the casts by itself
+        if getattr(backbone, "_is_replica", False):
+            return  # of `nn.DataParallel`: its layers are not those of this list
         if not torch.is_grad_enabled():
             clear(self.modules)
             return
@@ -310,8 +354,9 @@ def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     first = layer._modules["lora_A"]._modules.get(names[0])
     if first is None:
         return None
-    second = layer._modules["lora_B"]._modules[names[0]]
-    return first._parameters["weight"], second._parameters["weight"], float(layer.scaling[names[0]])
+    a = first._parameters.get("weight")
+    b = layer._modules["lora_B"]._modules[names[0]]._parameters.get("weight")
+    return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
 
 
 def _backbones(model: nn.Module) -> list[Any]:

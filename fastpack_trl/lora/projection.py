@@ -96,6 +96,7 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(source, reduced, a, b)
         # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
         ctx.base, ctx.separate = base, dropped is not None
+        ctx.version = _version(base.weight)
         return torch.ops.aten._unsafe_view(low, (*x.shape[:-1], b.shape[0]))
 
     @staticmethod
@@ -125,6 +126,11 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
     grad, base = _rows(grad_out), BaseWeight(*ctx.base)
+    if _version(base.weight) != ctx.version:
+        raise RuntimeError(
+            "a frozen weight under LoRA was changed in place between forward and backward (version "
+            f"{ctx.version} -> {_version(base.weight)}): change it before the forward or after the backward"
+        )
     grad_reduced = grad.mm(b)
     grad_b = grad.t().mm(reduced) if needs_b else None
     grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
@@ -139,6 +145,10 @@ def _gradients(
         grad_x = add_thin_gradient(grad_input(grad, base), grad_reduced, a)
     shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
     return (*shaped, grad_a, grad_b, grad_bias)
+
+
+def _version(weight: Tensor | None) -> int:
+    return 0 if weight is None or weight.is_inference() else weight._version
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""What others do to a LoRA layer during training reaches the fast forward as it reaches PEFT's."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from fastpack_trl import apply_lora
+from fastpack_trl.testing import gradients
+
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
+
+
+def projection(model: Any) -> Any:
+    return model.base_model.model.model.layers[0].self_attn.q_proj
+
+
+def halve(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output * 0.5
+
+
+def merge_and_start_again(model: Any) -> None:
+    """ReLoRA: the base takes what the adapters learnt, and new ones begin."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_A") and "default" in layer.lora_A:
+            layer.merge()
+            layer.merged_adapters.clear()
+            layer.lora_B["default"].weight.data.zero_()
+
+
+def other_storage(model: Any) -> None:
+    weight = projection(model).base_layer.weight
+    weight.data = weight.data * 1.5
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "merged by ReLoRA": merge_and_start_again,
+    "other data of a frozen weight": other_storage,
+    "hook on lora_A": lambda model: projection(model).lora_A["default"].register_forward_hook(halve),
+    "hook on lora_B": lambda model: projection(model).lora_B["default"].register_forward_hook(halve),
+    "hook on the base": lambda model: projection(model).base_layer.register_forward_hook(halve),
+    "hook on a gradient": lambda model: projection(model).base_layer.register_full_backward_hook(
+        lambda _module, inputs, _out: (inputs[0] * 2,)
+    ),
+    "parametrised adapter": lambda model: weight_norm(projection(model).lora_A["default"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_first_step_is_seen(change: str) -> None:
+    found: list[tuple[float, dict[str, Tensor]]] = []
+    for fast in (False, True):
+        model = adapted("llama")
+        if fast:
+            apply_lora(model, compute_dtype=torch.bfloat16, cache_dequantized="on")
+        step(model, any_ids(), autocast=True)
+        CHANGES[change](model)
+        model.zero_grad()
+        found.append((float(step(model, any_ids(seed=1), autocast=True)), gradients(model)))
+    (expected_loss, expected), (loss, actual) = found
+    assert loss == pytest.approx(expected_loss, rel=2e-3)
+    assert joint_error(actual, expected) < 0.03
+
+
+def test_replicas_of_data_parallel_run_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("llama")
+    x = torch.randn(3, 32)
+    expected = projection(model)(x)
+    apply_lora(model)
+    replica = copy.copy(projection(model))  # as `nn.parallel.replicate` makes one: tensors beside an empty dictionary
+    replica._modules = dict(replica._modules)
+    for name, part in (("base_layer", replica.base_layer), *replica.lora_A.items(), *replica.lora_B.items()):
+        twin = copy.copy(part)
+        twin.__dict__ = {**part.__dict__, "_parameters": {}, "weight": part.weight, "bias": None}
+        if name == "base_layer":
+            replica._modules[name] = twin
+        else:
+            holder = "lora_A" if part is replica.lora_A[name] else "lora_B"
+            held = nn.ModuleDict()
+            held._modules[name] = twin
+            replica._modules[holder] = held
+    torch.testing.assert_close(replica(x), expected)
+
+
+def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
+    model = adapted("llama")
+    apply_lora(model)
+    loss = model(input_ids=any_ids(), labels=any_ids(), use_cache=False).loss
+    with torch.no_grad():
+        projection(model).base_layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()
+
+
+def test_what_peft_runs_call_by_call_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted("llama", dtype=torch.bfloat16)  # PEFT keeps the adapters in fp32, and there is no autocast
+    apply_lora(model)
+    logger = logging.getLogger("fastpack_trl.lora.linear")
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            step(model, any_ids())
+    finally:
+        logger.removeHandler(caplog.handler)
+    messages = {id(record): record.getMessage() for record in caplog.records}
+    said = [message for message in messages.values() if message.startswith("lora: peft (input torch.bfloat16")]
+    assert len(said) == 1, caplog.text
+    assert "adapters torch.float32" in said[0]
