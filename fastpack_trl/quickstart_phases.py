@@ -112,7 +112,7 @@ def answer_with_adapter(folder: Path, trained: Any, *, seed: int) -> dict[str, A
     new_tokens = tokens[0, prompt["input_ids"].shape[1] :]
     answer = tokenizer.decode(new_tokens, skip_special_tokens=True).strip()
     print(f"Q: {question[0]['content']}\nA: {answer}")
-    print("(random weights two minutes ago: it has learnt something of the style, and none of the facts)")
+    print("(random weights when this command began: it has learnt something of the style, and none of the facts)")
     return {
         "question": question[0]["content"],
         "answer": answer,

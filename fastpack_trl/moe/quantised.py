@@ -91,7 +91,7 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> Qu
         ValueError: the model has no experts, or a stack would be trained.
     """
     if find_spec("bitsandbytes") is None:
-        raise ImportError("moe_quantize_experts needs bitsandbytes: pip install fastpack-trl[qlora]")
+        raise ImportError("moe_quantize_experts needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     modules = {name: module for name, module in experts_modules(model).items() if hasattr(module, STACKS[0])}
