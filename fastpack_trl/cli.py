@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NoReturn
@@ -109,6 +111,24 @@ def _rank_note() -> str:
     return "" if rank == "0" else f" [rank {rank}]"
 
 
+@contextmanager
+def _without_kernel_advice() -> Iterator[None]:
+    """Drop what bitsandbytes says on import, whether or not anything is quantised: a CPU kernel is not on the hub.
+
+    trl and peft import it for commands that never use it.
+    """
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def others(record: logging.LogRecord) -> bool:
+        return "gemm_4bit_forward" not in str(record.msg)
+
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
@@ -121,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = None if chosen is None or chosen.startswith("-") else chosen
     name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
     try:
-        return _dispatch(arguments, chosen)
+        with _without_kernel_advice():
+            return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:
             traceback.print_exc()

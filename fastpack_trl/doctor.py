@@ -67,6 +67,10 @@ def run(args: Namespace) -> int:
     file = json_file(args)
     record: dict[str, Any] = {"error": None}
     try:
+        if args.config:
+            from fastpack_trl.sft_yaml import load_config
+
+            load_config(args.config)  # a wrong name is said before the machine is looked at
         _machine(record)
         if args.config:
             with TemporaryDirectory(prefix="fastpack-doctor-") as folder:

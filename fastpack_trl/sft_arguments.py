@@ -257,6 +257,23 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def _bf16_needs_a_gpu() -> Iterator[None]:
+    """Name the fields behind the refusal of transformers, and what to set."""
+    try:
+        yield
+    except ValueError as error:
+        if "support bf16/gpu" not in str(error):
+            raise
+        import torch
+
+        if torch.cuda.is_available():
+            raise UserError("bf16 is on, which this GPU does not have: set bf16: false and fp16: true") from error
+        raise UserError(
+            "bf16 is on and there is no GPU here: set use_cpu: true and bf16: false, or run on a GPU"
+        ) from error
+
+
 def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launch: bool) -> SftArguments:
     parser = make_parser()
     launch = _launch_options()
@@ -267,9 +284,10 @@ def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launc
             "effect here: give them to the launcher"
         )
     words = _apply_config(parser, config, str(path), launch)
-    *parsed, unknown = parser.parse_args_into_dataclasses(
-        args=own, return_remaining_strings=True, look_for_args_file=False
-    )
+    with _bf16_needs_a_gpu():
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            args=own, return_remaining_strings=True, look_for_args_file=False
+        )
     if unknown:
         raise UserError(f"unexpected argument {unknown[0]!r}: options start with --, e.g. --max_length 1024")
     script, training, model, mixture = parsed

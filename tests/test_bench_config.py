@@ -48,8 +48,19 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
     assert "fastpack is" in out
     assert "losses agree within 1e-05 (float32) over 1 steps before" in out
     assert not (material.folder / "out").exists()
+    same = [*words, "--gradient_accumulation_steps", "2", "--max_length=48"]
+    assert cli.main(_bench(material, *same)) == 0
+    again = capsys.readouterr().out
+    assert "finished before, taken over from" in again
+    assert again.splitlines()[-3:] == out.splitlines()[-3:]
+    assert json.loads(file.read_text(encoding="utf-8")) == record
     assert cli.main(_bench(material, "--json", str(file))) == 2
-    assert "exists: name another file, or --again to replace it" in capsys.readouterr().err
+    assert "holds another run" in capsys.readouterr().err
+    other = material.folder / "other" / "model"  # the last part of a path alone does not make it the same run
+    other.parent.mkdir()
+    other.symlink_to(material.model)
+    assert cli.main(_bench(material, *same, "--model_name_or_path", str(other))) == 2
+    assert "settings.asked.hash" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,7 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
         (["--device", "cpu"], "--device does not go with --config: use_cpu"),
         (["--ablate", "--isolate"], "--ablate compares fastpack with itself"),
         (["--pairs", "0"], "pairs=0"),
+        (["--profile", "/dev/null/traces"], "--profile '/dev/null/traces' cannot be a folder"),
         (["--threads", "0"], "--threads 0"),
         (["--max_lenght", "3"], "unknown option '--max_lenght'; did you mean '--max_length'"),
         (["--packed_attention", "varlne"], "packed_attention='varlne' is not available"),

@@ -12,7 +12,7 @@ import torch
 
 from fastpack_trl.bench import command, headline, lora, plots, report
 from fastpack_trl.bench.headline import ENTRIES, FULL, TINY, Entry
-from fastpack_trl.bench.headline_table import gains_table
+from fastpack_trl.bench.headline_table import gain_lines, gains_table
 from fastpack_trl.bench.lora_models import LoraModel
 from fastpack_trl.bench.moe_sides import SHAPES
 from fastpack_trl.bench.published import PUBLISHED, ROWS
@@ -100,6 +100,16 @@ def test_the_tables_say_what_is_ours_and_quote_what_is_not(record: dict[str, Any
         assert f"| {published.quoted} |" in written
         assert published.source in written
     assert {picture.name for picture in pictures} == {"headline_breakdown.png", "headline_ratios.png"}
+
+
+def test_an_interval_of_too_few_pairs_says_what_it_covers(record: dict[str, Any]) -> None:
+    (row, *_) = record["rows"]
+    gains = row["gains"][row["before"]]
+    for coverage, end in ((0.0, "(one pair)"), (0.75, ", covers 75%)"), (0.969, "%)")):
+        changed = {**row, "gains": {row["before"]: {**gains, "seconds": {**gains["seconds"], "coverage": coverage}}}}
+        (line, *_) = [line for line in gain_lines([changed]) if f"over {row['before']}: " in line]
+        assert line.endswith(end)
+        assert ("covers" in line) == (coverage == 0.75)
 
 
 def test_rows_that_nobody_measured_say_so(record: dict[str, Any]) -> None:

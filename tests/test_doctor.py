@@ -150,6 +150,24 @@ def test_a_config_that_cannot_be_loaded_is_one_line_and_loses_nothing(
     assert record["versions"]["torch"] == torch.__version__
 
 
+def test_a_config_that_is_not_there_is_said_before_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--config", "nope.yaml"]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "config file 'nope.yaml' does not exist" in found.err
+
+
+def test_bf16_without_a_gpu_is_one_line_with_the_remedy(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = material.yaml(bf16=True, use_cpu=...)
+    assert cli.main(["sft", "--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith("set use_cpu: true and bf16: false, or run on a GPU")
+
+
 def test_a_step_that_fails_is_one_line_and_both_sides_are_kept(
     material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,42 +125,35 @@ def _activation_memory(args: Namespace) -> dict[str, Any]:
 
 
 def _collator(args: Namespace) -> dict[str, Any]:
-    from tqdm.auto import tqdm
-
     from fastpack_trl.bench import collator
-    from fastpack_trl.bench.record import OtherLoad, make_record
+    from fastpack_trl.bench.row_loop import RowTask, run_rows
 
     _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
     if args.device == "cuda" or (args.threads or 1) != 1:
         raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
-    if args.json is not None and Path(args.json).expanduser().exists() and not args.again:
-        raise UserError(f"--json {args.json!r} exists: name another file, or --again to replace it")
     rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs
-    rows: list[dict[str, Any]] = []
-    settings: dict[str, Any] = {}
-    complete = True
-    try:
-        for tokens in tqdm(args.tokens or [COLLATOR_TOKENS], unit="length", disable=None, dynamic_ncols=True):
-            load = OtherLoad()
-            try:
-                measured = collator.measure(tokens_per_row=tokens, rounds=rounds, seed=args.seed)
-            except ValueError as error:
-                raise UserError(str(error)) from error
-            settings = {name: value for name, value in measured["settings"].items() if name != "tokens_per_row"}
-            rows.append({**_collator_row(tokens, measured), "other_load": load.cores()})
-    except KeyboardInterrupt:
-        complete = False
-    return make_record(
-        case="collator", settings=settings, rows=rows, complete=complete, threads=1, seed=args.seed, device="cpu"
+    settings = {"rows": collator.ROWS, "rounds": rounds, "seed": args.seed, "rows_per_batch": collator.ROWS_PER_BATCH}
+    label = {"setting": "fetch and collate, one core", "path": "PackingCollator"}
+    tasks = [
+        RowTask({**label, "tokens": tokens}, partial(_collator_row, tokens, rounds, args.seed))
+        for tokens in args.tokens or [COLLATOR_TOKENS]
+    ]
+    return run_rows(
+        tasks, case="collator", settings=settings, apart={}, device="cpu", threads=1, loud=(UserError,), **_kept(args)
     )
 
 
-def _collator_row(tokens: int, measured: Mapping[str, Any]) -> dict[str, Any]:
+def _collator_row(tokens: int, rounds: int, seed: int, _seconds: float) -> dict[str, Any]:
+    from fastpack_trl.bench import collator
+    from fastpack_trl.bench.record import OtherLoad
+
+    load = OtherLoad()
+    try:
+        measured = collator.measure(tokens_per_row=tokens, rounds=rounds, seed=seed)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     target = COLLATOR_TARGET if tokens == COLLATOR_TOKENS else None
     return {
-        "setting": "fetch and collate, one core",
-        "tokens": tokens,
-        "path": "PackingCollator",
         "tokens_per_round": measured["tokens_per_round"],
         "documents": measured["documents"],
         "stock": measured["trl"],
@@ -167,6 +161,7 @@ def _collator_row(tokens: int, measured: Mapping[str, Any]) -> dict[str, Any]:
         "ratio": measured["ratio"],
         "target": target,
         "below_target": None if target is None else measured["ratio"]["median"] < target,
+        "other_load": load.cores(),
     }
 
 

@@ -21,11 +21,17 @@ from fastpack_trl.packing.rows import ArrowRows
 
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000
+ROWS, ROWS_PER_BATCH = 64, 1
 PACKAGES = ("trl", "transformers", "datasets", "torch", "numpy", "fastpack-trl")
 
 
 def measure(
-    *, tokens_per_row: int = 8192, rows: int = 64, rounds: int = 7, seed: int = 0, rows_per_batch: int = 1
+    *,
+    tokens_per_row: int = 8192,
+    rows: int = ROWS,
+    rounds: int = 7,
+    seed: int = 0,
+    rows_per_batch: int = ROWS_PER_BATCH,
 ) -> dict[str, Any]:
     """Time both sides in one process on one core, in alternating order, and say by how much ours is faster.
 

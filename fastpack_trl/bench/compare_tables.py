@@ -31,7 +31,10 @@ def row_lines(row: Mapping[str, Any]) -> list[str]:
     )
     work = [["side", "MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"]]
     work += [[name, *_work(side)] for name, side in good.items()]
-    out += ["", "what it costs (kernels per step, host syncs per micro-step; - where there is none or it is unknown)"]
+    out += [
+        "",
+        "what it costs (kernels per step, host syncs per micro-step without a log; - where there is none or unknown)",
+    ]
     out += aligned(work)
     for name, side in good.items():
         out += _profile_lines(name, side)

@@ -9,6 +9,8 @@ from fastpack_trl.bench.published import GUIDE, PUBLISHED, ROWS
 from fastpack_trl.bench.views import Ratio, rows_of
 
 NOT_MEASURED, TUNED = "not measured yet", "tuned"
+SURE = 0.95
+"""Coverage from which an interval is given without it; six pairs reach that."""
 _HEAD = (
     "| row | over | forward | backward | step | times as fast as | published by others |",
     "| --- | --- | ---: | ---: | ---: | --- | --- |",
@@ -68,7 +70,9 @@ def _gain_cells(row: Mapping[str, Any], other: str) -> list[str]:
     if not gains:
         return [f"{other}: failed", "-", "-", "-"]
     step = gains["seconds"]
-    interval = f"{_percent(step['median'])} ({_percent(step['low'])} to {_percent(step['high'])})"
+    covers = "" if step["coverage"] >= SURE else f", covers {step['coverage']:.0%}"  # fewer than six pairs
+    between = f"{_percent(step['low'])} to {_percent(step['high'])}{covers}" if step["coverage"] else "one pair"
+    interval = f"{_percent(step['median'])} ({between})"
     parts = [_percent(gains[part]["median"]) if part in gains else "-" for part in ("forward", "backward")]
     return [other, *parts, interval]
 

@@ -25,7 +25,7 @@ def isolated(
 
     Args:
         config: the YAML.
-        flags: options of ``fastpack-trl sft`` that go before it.
+        flags: options of ``fastpack-trl sft`` that override it.
         sides: names; the order of the processes is that of `SIDES`.
         plan: how much.
         settings: of the record, beside the plan's.

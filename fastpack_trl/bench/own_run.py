@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import UserError, did_you_mean, preparing
 
+if TYPE_CHECKING:
+    from fastpack_trl.bench.own_plan import Plan
+    from fastpack_trl.bench.row_loop import ResultFile
+    from fastpack_trl.config import FastSFTConfig
+
+ABLATE = "ablate"
 BASELINES = ("stock", "tuned", "rebuild")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _OTHER_CASES = (
@@ -34,7 +42,7 @@ _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_
 def add_arguments(parser: ArgumentParser) -> None:
     """Options of ``fastpack-trl bench --config``; imports nothing heavy."""
     group = parser.add_argument_group(
-        "your own run", "with --config; every other option is one of `fastpack-trl sft` and goes before the YAML"
+        "your own run", "with --config; every other option is one of `fastpack-trl sft` and overrides the YAML"
     )
     add = group.add_argument
     add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: stock and fastpack on its model and data")
@@ -46,7 +54,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "Liger, layers compiled by accelerate), rebuild (stock with metadata and mask made again in each layer)",
     )
     add("--isolate", action="store_true", help="one process per side, one after the other: each has the memory alone")
-    add("--ablate", action="store_true", help="each feature alone over none, and all together")
+    add(
+        "--ablate", action="store_true", help="each feature over none, or over the ones that it needs, and all together"
+    )
     add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and the largest gaps")
     add("--gate-steps", metavar="N", type=int, help="steps in which losses must agree before (default: 2; 0: no gate)")
     add("--warmup", metavar="N", type=int, help="steps of each side that are not timed (default: 2)")
@@ -80,17 +90,10 @@ def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
     from fastpack_trl.bench.record import write_json
 
     file = _json_file(args)
-    if args.profile is not None:
-        Path(args.profile).expanduser().mkdir(parents=True, exist_ok=True)
-
-    def save(record: Mapping[str, Any]) -> None:
-        if file is not None:
-            write_json(file, record)
-
+    _make_folder(args.profile)
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, _threads(args.threads):
-        record, lines = _measure(args, folder, save)
+        record, lines = _measure(args, folder, file)
     print("\n".join([f"{record['case']}: {Path(args.config).name}", *head(record), *lines]))
-    save(record)
     if args.save:
         target = default_file(record)
         write_json(target, record)
@@ -118,15 +121,22 @@ def _check(args: Namespace) -> None:
         raise UserError("FASTPACK_DISABLE is set: both sides would be stock; unset it")
 
 
-def _json_file(args: Namespace) -> Path | None:
+def _json_file(args: Namespace) -> ResultFile | None:
     from fastpack_trl.bench.record import check_writable
+    from fastpack_trl.bench.row_loop import ResultFile
 
-    if not args.json:
-        return None
-    file = check_writable(args.json)
-    if file.exists() and not getattr(args, "again", False):
-        raise UserError(f"--json {str(file)!r} exists: name another file, or --again to replace it")
-    return file
+    return ResultFile(check_writable(args.json), again=getattr(args, "again", False)) if args.json else None
+
+
+def _make_folder(profile: str | None) -> None:
+    if profile is None:
+        return
+    try:
+        Path(profile).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--profile {profile!r} cannot be a folder ({error.strerror or error}): name another one"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -139,7 +149,7 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
 
 
-def plan_from(args: Namespace) -> Any:
+def plan_from(args: Namespace) -> Plan:
     """The `Plan` of the options."""
     from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
 
@@ -169,53 +179,99 @@ def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any
     return build
 
 
-def _measure(
-    args: Namespace, folder: str, save: Callable[[Mapping[str, Any]], None]
-) -> tuple[dict[str, Any], list[str]]:
-    """The record, and its lines for people."""
+def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dict[str, Any], list[str]]:
+    """The record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
-    from fastpack_trl.bench.compare import bar, compare, record_of
-    from fastpack_trl.bench.compare_tables import table
+    from fastpack_trl.bench.compare import CASE, record_of
     from fastpack_trl.doctor import load
 
     plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
     flags = [*args.more, *seed]
     arguments = load(args.config, folder, *flags)  # a wrong name or value is said before anything is loaded
-    settings = {"config": settings_of(args.config, args.more)}
-    build = builder(args.config, flags, folder)
-    if args.ablate:
-        from fastpack_trl.bench.ablation import ablate, ablation_lines, features
-
-        configured = {name: str(getattr(arguments.training, name)) for name in features()}
-
-        def keep(rows: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
-            return record_of(rows, plan, complete, case="ablate", **settings)
-
-        rows, complete = ablate(build, plan, configured=configured, bar=bar, save=lambda rows: save(keep(rows)))
-        record = keep(rows, complete)
-        return record, ["", *ablation_lines(rows)]
-    sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
     training = arguments.training
+    sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
         sides.append(baselines.PLANNED)
+    asked = {
+        "sides": [] if args.ablate else sides,
+        "isolate": args.isolate,
+        "profile": args.profile is not None,
+        "hash": _hash_of(args.config, flags),
+    }
+    settings = {"config": settings_of(args.config, args.more), "asked": asked}
+    if file is not None:
+        case = ABLATE if args.ablate else CASE
+        head = record_of([{"device": training.device.type}], plan, False, case=case, **settings)
+        record = file.whole(head)
+        if record is not None:
+            print(f"{case}: finished before, taken over from {file.path}; --again measures anew")
+            return record, _lines(record)
+    record = _measured(args, folder, flags, plan, sides, settings, training, file)
+    if file is not None:
+        file.save(record)
+    return record, _lines(record)
+
+
+def _lines(record: Mapping[str, Any]) -> list[str]:
+    from fastpack_trl.bench.ablation import ablation_lines
+    from fastpack_trl.bench.compare_tables import table
+
+    return ["", *ablation_lines(record["rows"])] if record["case"] == ABLATE else [table(record)]
+
+
+def _measured(
+    args: Namespace,
+    folder: str,
+    flags: list[str],
+    plan: Plan,
+    sides: list[str],
+    settings: dict[str, Any],
+    training: FastSFTConfig,
+    file: ResultFile | None,
+) -> dict[str, Any]:
+    from fastpack_trl.bench.compare import bar, compare, record_of
+
+    build = builder(args.config, flags, folder)
+    if args.ablate:
+        from fastpack_trl.bench.ablation import ablate, features
+
+        configured = {name: str(getattr(training, name)) for name in features()}
+
+        def keep(rows: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
+            return record_of(rows, plan, complete, case=ABLATE, **settings)
+
+        def save(rows: list[dict[str, Any]]) -> None:
+            if file is not None:
+                file.save(keep(rows))
+
+        return keep(*ablate(build, plan, configured=configured, bar=bar, save=save))
     if args.isolate:
         from fastpack_trl.bench.isolation import isolated
 
-        record = isolated(args.config, flags, sides, plan, settings)
-    else:
-        record = compare(
-            build, pairs=plan.pairs, warmup=plan.warmup, gate_steps=plan.gate_steps, seed=plan.seed, sides=sides,
-            profile=plan.profile,
-        )  # fmt: skip
-        record["settings"] |= settings
-    return record, [table(record)]
+        return isolated(args.config, flags, sides, plan, settings)
+    record = compare(
+        build, pairs=plan.pairs, warmup=plan.warmup, gate_steps=plan.gate_steps, seed=plan.seed, sides=sides,
+        profile=plan.profile,
+    )  # fmt: skip
+    record["settings"] |= settings
+    return record
 
 
 def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
-    """The YAML and what goes before it, for a record: of paths only the last part, no names of people, no tokens.
+    """The YAML and what overrides it, for a record: of paths only the last part, no names of people, no tokens.
 
     ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
     """
+    return {key: _without_folders(value) for key, value in _public(config, flags).items()}
+
+
+def _hash_of(config: str, flags: Sequence[str]) -> str:
+    """Of the same values with their folders: which run it was, where `settings_of` leaves that open."""
+    text = json.dumps(_public(config, flags), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _public(config: str, flags: Sequence[str]) -> dict[str, Any]:
     from fastpack_trl.sft_yaml import load_config
 
     values: dict[str, Any] = dict(load_config(config))
@@ -226,8 +282,7 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
             values[name] = value if equals else "true"
         elif name:
             values[name] = word
-    kept = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
-    return {key: _without_folders(value) for key, value in kept.items()}
+    return {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
 
 
 def _without_folders(value: Any) -> Any:

@@ -171,11 +171,16 @@ class Side:
             self.extras["profile"]["trace"] = trace.name
 
     def count_syncs(self) -> None:
-        """One more step, in which the operations are counted for which the host waits."""
+        """One more step, in which the operations are counted for which the host waits; the step before is not logged.
+
+        A step lasts from the end of one to the end of the next, so that the log of the one before falls into it. It
+        reads what was kept since the log before it, once, however many steps that were.
+        """
         with contextlib.ExitStack() as stack:
 
             @contextlib.contextmanager
             def inside() -> Iterator[None]:
+                self.trainer.control.should_log = False
                 with count_host_syncs(device=self.device) as self._syncs, self.watch.around_step():
                     yield
 

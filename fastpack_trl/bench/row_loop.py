@@ -89,6 +89,21 @@ class ResultFile:
             )
         return [row for row in rows if not row.get("skipped")]
 
+    def whole(self, head: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The record of the file where the same run has finished it; None where there is none, or one that was
+        interrupted.
+
+        Args:
+            head: as for `finished`.
+
+        Raises:
+            UserError: see `finished`.
+        """
+        if not self.finished(head):
+            return None
+        record: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        return record if record["complete"] else None
+
     def save(self, record: Mapping[str, Any]) -> None:
         """Write `record`, whole or not at all."""
         write_json(self.path, record)

@@ -138,10 +138,6 @@ def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                         "-" if ratio is None else _interval(ratio["seconds"]),
                     ]
                 )
-            if row.get("target") is not None:
-                saved = f" and {row['saved_target']:g}x less kept" if row["saved_target"] else ""
-                verdict = "below target" if row["below_target"] else "reached"
-                notes.append(f"{row['tokens']:,} tokens: target {row['target']:g}x{saved}: {verdict}")
         attention = next((row["attention"] for row in chosen if "attention" in row), "none")
         title = setting if attention == "none" else f"{setting}, {attention} attention on every side"
         out += ["", title, *(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(chosen)]
@@ -175,7 +171,7 @@ def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     out: list[str] = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
-        cells = [["tokens", "side", "step ms", "overhead ms", "tok/s", "step ratio", "overhead of stock's", "target"]]
+        cells = [["tokens", "side", "step ms", "overhead ms", "tok/s", "step ratio", "overhead of stock's"]]
         device = [["tokens", "side", "kernels", "host us", "waits", "busy us", "idle"]]
         for row in (row for row in chosen if "skipped" not in row):
             for side in ("stock", "fastpack"):
@@ -189,7 +185,6 @@ def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                         f"{figures['tokens_per_second']['median']:,.0f}",
                         f"{row['ratio']['median']:.2f}x, {_interval(row['ratio'])}" if ours else "-",
                         f"{row['overhead']['median']:.2f}, {_interval(row['overhead'])}" if ours else "-",
-                        _overhead_verdict(row) if ours else "-",
                     ]
                 )
                 gpu = figures.get("gpu")
@@ -209,12 +204,6 @@ def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(device) > 1:
             out += ["", "per micro-step, host and kernels under torch.profiler", *aligned(device)]
     return out
-
-
-def _overhead_verdict(row: Mapping[str, Any]) -> str:
-    if row["target"] is None:
-        return "reported only"
-    return f"at most {row['target']:g}, no slower: {'missed' if row['below_target'] else 'reached'}"
 
 
 def _interval(ratio: Mapping[str, float]) -> str:
