@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from functools import partial
 from typing import Any
 
 from trl import SFTConfig, SFTTrainer
@@ -14,8 +13,8 @@ from fastpack_trl.bench.lora import LOSS_TOLERANCE, _installed
 from fastpack_trl.bench.lora_models import LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD
 from fastpack_trl.bench.model_steps import shared_copy
-from fastpack_trl.bench.record import OtherLoad
-from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.rounds import Rounds
+from fastpack_trl.bench.side_turns import measure_in_turns
 from fastpack_trl.bench.steps import Side, Step, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
@@ -48,11 +47,9 @@ def measure_auto(
         weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
         vocabulary = int(weights.get_base_model().config.vocab_size)
         tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary, tokens)
-        sides: dict[str, Side] = {}
         paths: dict[str, str] = {}
-        failed: dict[str, str] = {}
 
-        def make(name: str) -> Side:
+        def make(name: str, first: Side | None) -> Side:
             arguments = trainer_arguments(Setting("", True, name != STOCK_KEEP), tokens, steps, device, seed, folder)
             arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn
             copied = shared_copy(weights)
@@ -66,35 +63,16 @@ def measure_auto(
                 )
                 trainer.data_collator = PackingCollator(pad_token_id=PAD)
             trainer.train_dataset = without_emptiest(trainer.train_dataset)
-            first = next(iter(sides.values()), None)
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name if name == OURS else STOCK, trainer))
             return Side(trainer, clock, steps)
 
-        for name in SIDES:
-            made, failure = attempt(partial(make, name))
-            if made is None:
-                failed[name] = failure or ""
-            else:
-                sides[name] = made
-        load = OtherLoad()
-
-        def clean() -> None:
-            weights.zero_grad()
-            free_memory(device)
-
-        found: Rounds[tuple[Step, Any]] = take_turns(
-            {name: partial(_step, made, device) for name, made in sides.items()},
-            rounds=rounds,
-            warmup=WARMUP,
-            seconds=seconds - (time.perf_counter() - start),
-            least=min(LEAST_ROUNDS, rounds),
-            clock=clock,
-            clean=clean,
-        )
-        other_load = load.cores()
-        failed |= found.failed
+        turns = measure_in_turns(
+            SIDES, make, weights=weights, device=device, rounds=rounds, warmup=WARMUP, least=LEAST_ROUNDS,
+            seconds=seconds - (time.perf_counter() - start), clock=clock,
+        )  # fmt: skip
+        sides, found, failed = turns.sides, turns.found, turns.failed
         if OURS in sides:  # some of what runs is decided in the first step
             report = sides[OURS].trainer.fastpack_report
             paths[OURS] = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
@@ -111,13 +89,8 @@ def measure_auto(
             "plan": None if line is None else str(line),
             "loss_tolerance": LOSS_TOLERANCE,
             "order": found.order,
-            "other_load": other_load,
+            "other_load": turns.other_load,
         }
-
-
-def _step(made: Side, device: str) -> tuple[Step, Any]:
-    memory = PeakMemory(device)
-    return made.step(), memory.read()
 
 
 def _figures(found: Rounds[tuple[Step, Any]], name: str, path: str, clock: Clock) -> dict[str, Any]:

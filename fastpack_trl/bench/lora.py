@@ -24,9 +24,9 @@ from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, 
 from fastpack_trl.bench.model_shapes import PAD, shape_of
 from fastpack_trl.bench.model_steps import shared_copy
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.bench.record import OtherLoad
-from fastpack_trl.bench.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
+from fastpack_trl.bench.rounds import Rounds
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
+from fastpack_trl.bench.side_turns import measure_in_turns
 from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
@@ -151,42 +151,21 @@ def _measure_row(
         tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary, longest=tokens)
         arguments = trainer_arguments(Setting("", True, checkpointing), tokens, steps, device, seed, folder)
         arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn: their losses stay comparable
-        sides: dict[str, Side] = {}
         paths: dict[str, str] = {}
-        failed: dict[str, str] = {}
 
-        def make(name: str) -> Side:
+        def make(name: str, first: Side | None) -> Side:
             trainer = _trainer(name, shared_copy(weights), arguments, documents, tokenizer)
-            first = next(iter(sides.values()), None)
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name, trainer, backend))
             with compiled_regions(trainer, backend) if name == COMPILED else contextlib.nullcontext():
                 return Side(trainer, clock, steps)
 
-        for name in names:
-            side, failure = attempt(partial(make, name))
-            if side is None:
-                failed[name] = failure or ""
-            else:
-                sides[name] = side
-        load = OtherLoad()
-
-        def clean() -> None:
-            weights.zero_grad()
-            free_memory(device)
-
-        found: Rounds[tuple[Step, Any]] = take_turns(
-            {name: partial(_step, side, device) for name, side in sides.items()},
-            rounds=rounds,
-            warmup=WARMUP,
-            seconds=seconds - (time.perf_counter() - start),
-            least=min(LEAST_ROUNDS, rounds),
-            clock=clock,
-            clean=clean,
-        )
-        other_load = load.cores()
-        failed |= found.failed
+        turns = measure_in_turns(
+            names, make, weights=weights, device=device, rounds=rounds, warmup=WARMUP, least=LEAST_ROUNDS,
+            seconds=seconds - (time.perf_counter() - start), clock=clock,
+        )  # fmt: skip
+        sides, found, failed = turns.sides, turns.found, turns.failed
         flops = model_flops(weights)
         # Stock's batches do not name their documents; those of each round are the same on every side.
         packed = next((steps for steps in found.results.values() if steps[0][0].seq_lengths), [])
@@ -215,7 +194,7 @@ def _measure_row(
             "sides": figures,
             "ratios": {name: found.ratio(name, OURS) for name in good if name != OURS} if OURS in good else {},
             "order": found.order,
-            "other_load": other_load,
+            "other_load": turns.other_load,
         }
 
 
@@ -258,11 +237,6 @@ def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[s
         return
     with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
         yield attention.path if name == STOCK else compiled_path(attention.path, backend)
-
-
-def _step(side: Side, device: str) -> tuple[Step, Any]:
-    memory = PeakMemory(device)
-    return side.step(), memory.read()
 
 
 def _figures(
