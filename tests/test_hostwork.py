@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 from trainer_material import figures, train
 from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTTrainer
@@ -293,3 +293,103 @@ def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
     assert not left
     # Each copy walks; stock walks in each of four steps, and both before the first.
     assert steps == {FastSFTTrainer: 1 + 4, SFTTrainer: 1 + 4 + 4}
+
+
+class NewHead(TrainerCallback):
+    """After the first step the head's weight is a new parameter, in the model and in the optimizer."""
+
+    def __init__(self, registered: bool) -> None:
+        self.registered = registered
+        self.kept: list[Tensor] = []
+
+    def on_step_begin(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
+        self.kept.extend(p.grad for p in model.parameters() if p.grad is not None)
+
+    def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, optimizer: Any = None, **kw: Any) -> None:
+        if state.global_step != 1:
+            return
+        old = model.lm_head.weight
+        new = nn.Parameter(old.detach().clone())
+        if self.registered:
+            model.lm_head.weight = new
+        else:
+            model.lm_head._parameters["weight"] = new
+        for group in optimizer.param_groups:
+            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "written past registration"])
+def test_gradients_of_a_parameter_that_appears_during_training_are_reset(registered: bool, tmp_path: Path) -> None:
+    logs = []
+    for cls in BOTH:
+        callback = NewHead(registered)
+        trainer = train(
+            cls, tmp_path, model=tiny_model("qwen3", tie_word_embeddings=False), packing=True, eval_strategy="no",
+            optim="sgd", trainer={"callbacks": [callback]}, fast={"verify_packing": "off"},
+        )  # fmt: skip
+        assert not callback.kept
+        logs.append(figures(trainer))
+    assert_rows_equal(*logs)
+
+
+def test_a_parameter_that_is_not_the_models_keeps_its_gradient_as_in_stock(tmp_path: Path) -> None:
+    class Beside(TrainerCallback):
+        def __init__(self) -> None:
+            self.parameter = nn.Parameter(torch.zeros(1))
+            self.parameter.grad = torch.ones(1)
+
+        def on_train_begin(self, *_: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            optimizer.param_groups[0]["params"].append(self.parameter)
+
+    for cls in BOTH:
+        beside = Beside()
+        train(
+            cls, tmp_path, packing=True, max_steps=2, eval_strategy="no", trainer={"callbacks": [beside]},
+            fast={"verify_packing": "off"},
+        )  # fmt: skip
+        assert beside.parameter.grad is not None
+
+
+def test_a_module_that_appears_during_training_is_in_training_mode_in_the_next_step(tmp_path: Path) -> None:
+    class NewDropout(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                self.module = model.base_model.layers[0].dropout = nn.Dropout(0.5).eval()
+
+    for cls in BOTH:
+        callback = NewDropout()
+        train(
+            cls, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [callback]},
+            fast={"verify_packing": "off"},
+        )  # fmt: skip
+        assert callback.module.training
+
+
+def test_total_flos_count_an_adapter_that_appears_during_training(tmp_path: Path) -> None:
+    class NewAdapter(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                model.base_model.layers[0].adapter = nn.Linear(16, 16)
+
+    options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "fast": {"verify_packing": "off"}}
+    flops = [train(cls, tmp_path, trainer={"callbacks": [NewAdapter()]}, **options).state.total_flos for cls in BOTH]
+    assert flops[0] == flops[1] > 0
+
+
+def test_registrations_are_watched_while_a_run_lasts(tmp_path: Path) -> None:
+    hooks = (
+        torch.nn.modules.module._global_parameter_registration_hooks,
+        torch.nn.modules.module._global_module_registration_hooks,
+    )
+    before = [dict(found) for found in hooks]
+    during: list[int] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            during.append(sum(map(len, hooks)) - sum(map(len, before)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(FastSFTTrainer, tmp_path, packing=True, trainer={"callbacks": [Looks()]})
+    assert during == [2]
+    assert [dict(found) for found in hooks] == before

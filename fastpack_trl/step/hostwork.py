@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers.utils import is_torch_xla_available
 
 _training = itemgetter("training")
@@ -21,24 +25,96 @@ _WITHOUT_MODE = (
 them: NEFTune's hook on one asks for its mode."""
 
 
+class ModelContents:
+    """Modules and parameters of a model, listed again after others were put into one of its modules.
+
+    Not seen: what is taken out, and what is written past registration (``module._parameters[name] = ...``).
+
+    Attributes:
+        version: grows with each list but the first.
+        modules: of the model, in the order of ``model.modules()``.
+        parameters: of the model, in the order of ``model.parameters()``.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold no model."""
+        self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
+        self._model: nn.Module | None = None
+        self._held: dict[int, tuple[nn.Module, list[object]]] = {}
+        self._touched: set[int] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Until the context ends, whatever is put into a module is seen; afterwards no model is held."""
+
+        def registered(module: nn.Module, *_: Any) -> None:
+            if id(module) in self._held:  # a forward pass makes lists of its own: ``self.layers[:n]``
+                self._touched.add(id(module))
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.clear)
+            for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+                stack.callback(register(registered).remove)
+            yield
+
+    def refresh(self, model: nn.Module) -> int:
+        """List `model` if it is another one or has changed; returns the version."""
+        if model is not self._model:
+            self.list_again(model)
+        return self.current()
+
+    def current(self) -> int:
+        """The version, after the model that was listed last is listed again where it has changed."""
+        touched, self._touched = self._touched, set()
+        # PEFT's parametrizations of experts come and go in each forward pass: all is as before when it ends.
+        changed = any(_ids(_contents(module)) != _ids(held) for module, held in map(self._held.__getitem__, touched))
+        if changed and self._model is not None:
+            self.list_again(self._model)
+        return self.version
+
+    def list_again(self, model: nn.Module) -> None:
+        """List `model`."""
+        self.version += self._model is not None
+        self._model = model
+        self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        # The objects, not their ids: that of one that is gone may come again.
+        self._held = {id(module): (module, _contents(module)) for module in self.modules}
+        self._touched = set()
+
+
+def _contents(module: nn.Module) -> list[object]:
+    return [*module._modules.values(), *module._parameters.values()]
+
+
+def _ids(objects: list[object]) -> set[int]:
+    return set(map(id, objects))
+
+
 class ModeCheck:
     """Inside of `skipping_train` a ``model.train()`` that would change nothing is skipped.
 
     ``nn.Module.train`` writes the mode of every module through ``__setattr__``; here the modes of those that have one
-    are read from a list, which is made once per model. The first call runs, and so does each where a module is in
-    evaluation mode: a callback generated text, or the module's own ``train`` refuses training mode.
+    are read from a list. The first call runs, so does each after the model got other modules or parameters, and each
+    where a module is in evaluation mode: a callback generated text, or the module's own ``train`` refuses training
+    mode.
     """
 
-    def __init__(self) -> None:
-        self._model: nn.Module | None = None
+    def __init__(self, contents: ModelContents) -> None:
+        self._contents = contents
+        self._version: int | None = None
         self._modes: list[dict[str, Any]] = []
         """The attributes of each module: read directly, since after a step none of this is in a cache."""
 
     def all_train(self, model: nn.Module) -> bool:
-        """Whether ``model.train()`` ran before, and every module of `model` is still in training mode."""
-        if self._model is not model:
-            self._model = model
-            modules = [module for module in model.modules() if type(module) not in _WITHOUT_MODE]
+        """Whether ``model.train()`` ran on the modules of now, and every one is still in training mode."""
+        if self._version != self._contents.refresh(model):
+            self._version = self._contents.version
+            modules = [module for module in self._contents.modules if type(module) not in _WITHOUT_MODE]
             # torch.compile's wrapper has none of its own: it asks the module inside, which is in the list too.
             self._modes = [vars(module) for module in modules if "training" in vars(module)]
             return False
@@ -67,29 +143,40 @@ class ModeCheck:
 class GradientReset:
     """``model.zero_grad()`` over a list of the parameters instead of a walk over all modules.
 
-    The list is made once per run: the optimizer, too, knows the parameters that were there when training started.
+    The list is made anew when the model has changed (`ModelContents`), and when a parameter of the optimizer has a
+    gradient that is not in it: one written past registration, or not the model's, which keeps it as in stock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contents: ModelContents) -> None:
+        self._contents = contents
         self._model: nn.Module | None = None
 
-    def install(self, model: nn.Module) -> None:
+    def install(self, trainer: Any, model: nn.Module) -> None:
         """From the first training step on, until `remove`; a model with a ``zero_grad`` of its own keeps it."""
         if self._model is model or type(model).zero_grad is not nn.Module.zero_grad or "zero_grad" in vars(model):
             return
         self.remove()
         self._model = model
-        owner, parameters = weakref.ref(model), list(model.parameters())
+        # A deep copy of the model has this method too: it must not keep the run alive.
+        owner, ours, run = weakref.ref(model), weakref.ref(self), weakref.ref(trainer)
 
         def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-            if self is not owner() or not set_to_none:  # a deep copy has other parameters
+            reset = ours()
+            if reset is None or self is not owner() or not set_to_none:  # a deep copy has other parameters
                 type(self).zero_grad(self, set_to_none)
                 return
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad = None
+            reset.reset(self, getattr(run(), "optimizer", None))
 
         model.__dict__["zero_grad"] = types.MethodType(zero_grad, model)
+
+    def reset(self, model: nn.Module, optimizer: Any) -> None:
+        """Set the gradients of `model` to None; `optimizer` is the one that trains now."""
+        self._contents.refresh(model)
+        _drop_gradients(self._contents.parameters)
+        groups = getattr(optimizer, "param_groups", ())
+        if any(parameter.grad is not None for group in groups for parameter in group["params"]):
+            self._contents.list_again(model)
+            _drop_gradients(self._contents.parameters)
 
     def remove(self) -> None:
         """The model has its own ``zero_grad`` again."""
@@ -101,18 +188,21 @@ class GradientReset:
 class FlopsPerToken:
     """Trainer's ``floating_point_ops``, whose walk over all parameters gives the same factor for each batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, contents: ModelContents) -> None:
+        self._contents = contents
+        self._version: int | None = None
         self._per_token: int | None = None
         self._input = ""
 
     def count(self, trainer: Any, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
-        """What `stock` returns for `inputs`; calls it for the first batch with tokens."""
+        """What `stock` returns for `inputs`; calls it for the first batch with tokens of a model."""
         # Kept: PEFT looks a name up in three objects, one after the other.
         self._input = self._input or getattr(trainer.model, "main_input_name", "input_ids")
         tokens = inputs.get(self._input)
         if not isinstance(tokens, Tensor) or not tokens.numel():
             return stock(inputs)
-        if self._per_token is None:
+        if self._per_token is None or self._version != self._contents.current():
+            self._per_token, self._version = None, self._contents.current()
             operations = stock(inputs)
             if operations % tokens.numel():
                 return operations  # not a factor per token
@@ -164,6 +254,12 @@ class LossFilter:
             args, value = self._switched_off
             args.logging_nan_inf_filter = value
             self._switched_off = None
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
 from fastpack_trl.packing.packed_batch import PackedBatch, Part
-from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck
+from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 
@@ -34,7 +34,9 @@ class SyncFreeStep:
         self.loss = self.host = self.filters = False
         self.metrics = DeferredMetrics()
         self.forward = LossForward(base_model(model))
-        self.modes, self.flops, self.filter, self.reset = ModeCheck(), FlopsPerToken(), LossFilter(), GradientReset()
+        self._contents, self.filter = ModelContents(), LossFilter()
+        self.reset = GradientReset(self._contents)
+        self._forget_model()
 
     def takes(self, inputs: Any) -> bool:
         """Whether this batch says where its loss is, in a row without padding."""
@@ -82,14 +84,18 @@ class SyncFreeStep:
     def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
         """The parts that are switched on until the context ends."""
         self.loss, self.host, self.filters = loss, host, filters
-        self.modes, self.flops = ModeCheck(), FlopsPerToken()
+        self._forget_model()
         try:
-            yield
+            with self._contents.watched() if host else contextlib.nullcontext():
+                yield
         finally:
             self.loss = self.host = self.filters = False
-            self.modes, self.flops = ModeCheck(), FlopsPerToken()  # they hold the model
+            self._forget_model()
             self.filter.restore()
             self.reset.remove()
+
+    def _forget_model(self) -> None:
+        self.modes, self.flops = ModeCheck(self._contents), FlopsPerToken(self._contents)
 
     def close(self) -> None:
         """Take the forward away from the model."""

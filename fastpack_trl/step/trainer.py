@@ -39,7 +39,7 @@ class SyncFreeTrainer(MergingTrainer):
         skipping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if step is not None and step.host:
             skipping = step.modes.skipping_train(model)
-            step.reset.install(model)
+            step.reset.install(self, model)
         kept = len(step.metrics) if step is not None else 0
         with skipping:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
