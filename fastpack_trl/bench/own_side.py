@@ -85,7 +85,7 @@ class Side:
         name: of the side.
         plan: what it is.
         build: makes the trainer.
-        changes: fields that the comparison needs; the plan's own go before them.
+        changes: fields that the comparison needs; the plan's own override them.
         seed: set before it is built.
 
     Raises:
