@@ -99,7 +99,8 @@ class FastSFTConfig(SFTConfig):
         keep_last_layers: inputs of that many last layers stay on the device under the offload.
         merge_accumulation: the micro-batches of one optimizer step run as fewer, longer rows: ``auto`` (rows of up to
             8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
-            On CUDA only as far as memory allows, measured in the first step.
+            On CUDA only as far as memory allows, measured in the first step. Not with a callback of your own on
+            ``on_substep_end`` or a hook on a parameter's gradient.
 
     Raises:
         ValueError: a value outside its choices, or a limit below 1.

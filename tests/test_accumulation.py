@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -30,13 +31,9 @@ SMALL = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulati
 class _Gradients(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
-        self.substeps = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps.append(gradients(kwargs["model"]))
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.substeps += 1
 
 
 def _with_gradients(folder: Path, fast: dict[str, Any], lora: bool, **more: Any) -> tuple[FastSFTTrainer, _Gradients]:
@@ -51,14 +48,19 @@ def _with_gradients(folder: Path, fast: dict[str, Any], lora: bool, **more: Any)
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "qwen3_moe"])
-def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(tmp_path: Path, family: str, lora: bool) -> None:
+def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(
+    tmp_path: Path, family: str, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    substeps: list[int] = []
+    real = CallbackHandler.on_substep_end
+    monkeypatch.setattr(CallbackHandler, "on_substep_end", lambda *args: substeps.append(1) or real(*args))
     options = {"family": family, "max_steps": 2, "max_grad_norm": 0.0, "optim": "sgd", "eval_strategy": "no"}
     merged, actual = _with_gradients(tmp_path / "merged", MERGED, lora, **options)
     alone, expected = _with_gradients(tmp_path / "alone", ONE_BY_ONE, lora, **options)
     assert merged.fastpack_report["merge_accumulation"].status == "on"
     assert alone.fastpack_report["merge_accumulation"].reason == "switched off"
     assert len(actual.steps) == len(expected.steps) == 2
-    assert actual.substeps == expected.substeps == 2 * 3
+    assert len(substeps) == 2 * (2 * 3)
     assert_gradients_close(actual.steps[0], expected.steps[0], rtol=1e-5, atol_of_all=1e-7)
     assert_gradients_close(actual.steps[1], expected.steps[1], rtol=1e-4, atol_of_all=1e-6)  # after an update
 
@@ -236,6 +238,97 @@ class _OwnStep(FastSFTTrainer):
 def test_a_subclass_that_sees_micro_batches_keeps_them(tmp_path: Path) -> None:
     trainer = train(_OwnStep, tmp_path, fast=MERGED, **(SMALL | {"max_steps": 1, "eval_strategy": "no"}))
     assert "training_step of _OwnStep" in trainer.fastpack_report["merge_accumulation"].reason
+
+
+class _Halves(TrainerCallback):
+    """Halves the gradients so far after each micro-batch but the last of a step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None, "no backward pass has run"
+            parameter.grad.mul_(0.5)
+
+
+class _Clamps(TrainerCallback):
+    """From `event` of step `since` on, a hook clamps the gradient of each backward pass."""
+
+    def __init__(self, event: str, since: int = 0) -> None:
+        self.since = since
+        setattr(self, event, self._put)
+
+    def _put(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.since:
+            model.get_input_embeddings().weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class _ClampsInPlace(TrainerCallback):
+    """As `_Clamps`, what has been added up so far."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def clamp(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+        model.get_input_embeddings().weight.register_post_accumulate_grad_hook(clamp)
+
+
+class _AddsACallback(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.add_callback(_Halves())
+
+
+_WATCHERS: dict[str, tuple[Callable[[], TrainerCallback], str]] = {
+    "callback": (_Halves, "on_substep_end of _Halves"),
+    "hook": (lambda: _Clamps("on_train_begin"), "hook on the gradient of model.embed_tokens.weight"),
+    "hook of a step": (lambda: _Clamps("on_step_begin"), "hook on the gradient of model.embed_tokens.weight"),
+    "hook later": (lambda: _Clamps("on_step_begin", 1), "hook on the gradient of model.embed_tokens.weight"),
+    "hook on the sum": (_ClampsInPlace, "hook on the gradient of model.embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), _WATCHERS.values(), ids=_WATCHERS)
+def test_what_looks_at_each_micro_batch_sees_each_as_in_stock(
+    tmp_path: Path, make: Callable[[], TrainerCallback], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SMALL | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.5, "eval_strategy": "no"}
+    with caplog.at_level(logging.WARNING):
+        ours = train(
+            FastSFTTrainer, tmp_path / "ours", fast=MERGED | {"verify_packing": "off"},
+            trainer={"callbacks": [make()]}, **options,
+        )  # fmt: skip
+    stock = train(SFTTrainer, tmp_path / "stock", trainer={"callbacks": [make()]}, **options)
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    line = ours.fastpack_report["merge_accumulation"]
+    assert (line.status, reason in line.reason) == ("off", True), line
+    said = [record for record in caplog.records if reason in record.getMessage()]
+    # A callback is known when the run begins, and the banner says it.
+    assert len(said) == (0 if make is _Halves else 1)
+
+
+def test_a_callback_that_is_added_when_training_begins_ends_merging(tmp_path: Path) -> None:
+    adds = _AddsACallback()
+
+    class Trainer(FastSFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            adds.trainer = self
+
+    options = SMALL | {"max_steps": 1, "eval_strategy": "no"}
+    fast = MERGED | {"verify_packing": "off"}
+    trainer = train(Trainer, tmp_path, fast=fast, trainer={"callbacks": [adds]}, **options)
+    assert "on_substep_end of _Halves" in trainer.fastpack_report["merge_accumulation"].reason
+
+
+def test_a_hook_that_is_there_before_the_run_keeps_the_micro_batches(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    handle = model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
+    options = SMALL | {"max_steps": 1, "eval_strategy": "no"}
+    fast = MERGED | {"verify_packing": "off"}
+    trainer = train(FastSFTTrainer, tmp_path, fast=fast, model=model, **options)
+    assert "hook on the gradient" in trainer.fastpack_report["merge_accumulation"].reason
+    handle.remove()
+    trainer.train()
+    assert trainer.fastpack_report["merge_accumulation"].status == "on"
 
 
 class _Refuse(torch.autograd.Function):

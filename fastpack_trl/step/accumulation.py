@@ -2,13 +2,15 @@
 
 The trainer's loop stays as it is. It is given all micro-batches and calls a step for each; those before the last of a
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
-So steps, callbacks, token and FLOP counts go on per micro-batch, and under DDP the group that ends the accumulation is
-the one that reduces the gradients. The NaN filter of the logged loss looks at each micro-batch of a group.
+So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.step.watchers` finds those that could
+tell), and under DDP the group that ends the accumulation is the one that reduces the gradients. The NaN filter of the
+logged loss looks at each micro-batch of a group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -23,6 +25,7 @@ from trl import SFTTrainer
 from fastpack_trl.errors import close_frames
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
+from fastpack_trl.step.watchers import callback_between, hook_on_a_gradient, trained_parameters
 
 logger = get_logger(__name__)
 
@@ -112,15 +115,18 @@ class Merging:
     Args:
         trainer: a `MergingTrainer`.
         target: tokens of a row above which nothing more is added; infinite for as many as fit.
-        named: called with a reason when rows are split again after they ran out of memory.
+        named: called with the status, path and reason of the report when rows are split again after they ran out of
+            memory, or merging ends.
     """
 
-    def __init__(self, trainer: Any, target: float, named: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Any, target: float, named: Callable[[str, str, str], object]) -> None:
         self.target = target
         self.named = named
         device = torch.device(trainer.args.device)
         self.memory = MemoryLimit(device) if device.type == "cuda" else None
         self._zero = torch.zeros((), device=device)
+        self._ended = False
+        self._all_looked_at = False
         self._step: list[Any] = []
         self._groups: dict[int, range] = {}
         """By the identity of the last micro-batch of each group; the trainer keeps all of a step alive."""
@@ -134,7 +140,13 @@ class Merging:
         if self.memory is not None and self.memory.tokens is None and math.isfinite(self.memory.bytes_per_token):
             self.memory.predict(trainer)
         fits = self.memory.tokens if self.memory is not None else math.inf
-        if len(batches) < 2 or num_items_in_batch is None or fits is None or not all(map(can_merge, batches)):
+        if (
+            self._ended
+            or len(batches) < 2
+            or num_items_in_batch is None
+            or fits is None
+            or not all(map(can_merge, batches))
+        ):
             return
         if trainer.aux_loss_enabled and any(batch["packed_batch"].num_padding for batch in batches):
             return  # stock's auxiliary loss counts the padding, which a merged row does not have
@@ -144,6 +156,8 @@ class Merging:
 
     def run(self, trainer: Any, stock: _Step, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """One call of the trainer's loop: nothing, a group, or a micro-batch by itself."""
+        if self._groups and inputs is self._step[0]:
+            self._look_for_watchers(trainer)  # callbacks have begun the step
         group = self._groups.get(id(inputs))
         if group is None and self._groups:
             return self._zero  # runs with the last of its group
@@ -170,6 +184,16 @@ class Merging:
         # Past the handler: its exception keeps the frames alive that hold the memory.
         return self._split(trainer, stock, model, group, kept, args, kwargs)
 
+    def _look_for_watchers(self, trainer: Any) -> None:
+        """Merge no more in this run if a callback or a hook came that needs single micro-batches."""
+        parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
+        self._all_looked_at = True
+        reason = callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
+        if reason:
+            logger.warning(f"merge_accumulation: {reason}: micro-batches run one by one from here on")
+            self.named("off", "stock", reason)
+            self._ended, self._groups = True, {}
+
     def _split(self, trainer: Any, stock: _Step, model: Any, group: range, kept: int, args: Any, kwargs: Any) -> Tensor:
         """Run the step so far again, one by one, after a group ran out of memory somewhere in its backward pass."""
         tokens = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
@@ -178,7 +202,7 @@ class Merging:
         after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
         reason = f"out of memory in a merged row of {sum(tokens):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
-        self.named(reason)
+        self.named("on", "split again", reason)
         model.zero_grad()
         gc.collect()
         if torch.cuda.is_available():
@@ -251,10 +275,7 @@ def merge_accumulation(trainer: Any) -> Iterator[None]:
         reason += "; dropout draws other random numbers"
     report.add("merge_accumulation", "on", rows, reason)
 
-    def named(split: str) -> None:
-        report.add("merge_accumulation", "on", "split again", split)
-
-    trainer.fastpack_merging = Merging(trainer, target, named)
+    trainer.fastpack_merging = Merging(trainer, target, functools.partial(report.add, "merge_accumulation"))
     try:
         yield
     finally:
@@ -273,6 +294,7 @@ def _why_not(trainer: Any, setting: str) -> str:
     args, attention = trainer.args, trainer.fastpack_report["packed_attention"].path
     step = trainer.fastpack_step
     device = torch.device(args.device).type
+    watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
     own = [
         name
         for name in ("compute_loss", "training_step", "get_batch_samples")
@@ -288,6 +310,7 @@ def _why_not(trainer: Any, setting: str) -> str:
         "sharded parameters need as many forward passes on each rank": trainer.is_fsdp_enabled
         or trainer.is_deepspeed_enabled,
         "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
+        watched: bool(watched),
         "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
         f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
         in str(args.optim).lower(),
