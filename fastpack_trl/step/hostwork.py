@@ -70,6 +70,8 @@ class ModelContents:
 
     def current(self) -> int:
         """The version, after the model that was listed last is listed again where it has changed."""
+        if not self._touched:
+            return self.version
         touched, self._touched = self._touched, set()
         # PEFT's parametrizations of experts come and go in each forward pass: all is as before when it ends.
         changed = any(_ids(_contents(module)) != _ids(held) for module, held in map(self._held.__getitem__, touched))
