@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from fastpack_trl.bench.burst import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
 from fastpack_trl.bench.gpu_profile import GpuProfile
 from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model
 from fastpack_trl.bench.packed_attention import ParityError, check_parity
@@ -31,11 +30,10 @@ from fastpack_trl.trainer import FastSFTTrainer
 
 CASE = "host_overhead"
 DEFAULT_PAIRS, DEFAULT_THREADS = 7, 1
-ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
 OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
 """On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
 
-_WARMUP_STEPS, _STEPS = 2, 8  # per burst of either trainer; the first of each are not timed
+_STEPS = 8  # per burst of either trainer, after `WARMUP_STEPS` that are not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,137 +70,6 @@ CPU = Workload(
     bf16=False,
 )  # fmt: skip
 CUDA = Workload("qwen3-0.6b", MODELS["qwen3-0.6b"], (64, 512), ((1024, 1), (2048, 1), (1024, 8)), bf16=True)
-
-
-@dataclass(slots=True)
-class Burst:
-    """Some optimizer steps of one trainer, from the end of one step to the end of another.
-
-    Attributes:
-        seconds: of each step, host time.
-        inside: seconds of each step in each of `ARITHMETIC`.
-        total: seconds of all steps; the device has finished at both ends.
-        tokens: of all steps.
-        loss: mean loss of the burst, its first steps included.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    inside: list[dict[str, float]] = field(default_factory=list)
-    total: float = 0.0
-    tokens: int = 0
-    loss: float = 0.0
-
-    @property
-    def outside(self) -> list[float]:
-        """Seconds of each step that are no arithmetic: batches, metrics, the loop, callbacks, the schedule."""
-        return [taken - sum(parts.values()) for taken, parts in zip(self.seconds, self.inside, strict=True)]
-
-
-class _Watch(TrainerCallback):
-    """Fills a `Burst` while a trainer trains; `installed` puts it around the calls that are arithmetic."""
-
-    def __init__(self, device: str, profile: GpuProfile | None = None) -> None:
-        self.device, self.profile = device, profile
-        self.burst = Burst()
-        self._parts = dict.fromkeys(ARITHMETIC, 0.0)
-        self._last = self._start = self._optimizer = self._backward_end = 0.0
-        self._tokens = 0
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._parts[name] += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def installed(self, trainer: Any) -> Iterator[None]:
-        """Around forward, backward and clipping; the optimizer has callbacks of its own."""
-        accelerator, model = trainer.accelerator, trainer.model
-        starts: list[float] = []
-
-        def before(*_: Any) -> None:
-            starts.append(time.perf_counter())
-
-        def after(*_: Any) -> None:
-            self._parts["forward"] += time.perf_counter() - starts.pop()
-
-        def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with self.part(name):
-                    return call(*args, **kwargs)
-
-            return run
-
-        batches = trainer.get_batch_samples
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            found, items = batches(*args, **kwargs)
-            self._tokens += sum(inputs["input_ids"].numel() for inputs in found)
-            return found, items
-
-        around_step, watch = trainer.maybe_activation_offload_context, self
-
-        class UntilTheGraphIsFree:
-            """In the place of TRL's context around stock's step: what a step returned holds no graph when it ends."""
-
-            def __enter__(self) -> None:
-                around_step.__enter__()
-
-            def __exit__(self, *error: Any) -> None:
-                if watch._backward_end:
-                    watch._parts["backward"] += time.perf_counter() - watch._backward_end
-                    watch._backward_end = 0.0
-                around_step.__exit__(*error)
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            with self.part("backward"):
-                run_backward(*args, **kwargs)
-            self._backward_end = time.perf_counter()
-
-        run_backward = accelerator.backward
-        hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
-        accelerator.backward = backward
-        trainer.maybe_activation_offload_context = UntilTheGraphIsFree()
-        accelerator.clip_grad_norm_ = timed("clipping", accelerator.clip_grad_norm_)
-        trainer.get_batch_samples = counted
-        trainer.add_callback(self)
-        try:
-            yield
-        finally:
-            trainer.remove_callback(self)
-            trainer.maybe_activation_offload_context = around_step
-            del accelerator.backward, accelerator.clip_grad_norm_, trainer.get_batch_samples
-            for hook in hooks:
-                hook.remove()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._optimizer = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        end = time.perf_counter()
-        self._parts["optimizer"] = end - self._optimizer  # its step, the schedule's, and the gradients set to None
-        if state.global_step > _WARMUP_STEPS:
-            self.burst.seconds.append(end - self._last)
-            self.burst.inside.append(dict(self._parts))
-        if state.global_step in (_WARMUP_STEPS, args.max_steps):
-            self._at_an_end(state.global_step == _WARMUP_STEPS)
-        self._parts = dict.fromkeys(ARITHMETIC, 0.0)
-        self._last = time.perf_counter()
-
-    def _at_an_end(self, first: bool) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if first:
-            self._start, self._tokens = now, 0
-            if self.profile is not None:
-                self.profile.start()
-        else:
-            self.burst.total, self.burst.tokens = now - self._start, self._tokens
-            if self.profile is not None:
-                self.profile.stop(now - self._start)
 
 
 def measure(
@@ -273,7 +140,7 @@ def measure(
                 "lora_rank": work.rank,
                 "pairs": pairs,
                 "steps_per_burst": _STEPS,
-                "warmup_steps_per_burst": _WARMUP_STEPS,
+                "warmup_steps_per_burst": WARMUP_STEPS,
                 "learning_rate": 0.0,
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
             },
@@ -308,7 +175,7 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
         found = interleave(
             {name: burst(name) for name in (STOCK, OURS)},
             pairs=pairs,
-            after_pair=lambda pair: _check(pair, tokens * ga * (_WARMUP_STEPS + _STEPS), work.bf16),
+            after_pair=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
         )
         other_load = load.cores()
         profiles = {name: _profiled(trainers[name], device, ga) for name in (STOCK, OURS)} if device == "cuda" else {}
@@ -328,7 +195,7 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
 
 
 def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, folder: str) -> dict[str, Any]:
-    steps = _WARMUP_STEPS + _STEPS
+    steps = WARMUP_STEPS + _STEPS
     vocabulary = int(work.shape.fields["vocab_size"])
     documents = random_documents(*work.documents, vocabulary, tokens * ga * (steps + 2), seed)
     setting = Setting("", bf16=work.bf16, gradient_checkpointing=False)
@@ -354,7 +221,7 @@ def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, fold
 
 
 def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> Burst:
-    watch = _Watch(device, profile)
+    watch = BurstWatch(device, profile)
     with watch.installed(trainer), contextlib.redirect_stdout(None):
         result = trainer.train()
     watch.burst.loss = float(result.training_loss)
