@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from offload_material import LAYERS, assert_same, loss_of, make, step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_material import figures, make_dataset, make_tokenizer, settings
+from trainer_material import figures, make_dataset, make_tokenizer, settings, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
 from fastpack_trl.attention.model_features import text_model
@@ -292,6 +293,24 @@ def test_what_the_user_says_is_respected_by_auto_and_a_contradiction_raises(tmp_
 def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any) -> None:
     with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}"):
         FastSFTConfig(**settings(tmp_path), activation_memory_gib=gib)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_stock(
+    tmp_path: Path, checkpointing: bool
+) -> None:
+    for cls, more in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 0.001}})):
+        model = tiny_model("qwen3")
+        model.supports_gradient_checkpointing = False
+        options = {"model": model, "gradient_checkpointing": checkpointing, "eval_strategy": "no", "max_steps": 1}
+        expected = (
+            pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
+            if checkpointing
+            else contextlib.nullcontext()
+        )
+        with expected:
+            trainer = train(cls, tmp_path, **options, **more)
+            assert trainer.state.global_step == 1
 
 
 def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Path) -> None:
