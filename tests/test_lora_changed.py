@@ -12,6 +12,7 @@ import torch
 from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from transformers.utils import logging as transformers_logging
 
 from fastpack_trl import apply_lora
 from fastpack_trl.testing import gradients
@@ -103,6 +104,7 @@ def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
 def test_what_peft_runs_call_by_call_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted("llama", dtype=torch.bfloat16)  # PEFT keeps the adapters in fp32, and there is no autocast
     apply_lora(model)
+    transformers_logging.warning_once.cache_clear()  # another test of this process may have had it said
     logger = logging.getLogger("fastpack_trl.lora.linear")
     logger.addHandler(caplog.handler)
     try:
