@@ -12,6 +12,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.flash_attention import missing
+from fastpack_trl.attention.seam import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.trainer import FastSFTTrainer
@@ -124,6 +125,16 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare_model
+
+
+def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:
+    """The packed attention of a side that accelerate compiles: on CUDA one call over the row, whatever its documents.
+
+    ``auto`` goes document by document where they are long; to a compiled layer each number of documents is another
+    graph, and after torch's limit of recompiles it runs eager.
+    """
+    implementation = "varlen" if device == "cuda" else "auto"
+    return packed_attention(model, implementation, compute_dtype=torch.bfloat16)
 
 
 def compiled_path(attention: str, backend: str = "inductor") -> str:

@@ -18,7 +18,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench.baselines import compiled_path, compiled_regions
+from fastpack_trl.bench.baselines import compiled_path, compiled_regions, liger_missing, whole_row_attention
 from fastpack_trl.bench.launches import Launches, count_launches
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD, shape_of
@@ -30,13 +30,15 @@ from fastpack_trl.bench.side_turns import measure_in_turns
 from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
+from fastpack_trl.compile.layers import decoder_layers
+from fastpack_trl.compile.liger import liger_modules
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.step.flops import attention_pairs, model_flops
 from fastpack_trl.trainer import FastSFTTrainer
 
-COMPILED, PLANNED = "tuned", "fastpack_plan"
-SIDES = (STOCK, COMPILED, OURS, PLANNED)
+COMPILED, LIGER, PLANNED = "tuned", "tuned_liger", "fastpack_plan"
+SIDES = (STOCK, COMPILED, LIGER, OURS, PLANNED)
 AS_INSTALLED, REBUILD = "stock_sdpa", "rebuild"
 HEADLINE_SIDES = (AS_INSTALLED, REBUILD, COMPILED, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
@@ -66,8 +68,9 @@ def measure(
 
     ``stock``: `trl.SFTTrainer` with PEFT as installed, but with the packed attention of this package, so that the
     attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
-    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse; where these load, their
-    time per layer is in the report of our side.
+    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse. ``tuned_liger``: both,
+    Liger's RMSNorm, rotary embedding and SwiGLU inside of the compiled layers, as ``use_liger_kernel=True`` gives them;
+    left out where Liger does not load.
     ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
     On request also ``stock_sdpa``: stock with its own attention and collator, as installed, and ``rebuild``: the same
@@ -92,6 +95,7 @@ def measure(
         ``ratios``: seconds of each other side / seconds of fastpack, round by round.
     """
     peak = measured_tflops() if device == "cuda" else None
+    sides = [name for name in sides if name != LIGER or not liger_missing(device)]
     tasks = [
         row_task(model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak)
         for model in models.values()
@@ -158,7 +162,7 @@ def _measure_row(
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name, trainer, backend))
-            with compiled_regions(trainer, backend) if name == COMPILED else contextlib.nullcontext():
+            with compiled_regions(trainer, backend) if name in (COMPILED, LIGER) else contextlib.nullcontext():
                 return Side(trainer, clock, steps)
 
         turns = measure_in_turns(
@@ -235,8 +239,16 @@ def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[s
         with rebuild_per_layer(trainer.model):
             yield f"{own}, mask and metadata in each layer"
         return
-    with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
-        yield attention.path if name == STOCK else compiled_path(attention.path, backend)
+    if name == STOCK:
+        with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
+            yield attention.path
+        return
+    with whole_row_attention(trainer.model, trainer.args.device.type) as attention:
+        if name == COMPILED:
+            yield compiled_path(attention.path, backend)
+            return
+        with liger_modules(decoder_layers(trainer.model)) as replaced:
+            yield compiled_path(f"{attention.path}, Liger's {', '.join(replaced)}", backend)
 
 
 def _figures(

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench.baselines import compiled_path, compiled_regions
+from fastpack_trl.bench.baselines import compiled_path, compiled_regions, whole_row_attention
 from fastpack_trl.bench.lora_models import definitions
 from fastpack_trl.bench.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from fastpack_trl.bench.model_shapes import PAD, ModelShape, build_model
@@ -289,7 +288,7 @@ def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
         with rebuild_per_layer(trainer.model):
             yield f"{stock}, mask and metadata in each layer"
     elif name == TUNED:
-        with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:
+        with whole_row_attention(trainer.model, trainer.args.device.type) as attention:
             yield compiled_path(attention.path, backend)
     else:
         yield stock

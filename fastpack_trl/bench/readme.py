@@ -14,7 +14,7 @@ from typing import Any
 from fastpack_trl.bench.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.pictures import FOLDER, picture_names, write_pictures
 from fastpack_trl.bench.tables import NOISE_CORES
-from fastpack_trl.bench.views import device_of, no_gain
+from fastpack_trl.bench.views import NAMES_OF_OURS, device_of, no_gain
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 GLOSSARY = (
@@ -228,6 +228,7 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
 _LORA_SIDES = {
     "stock": "stock, our attention",
     "tuned": "the same, compiled",
+    "tuned_liger": "compiled, Liger",
     "fastpack": "fastpack",
     "fastpack_plan": "fastpack_plan",
 }
@@ -252,17 +253,18 @@ def _lora(name: str, record: Mapping[str, Any]) -> str:
     for row in timed:
         plan = row["sides"]["fastpack_plan"]["seconds"]["values"]
         for side, label in _LORA_SIDES.items():
-            figures = row["sides"][side]
+            figures = row["sides"].get(side, {"failed": ""})
             if "failed" in figures:
                 continue
-            ratio = _ratio(row["ratios"][side]) if side in ("stock", "tuned") else "-"
+            other = side not in NAMES_OF_OURS
+            ratio = _ratio(row["ratios"][side]) if other else "-"
             by_plan = sorted(a / b for a, b in zip(figures["seconds"]["values"], plan, strict=True))
             cells = [
                 f"{row['setting']}, {row['tokens']:,}",
                 label,
                 f"{figures['tokens_per_second']['median']:,.0f}",
                 ratio,
-                f"{median(by_plan):.2f}" if side in ("stock", "tuned") else "-",
+                f"{median(by_plan):.2f}" if other else "-",
                 # Of one more step; accelerate's graphs may have reached torch's recompile limit before it.
                 "-" if figures["launches"] is None or side == "tuned" else f"{figures['launches']['kernels']:,}",
                 "-" if figures["memory"] is None else f"{figures['memory']['peak_bytes'] / 2**30:.1f}",
