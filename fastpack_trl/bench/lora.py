@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.bench.baselines import compiled_path, compiled_regions, liger_missing, whole_row_attention
 from fastpack_trl.bench.launches import Launches, count_launches
+from fastpack_trl.bench.liger_side import liger_kernels
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from fastpack_trl.bench.model_shapes import PAD, shape_of
 from fastpack_trl.bench.model_steps import shared_copy
@@ -30,8 +31,6 @@ from fastpack_trl.bench.side_turns import measure_in_turns
 from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
-from fastpack_trl.compile.layers import decoder_layers
-from fastpack_trl.compile.liger import liger_modules
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.step.flops import attention_pairs, model_flops
@@ -247,8 +246,8 @@ def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[s
         if name == COMPILED:
             yield compiled_path(attention.path, backend)
             return
-        with liger_modules(decoder_layers(trainer.model)) as replaced:
-            yield compiled_path(f"{attention.path}, Liger's {', '.join(replaced)}", backend)
+        with liger_kernels(trainer) as replaced:
+            yield compiled_path(f"{attention.path}, Liger ({', '.join(replaced)})", backend)
 
 
 def _figures(
