@@ -20,6 +20,9 @@ from fastpack_trl.trainer import FastSFTTrainer
 STOCK, TUNED, REBUILD, OURS, PLANNED = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """What is recomputed is then as `gradient_checkpointing` says, as on stock's side."""
+RECOMPILES = 64
+"""Graphs that torch keeps per function where compiled sides take turns, 8 by default: they share the functions, and at
+the limit all of them run eager."""
 
 
 def _as_built(trainer: Any) -> AbstractContextManager[str]:

@@ -18,7 +18,13 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench.baselines import compiled_path, compiled_regions, liger_missing, whole_row_attention
+from fastpack_trl.bench.baselines import (
+    RECOMPILES,
+    compiled_path,
+    compiled_regions,
+    liger_missing,
+    whole_row_attention,
+)
 from fastpack_trl.bench.launches import Launches, count_launches
 from fastpack_trl.bench.liger_side import liger_kernels
 from fastpack_trl.bench.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
@@ -41,7 +47,7 @@ SIDES = (STOCK, COMPILED, LIGER, OURS, PLANNED)
 AS_INSTALLED, REBUILD = "stock_sdpa", "rebuild"
 HEADLINE_SIDES = (AS_INSTALLED, REBUILD, COMPILED, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
-WARMUP, LEAST_ROUNDS = 3, 3
+WARMUP, LEAST_ROUNDS = 5, 3
 LOSS_TOLERANCE = 0.01
 """Relative: a side whose loss is further from stock's on the same row is no measurement."""
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
@@ -109,6 +115,7 @@ def measure(
                 "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "target_modules": list(PROJECTIONS)},
                 "rounds": rounds,
                 "warmup_steps": WARMUP,
+                "recompile_limit": RECOMPILES,
                 "checkpointing": checkpointing,
                 "loss_tolerance": LOSS_TOLERANCE,
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
@@ -148,6 +155,7 @@ def _measure_row(
     steps = WARMUP + rounds + 1  # the last one is profiled
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes: their graphs are made anew anyway
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
         vocabulary = int(weights.get_base_model().config.vocab_size)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl.bench.baselines import compiled_path, compiled_regions, whole_row_attention
+from fastpack_trl.bench.baselines import RECOMPILES, compiled_path, compiled_regions, whole_row_attention
 from fastpack_trl.bench.lora_models import definitions
 from fastpack_trl.bench.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from fastpack_trl.bench.model_shapes import PAD, ModelShape, build_model
@@ -188,6 +188,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
     with contextlib.ExitStack() as stack:
         if TUNED in run.sides:
             stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         model = build_model(shape, positions=tokens, seed=run.seed, device=run.device)
         sides, paths, failed = _sides(model, shape, tokens, run, folder, stack)
