@@ -92,6 +92,7 @@ def _packed_attention(args: Namespace) -> dict[str, Any]:
 
 def _lora(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.bench import lora
+    from fastpack_trl.bench.baselines import liger_missing
     from fastpack_trl.bench.lora_models import MODELS
 
     _without(args, "quick", "backends")
@@ -102,10 +103,12 @@ def _lora(args: Namespace) -> dict[str, Any]:
             raise UserError(
                 f"there is no LoRA model {name!r}{did_you_mean(name, MODELS)} (models: {', '.join(MODELS)})"
             )
+    if args.liger and (reason := liger_missing(device)):
+        raise UserError(f"--liger: {reason}; pip install 'fastpack-trl[liger]' and use --device cuda, or leave it out")
     given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
     return lora.measure(
         {name: MODELS[name] for name in names}, layers=args.layers, checkpointing=not args.no_checkpointing,
-        device=device, **_kept(args), **given,
+        device=device, sides=lora.LIGER_SIDES if args.liger else lora.SIDES, **_kept(args), **given,
     )  # fmt: skip
 
 

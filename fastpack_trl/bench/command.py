@@ -85,6 +85,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="packed_attention with --model, lora, moe: no gradient checkpointing on any side",
     )
     add(
+        "--liger",
+        action="store_true",
+        help="lora: Liger's kernels in the compiled stock side (CUDA, liger-kernel installed)",
+    )
+    add(
         "--threads",
         metavar="N",
         type=int,
@@ -125,6 +130,8 @@ def run(args: Namespace) -> int:
         raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
     if args.case != "headline" and (args.scale is not None or args.rows is not None):
         raise UserError("--scale and --rows go with --case headline: leave them out")
+    if args.case != "lora" and args.liger:
+        raise UserError("--liger goes with --case lora: leave it out")
     from fastpack_trl.bench.record import check_writable, write_json
 
     if args.report is not None:

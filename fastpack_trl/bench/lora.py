@@ -22,7 +22,6 @@ from fastpack_trl.bench.baselines import (
     RECOMPILES,
     compiled_path,
     compiled_regions,
-    liger_missing,
     whole_row_attention,
 )
 from fastpack_trl.bench.launches import Launches, count_launches
@@ -43,7 +42,7 @@ from fastpack_trl.step.flops import attention_pairs, model_flops
 from fastpack_trl.trainer import FastSFTTrainer
 
 COMPILED, LIGER, PLANNED = "tuned", "tuned_liger", "fastpack_plan"
-SIDES = (STOCK, COMPILED, LIGER, OURS, PLANNED)
+SIDES, LIGER_SIDES = (STOCK, COMPILED, OURS, PLANNED), (STOCK, LIGER, OURS, PLANNED)
 AS_INSTALLED, REBUILD = "stock_sdpa", "rebuild"
 HEADLINE_SIDES = (AS_INSTALLED, REBUILD, COMPILED, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
@@ -73,9 +72,10 @@ def measure(
 
     ``stock``: `trl.SFTTrainer` with PEFT as installed, but with the packed attention of this package, so that the
     attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
-    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse. ``tuned_liger``: both,
-    Liger's RMSNorm, rotary embedding and SwiGLU inside of the compiled layers, as ``use_liger_kernel=True`` gives them;
-    left out where Liger does not load.
+    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse. ``tuned_liger``, in its
+    place with `LIGER_SIDES`: both, Liger's RMSNorm, rotary embedding and SwiGLU in the compiled layers, as
+    ``use_liger_kernel=True`` gives them. Not beside ``tuned``: torch 2.11 cannot trace these kernels under a
+    checkpoint, and from then on runs the layers' functions eager, those of the other side too.
     ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
     On request also ``stock_sdpa``: stock with its own attention and collator, as installed, and ``rebuild``: the same
@@ -91,7 +91,7 @@ def measure(
         threads: torch's intra-op threads.
         device: ``cpu`` or ``cuda``.
         seed: of weights and order.
-        sides: which of `SIDES` and `HEADLINE_SIDES`; the first one that runs says what the losses are.
+        sides: which of `SIDES`, `LIGER_SIDES` and `HEADLINE_SIDES`; the first one that runs says what the losses are.
         progress: show a progress bar (on a terminal).
         file: written after every row; what it has of this very run is taken over (`run_rows`).
 
@@ -100,7 +100,6 @@ def measure(
         ``ratios``: seconds of each other side / seconds of fastpack, round by round.
     """
     peak = measured_tflops() if device == "cuda" else None
-    sides = [name for name in sides if name != LIGER or not liger_missing(device)]
     tasks = [
         row_task(model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak)
         for model in models.values()
@@ -116,6 +115,7 @@ def measure(
                 "rounds": rounds,
                 "warmup_steps": WARMUP,
                 "recompile_limit": RECOMPILES,
+                "sides": list(sides),
                 "checkpointing": checkpointing,
                 "loss_tolerance": LOSS_TOLERANCE,
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
