@@ -8,6 +8,7 @@ import pytest
 import torch
 from compile_material import (
     FAMILIES,
+    OVERRIDES,
     PARTITIONED,
     Counting,
     cast_adapters,
@@ -125,5 +126,7 @@ def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, i
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_bf16_within_twice_the_error_of_eager(family: str, lora: bool, inductor: None) -> None:
-    model = make(family, lora=lora, checkpointing=lora, head_dim=16).cuda()
+    # Experts in float32 under autocast run transformers' own operator, which torch 2.11 cannot trace.
+    dtype = torch.bfloat16 if family in OVERRIDES else torch.float32
+    model = make(family, lora=lora, checkpointing=lora, head_dim=16).to("cuda", dtype)
     compare(model, "inductor", device="cuda", autocast=torch.bfloat16, rows=6)

@@ -32,7 +32,7 @@ def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
     wide = [None if value is None else value.double() for value in (h, table)]
     exact = reference(wide[0], wide[1], expert, gate)
     found, twin = (run(h, table, expert, gate) for run in (gate_forward_triton, gate_forward_torch))
-    floor = torch.finfo(dtype).eps
+    floor = 2 * torch.finfo(dtype).eps  # a device's exponential may be off by two units
     assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), floor)
     truth = gate_backward_torch(wide[0], wide[1], expert, gate, grad.double(), weight.double())
     ours, twins = (run(h, table, expert, gate, grad, weight) for run in (gate_backward_triton, gate_backward_torch))

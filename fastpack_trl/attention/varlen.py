@@ -53,14 +53,12 @@ class VarlenLayer(NamedTuple):
         Raises:
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
-        lacks = {
-            f"dtype {query.dtype}".replace("torch.", ""): query.is_cuda and query.dtype not in DTYPES,
-            f"dropout {dropout}": bool(dropout),
-            f"softcap {softcap}": softcap is not None,
-        }
-        for what, asked in lacks.items():
-            if asked:
-                raise ValueError(f"varlen has no {what}: set packed_attention='per_document' or 'sdpa'")
+        wrong_dtype = query.is_cuda and query.dtype not in DTYPES
+        # No message is made before it is needed: inside a graph these are symbols.
+        if wrong_dtype or dropout or softcap is not None:
+            what = f"dropout {dropout}" if dropout else f"softcap {softcap}"
+            what = str(query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
+            raise ValueError(f"varlen has no {what}: set packed_attention='per_document' or 'sdpa'")
         value_dim = value.shape[-1]
         width = -(-max(query.shape[-1], value_dim) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
         tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (query, key, value)]

@@ -132,14 +132,32 @@ def hooks_active() -> bool:
     return read is not None and read(True) is not None
 
 
-def floats_as_constants() -> contextlib.AbstractContextManager[Any]:
-    """``dynamic=True`` would first make symbols of scales and epsilons, give up, and trace the layer again."""
+_users: list[object] = []
+_patch = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def floats_as_constants() -> Iterator[None]:
+    """``dynamic=True`` would first make symbols of scales and epsilons, give up, and trace the layer again.
+
+    Held as long as layers may be traced, which includes a second graph in the middle of a run. The setting is the
+    process's: the last of several users puts it back.
+    """
     import torch._dynamo.config as config
 
     if not hasattr(config, "specialize_float"):
-        return contextlib.nullcontext()
-    patch: contextlib.AbstractContextManager[Any] = config.patch(specialize_float=True)
-    return patch
+        yield
+        return
+    if not _users:
+        _patch.enter_context(config.patch(specialize_float=True))
+    user = object()
+    _users.append(user)
+    try:
+        yield
+    finally:
+        _users.remove(user)
+        if not _users:
+            _patch.close()
 
 
 def _run_layer(

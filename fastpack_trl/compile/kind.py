@@ -14,7 +14,6 @@ from fastpack_trl.compile import liger, recorded
 from fastpack_trl.compile.graph import (
     CompiledLayer,
     LayerCall,
-    floats_as_constants,
     hooks_active,
     is_reentrant,
     packed_call,
@@ -126,8 +125,7 @@ class LayerKind:
         settings = self._settings
         settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
-            with floats_as_constants():
-                seconds = step(compiled, call.hidden, call.layer)
+            seconds = step(compiled, call.hidden, call.layer)
         except CANNOT_RUN + settings.compile_errors as error:
             close_frames(error)
             settings.say("failed")
