@@ -180,6 +180,25 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
     assert len(graphs) <= 2
 
 
+def test_a_graph_gives_the_kernel_rows_one_after_the_other() -> None:
+    """What a rotary embedding with `cat` (gpt_oss) leaves is laid out head by head, and so would the result be."""
+    seen: list[bool] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if "varlen_attention" in str(node.target):
+                seen.extend(argument.meta["example_value"].is_contiguous() for argument in node.args[:3])
+        return graph.forward
+
+    batch = PackedBatch.from_lengths(LENGTHS)
+    layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
+    by_head = [tensor.detach().contiguous() for tensor in make_inputs(batch, torch.float32, sinks=False)]
+    assert not by_head[0][0].transpose(0, 1).is_contiguous()
+    compiled = torch.compile(lambda *tensors: layer.attend(*tensors, scale=SCALE), backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*by_head), layer.attend(*by_head, scale=SCALE))
+    assert seen == [True] * 3
+
+
 @pytest.mark.parametrize(("softcap", "dropout"), [(30.0, 0.0), (None, 0.1)])
 def test_what_the_kernel_lacks_is_named(softcap: float | None, dropout: float) -> None:
     batch = PackedBatch.from_lengths(LENGTHS)

@@ -62,6 +62,10 @@ class VarlenLayer(NamedTuple):
         value_dim = value.shape[-1]
         width = -(-max(query.shape[-1], value_dim) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
         tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (query, key, value)]
+        if torch.compiler.is_compiling():
+            # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the
+            # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
+            tokens = [tensor.contiguous() for tensor in tokens]
         outs = []
         for cu_seqlens, max_seqlen, start, end in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)

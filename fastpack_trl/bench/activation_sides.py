@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
@@ -113,6 +114,7 @@ def side(name: str, weights: Any, device: str, *, timed: bool = False) -> Iterat
             least = 2**20 if device == "cuda" else 1
             made.offload = stack.enter_context(offload_checkpoints(layers, mode, min_bytes=least, streams=streams))
         if name == TRL:
+            PartialState()  # TRL logs through accelerate, which wants its state first; a trainer has made it
             offloading = get_act_offloading_ctx_manager(model=text_model(model))
             made.around = lambda: offloading
         yield made
