@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
@@ -279,6 +280,17 @@ def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -
         packed_attention.measure(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [("collator", "--liger goes with --case lora"), ("lora", "--liger: no Liger .*leave it out")],
+)
+def test_liger_without_its_case_or_its_device_is_a_user_error(
+    case: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--case", case, "--device", "cpu", "--liger"]) == cli.EXIT_USER_ERROR
+    assert re.search(part, capsys.readouterr().err)
+
+
 def test_cuda_that_is_not_there_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="no CUDA device"):
@@ -383,7 +395,9 @@ def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measur
     missed = measured | {"rows": [measured["rows"][0] | {"target": 1e9, "below_target": True}]}
     monkeypatch.setitem(command.CASES, "collator", cases.Case("missed", lambda args: missed))
     assert (
-        command.run(Namespace(list=False, case="collator", json=None, report=None, out=None, scale=None, rows=None))
+        command.run(
+            Namespace(list=False, case="collator", json=None, report=None, out=None, scale=None, rows=None, liger=False)
+        )
         == 0
     )
 

@@ -114,3 +114,23 @@ def test_cuda_without_a_compiler_liger_is_measured_beside_eager() -> None:
     assert "no compiler here" in layers.reason
     assert "liger" in layers.reason
     assert attributes(model) == before
+
+
+def test_a_side_of_the_benchmark_has_ligers_kernels_and_the_files_of_transformers_keep_theirs(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    from trainer_material import make_dataset, make_tokenizer, settings
+    from transformers.models.qwen3 import modeling_qwen3
+    from trl import SFTConfig, SFTTrainer
+
+    from fastpack_trl.bench.liger_side import liger_kernels
+
+    args = SFTConfig(**settings(tmp_path, packing=True, max_steps=1, eval_strategy="no"))
+    model = make("qwen3", lora=True)
+    trainer = SFTTrainer(model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer())
+    before = dict(vars(modeling_qwen3))
+    with liger_kernels(trainer) as replaced:
+        assert replaced == ["Qwen3MLP", "Qwen3RMSNorm", "apply_rotary_pos_emb"]
+        assert trainer.model.get_base_model().model.norm.forward.__qualname__ == "LigerRMSNorm.forward"
+        assert vars(modeling_qwen3) == before
+        assert "training_step" in vars(trainer)
+    assert "training_step" not in vars(trainer)

@@ -74,8 +74,8 @@ def measure(
     attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
     ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse. ``tuned_liger``, in its
     place with `LIGER_SIDES`: both, Liger's RMSNorm, rotary embedding and SwiGLU in the compiled layers, as
-    ``use_liger_kernel=True`` gives them. Not beside ``tuned``: torch 2.11 cannot trace these kernels under a
-    checkpoint, and from then on runs the layers' functions eager, those of the other side too.
+    ``use_liger_kernel=True`` gives them. Not beside ``tuned``, which then launches as many kernels as stock (torch
+    2.11): both share their functions, and a function whose tracing failed once is not compiled again.
     ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
     On request also ``stock_sdpa``: stock with its own attention and collator, as installed, and ``rebuild``: the same

@@ -8,21 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from fastpack_trl.bench.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.pictures import FOLDER, picture_names, write_pictures
+from fastpack_trl.bench.readme_cells import made_by, ratio_cell
+from fastpack_trl.bench.readme_training import activation_table, glance, lora_table
 from fastpack_trl.bench.tables import NOISE_CORES
-from fastpack_trl.bench.views import NAMES_OF_OURS, device_of, no_gain
+from fastpack_trl.bench.views import device_of, no_gain
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+GLANCE = ("<!-- glance -->", "<!-- /glance -->")
 GLOSSARY = (
     "A ratio is the median of stock's time over ours, pair by pair, so it is not the quotient of two columns; behind "
     "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: "
     "`trl.SFTTrainer` as installed (sdpa), unless a table says otherwise."
 )
-SURE = 0.95
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,11 +39,15 @@ def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
     for case, table in _TABLES.items():
         for name, record in results.items():
             if record["case"] == case:
-                parts += [table(name, record), *_picture(name, record)]
+                parts += [table(name, record) + _stopped(record), *_picture(name, record)]
     if len(parts) == 1:
         parts = ["Not measured yet."]
     parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
     return "\n\n".join([*parts, *without_gain(results)])
+
+
+def _stopped(record: Mapping[str, Any]) -> str:
+    return "" if record["complete"] else " This run was stopped: rows after these are not measured yet."
 
 
 def is_published_table(record: Mapping[str, Any]) -> bool:
@@ -92,23 +97,15 @@ def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         ValueError: the README lacks a mark.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the README has no {BEGIN} ... {END}: put both marks where its numbers belong")
-    return f"{before}{BEGIN}\n{numbers(results)}\n{END}{after}"
+    return _between(_between(readme, BEGIN, END, numbers(results)), *GLANCE, glance(results))
 
 
-def _ratio(ratio: Mapping[str, float]) -> str:
-    sure = "" if ratio["coverage"] >= SURE else f", {ratio['coverage']:.0%}"
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}{sure})"
-
-
-def _made_by(name: str, record: Mapping[str, Any], command: str) -> str:
-    machine, versions = record["machine"], record["versions"]
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    return f"`{command}`: {machine['processor']}, {threads}, {packages}; `fastpack_trl/bench/results/{name}`."
+def _between(text: str, begin: str, end: str, new: str) -> str:
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise ValueError(f"the README has no {begin} ... {end}: put both marks where its numbers belong")
+    return f"{before}{begin}\n{new}\n{end}{after}"
 
 
 def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
@@ -128,8 +125,8 @@ def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
     ]
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
-        lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
-    made = _made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
+        lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
+    made = made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
     return "\n".join([head, "", *lines, "", made])
 
 
@@ -151,7 +148,7 @@ def _models(name: str, record: Mapping[str, Any]) -> str:
         sides, ratios = row["sides"], row["ratios"]
         rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
         peaks = " / ".join(f"{sides[side]['memory']['peak_bytes'] / 2**30:.1f}" for side in ("stock", "fastpack"))
-        cells = [*rates, *(_ratio(ratios[side]) for side in ("stock", "rebuild")), peaks]
+        cells = [*rates, *(ratio_cell(ratios[side]) for side in ("stock", "rebuild")), peaks]
         lines.append(f"| {row['setting']} | {row['tokens']:,} | {' | '.join(cells)} |")
     names = " ".join(record["settings"]["models"])
     plain = "" if record["settings"]["checkpointing"] else " --no-checkpointing"
@@ -171,8 +168,8 @@ def _collator(name: str, record: Mapping[str, Any]) -> str:
     ]
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
-        lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {_ratio(row['ratio'])} |")
-    return "\n".join([head, "", *lines, "", _made_by(name, record, "fastpack-trl bench --case collator")])
+        lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
+    return "\n".join([head, "", *lines, "", made_by(name, record, "fastpack-trl bench --case collator")])
 
 
 def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
@@ -187,9 +184,9 @@ def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
     ]
     for row in record["rows"]:
         work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
-        cells = [row["setting"], f"{row['tokens']:,}", *work, _ratio(row["overhead"]), _ratio(row["ratio"])]
+        cells = [row["setting"], f"{row['tokens']:,}", *work, ratio_cell(row["overhead"]), ratio_cell(row["ratio"])]
         lines.append(f"| {' | '.join(cells)} |")
-    made = _made_by(name, record, f"fastpack-trl bench --case host_overhead --device {record['machine']['device']}")
+    made = made_by(name, record, f"fastpack-trl bench --case host_overhead --device {record['machine']['device']}")
     return "\n".join([head, "", *lines, "", made])
 
 
@@ -213,7 +210,7 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
         rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
         parts = [f"{ratio[part]['median']:.2f}" for part in ("forward", "backward")]
         kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in ("stock", "fastpack"))
-        cells = [row["setting"], f"{row['tokens']:,}", *rates, _ratio(ratio["seconds"]), *parts, kept]
+        cells = [row["setting"], f"{row['tokens']:,}", *rates, ratio_cell(ratio["seconds"]), *parts, kept]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "peft"))
     load = max(row.get("other_load") or 0.0 for row in timed)
@@ -225,68 +222,10 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{beside}"])
 
 
-_LORA_SIDES = {
-    "stock": "stock, our attention",
-    "tuned": "the same, compiled",
-    "tuned_liger": "compiled, Liger",
-    "fastpack": "fastpack",
-    "fastpack_plan": "fastpack_plan",
-}
-
-
-def _lora(name: str, record: Mapping[str, Any]) -> str:
-    machine, versions, settings = record["machine"], record["versions"], record["settings"]
-    timed = [row for row in record["rows"] if row.get("ratios")]
-    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
-    head = (
-        f"**Training steps with LoRA: {models} on {machine.get('gpu') or machine['processor']}.** Rank 16 on all "
-        "projections, random weights, packed source text, the packed attention of this package on every side. "
-        "*compiled*: by accelerate. *fastpack*: stock's checkpoint setting, layers compiled (`layer_compile`); "
-        "*fastpack_plan*: every field at its default, recompute as the memory asks."
-    )
-    lines = [
-        head,
-        "",
-        "| setting, tokens | side | tokens/s | fastpack is | fastpack_plan is | launches | peak, GiB |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in timed:
-        plan = row["sides"]["fastpack_plan"]["seconds"]["values"]
-        for side, label in _LORA_SIDES.items():
-            figures = row["sides"].get(side, {"failed": ""})
-            if "failed" in figures:
-                continue
-            other = side not in NAMES_OF_OURS
-            ratio = _ratio(row["ratios"][side]) if other else "-"
-            by_plan = sorted(a / b for a, b in zip(figures["seconds"]["values"], plan, strict=True))
-            cells = [
-                f"{row['setting']}, {row['tokens']:,}",
-                label,
-                f"{figures['tokens_per_second']['median']:,.0f}",
-                ratio,
-                f"{median(by_plan):.2f}" if other else "-",
-                # Of one more step; accelerate's graphs may have reached torch's recompile limit before it.
-                "-" if figures["launches"] is None or side == "tuned" else f"{figures['launches']['kernels']:,}",
-                "-" if figures["memory"] is None else f"{figures['memory']['peak_bytes'] / 2**30:.1f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
-    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
-    command = (
-        f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens} "
-        f"--pairs {settings['rounds']} --seconds {settings['seconds']:g}"
-    )
-    pairs = min(len(row["sides"]["fastpack"]["seconds"]["values"]) for row in timed)
-    load = max(row.get("other_load") or 0.0 for row in timed)
-    notes = f" {pairs} rounds were timed; other processes kept {load:.1f} cores busy." if load > NOISE_CORES else ""
-    missing = ", ".join(f"{row['tokens']:,}" for row in record["rows"] if row.get("skipped"))
-    notes += f" Not measured yet: {missing} tokens (no time was left)." if missing else ""
-    return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{notes}"])
-
-
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
-    "lora": _lora,
+    "lora": lora_table,
+    "activation_memory": activation_table,
     "moe": _moe,
     "host_overhead": _host_overhead,
     "collator": _collator,
