@@ -22,6 +22,7 @@ from fastpack_trl.bench import attention, attention_sides, command, model_gate, 
 from fastpack_trl.bench.attention import Configuration, Heads, Layer, Plan
 from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model, shape_of
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
+from fastpack_trl.bench.record import OtherLoad
 from fastpack_trl.bench.rounds import attempt, take_turns
 from fastpack_trl.errors import UserError
 from fastpack_trl.packing.masks import dense_mask
@@ -103,6 +104,18 @@ def test_no_round_is_started_after_the_budget() -> None:
     clock = FakeClock()
     found = take_turns({"a": clock.taking(1.0)}, rounds=50, seconds=0.0, least=3, clock=clock)
     assert len(found.seconds["a"]) == 3
+
+
+def test_the_load_of_a_warm_up_is_not_counted() -> None:
+    seen: list[str] = []
+    sides = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
+    take_turns(sides, rounds=1, warmup=2, clock=FakeClock(), begin=lambda: seen.append("begin"))
+    assert seen == ["a", "b", "b", "a", "begin", "a", "b"]
+    load = OtherLoad()
+    load._start = (0.0, 0.0, 0.0)
+    load.restart()
+    before = load._read()
+    assert before is None or load._start[0] > 0.0
 
 
 def test_an_interrupt_is_no_failure() -> None:

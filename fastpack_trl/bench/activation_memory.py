@@ -177,6 +177,7 @@ def _measure_row(
             seconds=(seconds - (time.perf_counter() - start)) * (0.5 if caps and device == "cuda" else 1.0),
             least=min(LEAST_ROUNDS, rounds),
             clock=clock,
+            begin=load.restart,
             clean=partial(free_memory, device),
         )
         other_load = load.cores()

@@ -252,6 +252,7 @@ def _measure_row(
         seconds=seconds - (time.perf_counter() - start),
         least=min(LEAST_ROUNDS, rounds),
         clock=clock,
+        begin=load.restart,
         clean=partial(free_memory, device),
     )
     for name in sides:

@@ -208,6 +208,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
             seconds=seconds - (time.perf_counter() - start),
             least=min(LEAST_ROUNDS, run.rounds),
             clock=run.clock,
+            begin=load.restart,
             clean=clean,
         )
         other_load = load.cores()

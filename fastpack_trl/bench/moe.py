@@ -219,7 +219,7 @@ def _measure_row(
         found = take_turns(
             {name: partial(_pass, subject, contexts[name], clock, device) for name in kept},
             rounds=rounds, warmup=WARMUP, seconds=seconds - (time.perf_counter() - start),
-            least=min(LEAST_ROUNDS, rounds), clock=clock, clean=partial(free_memory, device),
+            least=min(LEAST_ROUNDS, rounds), clock=clock, clean=partial(free_memory, device), begin=load.restart,
         )  # fmt: skip
         for name in kept:
             if name in found.failed:

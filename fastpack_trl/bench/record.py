@@ -149,8 +149,12 @@ class OtherLoad:
     def __init__(self) -> None:
         self._start = self._read()
 
+    def restart(self) -> None:
+        """Count from here."""
+        self._start = self._read()
+
     def cores(self) -> float | None:
-        """Average number of cores since construction; None where the system does not tell (only Linux does)."""
+        """Average number of cores since construction or `restart`; None where the system does not tell (Linux does)."""
         end = self._read()
         if self._start is None or end is None or end[0] <= self._start[0]:
             return None

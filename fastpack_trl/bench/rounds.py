@@ -64,6 +64,7 @@ def take_turns(
     least: int = 1,
     clock: Clock | None = None,
     clean: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Rounds[T]:
     """Time each side once per round, in the order of `turn_order`.
 
@@ -77,6 +78,7 @@ def take_turns(
         least: timed rounds that are run in any case.
         clock: `WallClock` by default.
         clean: called after a failure, e.g. to give memory back.
+        begin: called before the first timed round, e.g. `OtherLoad.restart`: a warm-up may compile in other processes.
 
     Raises:
         ValueError: no side, or fewer than one round.
@@ -90,6 +92,8 @@ def take_turns(
     for index in range(-warmup, rounds):
         if index >= least and time.perf_counter() >= end_at:
             break
+        if index == 0:
+            begin()
         for name in turn_order(alive, index):
             clock.synchronise()
             start = clock.mark()

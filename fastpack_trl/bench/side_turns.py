@@ -75,6 +75,7 @@ def measure_in_turns(
         seconds=seconds,
         least=min(least, rounds),
         clock=clock,
+        begin=load.restart,
         clean=clean,
     )
     return SideTurns(sides, found, failed | found.failed, load.cores())
