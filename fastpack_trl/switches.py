@@ -55,11 +55,14 @@ def lora(trainer: Any) -> Iterator[None]:
     # `auto` waits for the plan of the activations.
     applied = apply_lora(trainer.model, cache_dequantized="off" if cache == "auto" else cache, compute_dtype=dtype)
     try:
-        report.add("lora", "on" if applied.fast else "stock", "fast" if applied.fast else "PEFT", str(applied))
+        fast = applied.fast or applied.already
+        report.add("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied))
         trainer.fastpack_lora = applied
         yield
     finally:
         trainer.fastpack_lora = None
+        if applied.call_by_call:  # known only now: it depends on what the layers were given
+            report.add("lora", "on", "fast, PEFT call by call", str(applied))
         applied.revert()
 
 

@@ -32,7 +32,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
-from fastpack_trl.lora.linear import LoraReport
+from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists

@@ -157,3 +157,32 @@ def test_generation_in_the_middle_of_an_accumulated_step_changes_nothing(kind: s
         step(model, any_ids(seed=1))
     assert torch.equal(*tokens)
     assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8])
+def test_a_compute_dtype_that_is_none_is_named(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=rf"compute_dtype={dtype!r} is no floating dtype: give torch\.bfloat16"):
+        apply_lora(adapted("llama"), compute_dtype=dtype)
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(TypeError, match=r"apply_lora\('llama'\): give the model that get_peft_model returned"):
+        apply_lora("llama")
+
+
+def test_a_second_call_finds_the_layers_fast_and_takes_nothing_back() -> None:
+    model = adapted("llama")
+    first = apply_lora(model)
+    second = apply_lora(model)
+    assert str(second) == f"{len(first.fast)} LoRA layers have the fast forward already"
+    second.revert()
+    assert isinstance(layer_of(model), FastLora)
+    first.revert()
+    assert not isinstance(layer_of(model), FastLora)
+    assert str(apply_lora(torch.nn.Linear(2, 2))) == "no LoRA layers"
+
+
+def test_a_four_bit_base_in_another_dtype_than_the_run_says_what_to_set() -> None:
+    report = apply_lora(quantised("nf4"), compute_dtype=torch.bfloat16)
+    (reason,) = report.handed_over
+    assert "set bnb_4bit_compute_dtype=torch.bfloat16, or with load_in_4bit the model's dtype" in reason

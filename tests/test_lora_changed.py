@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from trainer_material import train
 from transformers.utils import logging as transformers_logging
 
-from fastpack_trl import apply_lora
+from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.testing import gradients
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
@@ -103,7 +105,8 @@ def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
 
 def test_what_peft_runs_call_by_call_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted("llama", dtype=torch.bfloat16)  # PEFT keeps the adapters in fp32, and there is no autocast
-    apply_lora(model)
+    report = apply_lora(model)
+    assert report.call_by_call == {}
     transformers_logging.warning_once.cache_clear()  # another test of this process may have had it said
     logger = logging.getLogger("fastpack_trl.lora.linear")
     logger.addHandler(caplog.handler)
@@ -116,3 +119,16 @@ def test_what_peft_runs_call_by_call_is_named_once(caplog: pytest.LogCaptureFixt
     said = [message for message in messages.values() if message.startswith("lora: peft (input torch.bfloat16")]
     assert len(said) == 1, caplog.text
     assert "adapters torch.float32" in said[0]
+    assert "bf16=True" in said[0]
+    ((reason, count),) = report.call_by_call.items()
+    assert count == len(report.fast)
+    assert reason in said[0]
+    assert f"PEFT's own, call by call: {count} (input torch.bfloat16" in str(report)
+
+
+def test_a_run_in_which_peft_computes_says_so_in_its_report(tmp_path: Path) -> None:
+    model = adapted("llama", dtype=torch.bfloat16)
+    trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
+    line = trainer.fastpack_report["lora"]
+    assert line.path == "fast, PEFT call by call"
+    assert "adapters torch.float32" in line.reason

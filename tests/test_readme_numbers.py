@@ -20,10 +20,35 @@ def test_readme_and_results_agree() -> None:
 
 def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
     for name, record in load_results().items():
-        assert record["complete"] or "This run was stopped" in numbers({name: record}), name
         assert name.startswith(f"{record['case']}_{record['machine']['device']}_")
         assert not record["source"]["modified"], f"{name} was measured on changes that no commit has"
         assert "/" not in str(record["machine"].values())
+
+
+def test_tables_say_what_they_do_not_show() -> None:
+    said = 0
+    for name, record in load_results().items():
+        text = numbers({name: record})
+        skipped = sum("skipped" in row for row in record["rows"])
+        assert (f"Not measured yet: {skipped} of {len(record['rows'])} rows" in text) == bool(skipped), name
+        assert ("This run was stopped" in text) != record["complete"], name
+        for row in record["rows"]:
+            for side, figures in row["sides"].items() if isinstance(row.get("sides"), dict) else ():
+                if "failed" in figures:
+                    assert f"*{side}* (" in text.partition("Did not run: ")[2], (name, side)
+                    said += 1
+    assert said
+
+
+def test_peaks_leave_out_what_other_sides_keep() -> None:
+    (record,) = [found for name, found in load_results().items() if "lora_cuda" in name and "14b" in name]
+    row = record["rows"][-1]
+    kept = {side: "frozen weights kept" in str(row["sides"][side].get("report")) for side in row["sides"]}
+    assert kept == {"stock": False, "tuned": False, "fastpack": True, "fastpack_plan": False}
+    shown = next(line for line in numbers({"x": record}).splitlines() if line.startswith(f"| {row['tokens']:,} |"))
+    stock, _, ours, _ = (float(part) for part in shown.split(" | ")[-2].split(" / "))
+    assert stock == pytest.approx(row["sides"]["stock"]["memory"]["peak_bytes"] / 2**30 - 24.61, abs=0.06)
+    assert ours == pytest.approx(row["sides"]["fastpack"]["memory"]["peak_bytes"] / 2**30, abs=0.06)
 
 
 def test_without_results_nothing_is_claimed() -> None:

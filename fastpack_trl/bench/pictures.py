@@ -21,16 +21,8 @@ def picture_names(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {
         name: f"{Path(name).stem}_{KINDS[record['case']]}.png"
         for name, record in results.items()
-        if record["case"] in KINDS and not _one_side_ran_eager(record)
+        if record["case"] in KINDS
     }
-
-
-def _one_side_ran_eager(record: Mapping[str, Any]) -> bool:
-    """Whether ``tuned`` was measured beside ``tuned_liger``, where it runs eager (`lora.measure`)."""
-    return all(
-        {"tuned", "tuned_liger"} <= {name for name, side in row.get("sides", {}).items() if "seconds" in side}
-        for row in record["rows"]
-    )
 
 
 def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folder: Path) -> list[Path]:

@@ -39,15 +39,27 @@ def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
     for case, table in _TABLES.items():
         for name, record in results.items():
             if record["case"] == case:
-                parts += [table(name, record) + _stopped(record), *_picture(name, record)]
+                parts += [table(name, record) + _left_out(record), *_picture(name, record)]
     if len(parts) == 1:
         parts = ["Not measured yet."]
     parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
     return "\n\n".join([*parts, *without_gain(results)])
 
 
-def _stopped(record: Mapping[str, Any]) -> str:
-    return "" if record["complete"] else " This run was stopped: rows after these are not measured yet."
+def _left_out(record: Mapping[str, Any]) -> str:
+    """What the table of a record does not show: rows that were not reached, sides that did not run."""
+    rows = record["rows"]
+    skipped = sum(bool(row.get("skipped")) for row in rows)
+    said = f" Not measured yet: {skipped} of {len(rows)} rows, for want of time." if skipped else ""
+    said += "" if record["complete"] else " This run was stopped: rows after these are not measured yet."
+    failed: dict[str, str] = {}
+    for row in rows:
+        sides = row.get("sides")
+        for name, side in sides.items() if isinstance(sides, dict) else ():
+            if isinstance(side, dict) and side.get("failed"):
+                failed.setdefault(name, str(side["failed"]).partition(": ")[0])
+    listed = ", ".join(f"*{name}* ({reason})" for name, reason in failed.items())
+    return said + (f" Did not run: {listed}." if failed else "")
 
 
 def is_published_table(record: Mapping[str, Any]) -> bool:
@@ -216,8 +228,14 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
     load = max(row.get("other_load") or 0.0 for row in timed)
     beside = f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
     threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
+    for row in timed:
+        for side, found in row["ratios"].items():
+            if side != "stock":
+                beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
+    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     command = (
-        f"fastpack-trl bench --case moe --device {machine['device']} --pairs {record['settings']['rounds']}{threads}"
+        f"fastpack-trl bench --case moe --device {machine['device']} --model {models} "
+        f"--pairs {record['settings']['rounds']}{threads}"
     )
     return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{beside}"])
 

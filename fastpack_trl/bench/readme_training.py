@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,60 +12,53 @@ from fastpack_trl.bench.timing import median_interval
 from fastpack_trl.bench.views import device_of
 
 _LORA_COLUMNS = (
-    "tokens/s: stock / compiled / fastpack / plan", "fastpack over stock", "over compiled", "plan over stock",
+    "tokens", "tokens/s", "forward, ms", "backward, ms", "fastpack over stock", "over compiled", "plan over stock",
     "over compiled", "launches", "peak, GiB", "MFU",
 )  # fmt: skip
+_KEPT_COPIES = re.compile(r"([\d.]+) GiB of frozen weights kept")
 
 
 def lora_table(name: str, record: Mapping[str, Any]) -> str:
+    """One line per model and row length."""
     machine, versions, settings = record["machine"], record["versions"], record["settings"]
     timed = [row for row in record["rows"] if row.get("ratios")]
     models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     liger = any(_ran(row, "tuned_liger") for row in timed)
-    # Beside Liger's side the other compiled one ran eager (`lora.measure`).
-    compiled = "tuned_liger" if liger else "tuned"
-    sides = ("stock", compiled, "fastpack", "fastpack_plan")
+    sides = ("stock", "tuned_liger" if liger else "tuned", "fastpack", "fastpack_plan")
+    setting = "; ".join(dict.fromkeys(row["setting"] for row in timed))
+    peak = settings.get("measured_matmul_tflops")
     head = (
-        f"**Training steps with LoRA: {'; '.join(dict.fromkeys(row['setting'] for row in timed))}; "
-        f"{machine.get('gpu') or machine['processor']}.** "
+        f"**Training steps with LoRA: {setting}; {machine.get('gpu') or machine['processor']}.** Rank 16 on all "
+        "projections, random weights, packed source text, the packed attention of this package on every side. Four "
+        f"values are: *stock* / *compiled* (stock, its layers compiled by accelerate{', with Liger' * liger}) / "
+        "*fastpack* (stock's checkpoint setting, layers compiled) / *plan* (fastpack, every field at its default, "
+        "recompute as the memory asks)."
     )
-    if liger:
-        head += (
-            "Again, with Liger's kernels in stock's compiled layers (`use_liger_kernel=True`): less of a layer is "
-            "compiled than without them (launches)."
-        )
-    else:
-        head += (
-            "Rank 16 on all projections, random weights, packed source text, the packed attention of this package on "
-            "every side. *stock*; *compiled*: stock, its layers compiled by accelerate; *fastpack*: stock's checkpoint "
-            "setting, layers compiled (`layer_compile`); *plan*: fastpack, every field at its default, recompute as "
-            "the memory asks. MFU: of the rate of a large bf16 product."
-        )
-    if not liger and any(_peak(row, compiled) > 1.05 * _peak(row, "stock") for row in timed):
-        head += (
-            " Where *compiled* has a higher peak than stock, its checkpoint keeps what the others compute again: torch "
-            "2.11 does not recompute the autograd function of a 4-bit layer in a graph."
-        )
+    if peak is not None:
+        head += f" MFU: of the data sheet; a large bf16 product reached {peak:,.0f} TFLOP/s here."
     if any(row.get("base") == "nf4" for row in timed):
         head += (
-            " Peaks are of the process: the dense copies that *fastpack* and *plan* keep of 4-bit weights are in every "
-            "side's."
+            " Peaks leave out the dense copies of 4-bit weights that the other sides of the process kept, which the "
+            "plan could not use."
         )
-    lines = [
-        head,
-        "",
-        f"| tokens | {' | '.join(_LORA_COLUMNS)} |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | --- | --- | --- |",
-    ]
+        if any(_peak(row, sides[1]) > 1.05 * _peak(row, "stock") for row in timed):
+            head += (
+                f" *compiled* keeps more than stock: torch {versions['torch']} does not compute again in a graph what "
+                "the autograd function of a 4-bit layer made, checkpoint or not."
+            )
+    rule = ["---:", *["---"] * 3, *["---:"] * 4, *["---"] * 3]
+    lines = [head, "", f"| {' | '.join(_LORA_COLUMNS)} |", f"| {' | '.join(rule)} |"]
     for row in timed:
         figures = [row["sides"][side] if _ran(row, side) else None for side in sides]
         cells = [
             f"{row['tokens']:,}",
             _slashed(figures, lambda side: f"{side['tokens_per_second']['median']:,.0f}"),
+            _slashed(figures, lambda side: f"{1000 * side['phases']['forward']:,.0f}"),
+            _slashed(figures, lambda side: f"{1000 * side['phases']['backward']:,.0f}"),
             *(_over(row, ours, other) for ours in sides[2:] for other in sides[:2]),
             _slashed(figures, lambda side: side["launches"] and f"{side['launches']['kernels']:,}"),
-            _slashed(figures, lambda side: side["memory"] and f"{side['memory']['peak_bytes'] / 2**30:.1f}"),
-            _slashed(figures, lambda side: f"{side['mfu_of_measured_matmul']:.0%}" if "tflops" in side else None),
+            " / ".join(f"{_peak(row, side) / 2**30:.1f}" if _peak(row, side) else "-" for side in sides),
+            _slashed(figures, lambda side: f"{side['mfu_of_data_sheet']:.0%}" if "tflops" in side else None),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
@@ -73,12 +67,10 @@ def lora_table(name: str, record: Mapping[str, Any]) -> str:
         f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens} "
         f"--pairs {settings['rounds']}{' --liger' if liger else ''}"
     )
-    pairs = [len(row["sides"]["fastpack"]["seconds"]["values"]) for row in timed]
-    notes = "" if min(pairs) == settings["rounds"] else f" Rounds timed: {', '.join(map(str, pairs))}."
+    rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
+    notes = f" Rounds timed: {rounds}, after {settings['warmup_steps']} of warm-up."
     load = max(row.get("other_load") or 0.0 for row in timed)
-    notes += f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
-    missing = ", ".join(f"{row['tokens']:,}" for row in record["rows"] if row.get("skipped"))
-    notes += f" Not measured yet: {missing} tokens (no time was left)." if missing else ""
+    notes += f" Other processes, torch's compilers among them, kept up to {load:.1f} cores busy." * (load > NOISE_CORES)
     return "\n".join([*lines, "", f"`{command}`: {packages}; `fastpack_trl/bench/results/{name}`.{notes}"])
 
 
@@ -105,25 +97,31 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
 
 
 def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The longest row of each LoRA run on a GPU, as a user meets it: every field at its default."""
+    """The longest row of each LoRA run on a GPU, recomputing as stock does, and with every field at its default."""
+    columns = (
+        "training step | tokens | same recompute: over stock | over compiled | default: over stock | over compiled"
+    )
     lines = [
-        "| whole training step, measured | tokens | faster than stock | than stock compiled |",
-        "| --- | ---: | ---: | ---: |",
+        f"| {columns} | peak, GiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in results.values():
         timed = [row for row in record["rows"] if record["case"] == "lora" and row.get("ratios")]
-        if record["machine"]["device"] != "cuda" or not any(_ran(row, "fastpack_plan") for row in timed):
+        timed = [row for row in timed if _ran(row, "tuned") and _ran(row, "fastpack_plan")]
+        if record["machine"]["device"] != "cuda" or not timed:
             continue
         row = max(timed, key=lambda row: int(row["tokens"]))
-        if _ran(row, "tuned_liger"):
-            continue
-        over = [_over(row, "fastpack_plan", other) for other in ("stock", "tuned")]
-        lines.append(f"| {row['setting']}; {device_of(record)} | {row['tokens']:,} | {' | '.join(over)} |")
+        over = [_over(row, ours, other) for ours in ("fastpack", "fastpack_plan") for other in ("stock", "tuned")]
+        peaks = " / ".join(
+            f"{_peak(row, side) / 2**30:.0f}" for side in ("stock", "tuned", "fastpack", "fastpack_plan")
+        )
+        lines.append(f"| {row['setting']}; {device_of(record)} | {row['tokens']:,} | {' | '.join(over)} | {peaks} |")
     if len(lines) == 2:
         return "Not measured yet."
     note = (
-        "Ratios of times with their intervals. Stock has this package's packed attention here, so that the rest is "
-        "compared; fastpack has every field at its default and spends free memory on keeping activations. Peaks, other "
+        "Times of *stock*, or of stock with *compiled* layers, over those of fastpack, with their intervals: above 1 "
+        "fastpack is faster. Stock has this package's packed attention here. *same recompute*: checkpointing as stock; "
+        "*default*: free memory is spent on keeping activations. Peaks: stock / compiled / same / default. Other "
         "lengths, other features and where it does not help: [Numbers](#numbers)."
     )
     return "\n".join([*lines, "", note])
@@ -134,8 +132,17 @@ def _ran(row: Mapping[str, Any], side: str) -> bool:
 
 
 def _peak(row: Mapping[str, Any], side: str) -> float:
+    """Bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
     memory = row["sides"][side]["memory"] if _ran(row, side) else None
-    return 0.0 if memory is None else float(memory["peak_bytes"])
+    if memory is None:
+        return 0.0
+    return float(memory["peak_bytes"]) - sum(_copies(row, other) for other in row["sides"] if other != side)
+
+
+def _copies(row: Mapping[str, Any], side: str) -> float:
+    report = row["sides"][side].get("report", {"features": {}})["features"]
+    kept = _KEPT_COPIES.match(report.get("cache_dequantized", {}).get("reason", ""))
+    return float(kept[1]) * 2**30 if kept else 0.0
 
 
 def _over(row: Mapping[str, Any], ours: str, other: str) -> str:

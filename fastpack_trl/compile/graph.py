@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,8 +68,8 @@ class CompiledLayer:
 
     def __init__(self, name: str, backend: str | Callable[..., Any]) -> None:
         compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True)
-        self._layer: Any = compiled(_own_code(_run_layer, name))
-        self._with_checkpoint: Any = compiled(_own_code(_run_checkpointed, f"{name}_checkpointed"))
+        self._layer = _floats_as_constants(compiled(_own_code(_run_layer, name)))
+        self._with_checkpoint = _floats_as_constants(compiled(_own_code(_run_checkpointed, f"{name}_checkpointed")))
 
     def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
         """Run `call` with other hidden states; the layer's output, and what was recorded."""
@@ -132,32 +131,25 @@ def hooks_active() -> bool:
     return read is not None and read(True) is not None
 
 
-_users: list[object] = []
-_patch = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def floats_as_constants() -> Iterator[None]:
+def _floats_as_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """``dynamic=True`` would first make symbols of scales and epsilons, give up, and trace the layer again.
 
-    Held as long as layers may be traced, which includes a second graph in the middle of a run. The setting is the
-    process's: the last of several users puts it back.
+    Set around every call, since any row may need a second graph, and around nothing else: what a user compiles beside
+    it may have floats that change. In torch 2.13 the setting is one of the thread, a recompute may be in another.
     """
     import torch._dynamo.config as config
 
     if not hasattr(config, "specialize_float"):
-        yield
-        return
-    if not _users:
-        _patch.enter_context(config.patch(specialize_float=True))
-    user = object()
-    _users.append(user)
-    try:
-        yield
-    finally:
-        _users.remove(user)
-        if not _users:
-            _patch.close()
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, config.specialize_float = config.specialize_float, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            config.specialize_float = before
+
+    return call
 
 
 def _run_layer(

@@ -25,7 +25,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.attention.model_features import attention_modules, text_model, window_of
-from fastpack_trl.compile.graph import floats_as_constants
 from fastpack_trl.compile.kind import LayerKind, Settings
 
 
@@ -102,15 +101,14 @@ def compiled_layers(
         kind = LayerKind(group, settings)
         handle.kinds.append(kind)
         calls += [_Call(layer, kind) for layer in group]
-    with floats_as_constants():
-        try:
-            for call in calls:
-                call.install()
-            yield handle
-        finally:
-            for call in calls:
-                call.remove()
-            settings.installed.close()
+    try:
+        for call in calls:
+            call.install()
+        yield handle
+    finally:
+        for call in calls:
+            call.remove()
+        settings.installed.close()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

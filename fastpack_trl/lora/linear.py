@@ -6,8 +6,7 @@ what the fast forward does not cover is one `super().forward` away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, cl
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
+from fastpack_trl.lora.report import LoraReport, declined
 
 logger = logging.get_logger(__name__)
 
@@ -116,32 +116,36 @@ class FastLora(nn.Module):
             modules["base_layer"],
         )
         if _hooked(first) or _hooked(second) or _hooked(base) or _hooked(dropout):
-            _say("hooks on a part of a LoRA layer")
+            self._fastpack_decline("hooks on a part of a LoRA layer")
             return None
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
         if a is None or b is None or weight is None:
-            _say("weights that are no parameters (parametrised, or a replica)")
+            self._fastpack_decline("weights that are no parameters (parametrised, or a replica)")
             return None
         if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
             dropout = None
         dtype = _fitting_dtype(x, a, b, base, weight)
         if dtype is None:
-            _say(f"input {x.dtype}, adapters {a.dtype}, base {type(base).__name__} {weight.dtype}, {x.device.type}")
+            kind = type(base).__name__
+            self._fastpack_decline(
+                f"input {x.dtype}, adapters {a.dtype}, base {kind} {weight.dtype}, {x.device.type}; bf16=True or "
+                "adapters in the dtype of the input would be fast"
+            )
             return None
         return _Found(a, b, layer.scaling[name], dropout, base, dtype)
+
+    def _fastpack_decline(self, reason: str) -> None:
+        """Name, once, what is given to PEFT call by call; `LoraReport.call_by_call` counts the layers."""
+        if not torch.compiler.is_compiling():
+            declined[self] = reason
+            logger.warning_once(f"lora: peft ({reason})")
 
 
 def _hooked(module: Any) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
-
-
-def _say(reason: str) -> None:
-    """Name, once, what is given to PEFT call by call: the report was written before."""
-    if not torch.compiler.is_compiling():
-        logger.warning_once(f"lora: peft ({reason})")
 
 
 class _Found(NamedTuple):
@@ -202,41 +206,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@dataclass(slots=True)
-class LoraReport:
-    """What `apply_lora` did: ``str(report)`` is one line, `revert` takes it back.
-
-    Attributes:
-        fast: names of the layers that have the fast forward.
-        handed_over: names of the LoRA layers that stay PEFT's, by reason.
-        copies: of frozen weights in the compute dtype.
-    """
-
-    fast: list[str] = field(default_factory=list)
-    handed_over: dict[str, list[str]] = field(default_factory=dict)
-    copies: FrozenCopies = field(default_factory=FrozenCopies)
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-
-    @property
-    def cached_gib(self) -> float:
-        """Frozen weights kept in the compute dtype."""
-        return self.copies.nbytes / 2**30 if self.copies.kept else 0.0
-
-    def revert(self) -> None:
-        """Give every layer its class back and drop what was kept; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __str__(self) -> str:
-        if not self.fast and not self.handed_over:
-            return "no LoRA layers"
-        parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
-        if self.copies.reason:
-            parts.append(self.copies.reason)
-        parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
-        return "; ".join(parts)
-
-
 def has_lora(model: nn.Module) -> bool:
     """Whether any layer of the model is one of PEFT's LoRA layers."""
     return any(isinstance(module, peft_layer.LoraLayer) for module in model.modules())
@@ -271,14 +240,22 @@ def apply_lora(
         What was done, with `LoraReport.revert`.
 
     Raises:
-        ValueError: `cache_dequantized` is none of the three.
+        TypeError: `model` is no module.
+        ValueError: `cache_dequantized` is none of the three, `compute_dtype` is no floating dtype.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply_lora({model!r}): give the model that get_peft_model returned")
     if cache_dequantized not in ("auto", "on", "off"):
         raise ValueError(f"cache_dequantized={cache_dequantized!r} is not available: use auto, on or off")
+    if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
+        raise ValueError(f"compute_dtype={compute_dtype!r} is no floating dtype: give torch.bfloat16, say, or None")
     report = LoraReport()
     fast: list[Any] = []
     for name, module in model.named_modules():
-        if not isinstance(module, peft_layer.LoraLayer) or isinstance(module, FastLora):
+        if not isinstance(module, peft_layer.LoraLayer):
+            continue
+        if isinstance(module, FastLora):
+            report.already += 1
             continue
         reason = _not_covered(module, compute_dtype)
         if reason:
@@ -288,7 +265,9 @@ def apply_lora(
         module.__class__ = _fast_class(stock)
         report._undo.append(_Restore(module, stock))
         report.fast.append(name)
+        declined.pop(module, None)
         fast.append(module)
+    report.modules = fast
     report.copies = FrozenCopies(fast, compute_dtype)
     if report.copies and cache_dequantized == "on":
         report.copies.keep()
@@ -379,5 +358,8 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
     if kind is peft_layer.Linear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"
     if base_kind.__name__ == "Linear4bit" and compute_dtype and base.compute_dtype not in (None, compute_dtype):
-        return f"bnb_4bit_compute_dtype is {base.compute_dtype}, the run computes in {compute_dtype}"
+        return (
+            f"bnb_4bit_compute_dtype is {base.compute_dtype}, the run computes in {compute_dtype}: set "
+            f"bnb_4bit_compute_dtype={compute_dtype}, or with load_in_4bit the model's dtype"
+        )
     return ""
