@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -55,9 +56,12 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 def _number(name: str, value: object, hint: str) -> float:
     try:
-        return float(value)  # type: ignore[arg-type]
+        number = float("nan") if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number, {hint}") from None
+        number = float("nan")
+    if math.isnan(number):
+        raise ValueError(f"{name}={value!r} is not a number, {hint}")
+    return number
 
 
 @dataclass
@@ -235,10 +239,10 @@ class FastSFTConfig(SFTConfig):
             )
         if self.activation_memory_gib is not None:
             self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")
-            if not self.activation_memory_gib > 0:
+            if not 0 < self.activation_memory_gib < math.inf:
                 raise ValueError(
-                    f"activation_memory_gib={self.activation_memory_gib} must be above 0: GiB for activations, or "
-                    "leave it out for what is free"
+                    f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
+                    "activations, or leave it out for what is free"
                 )
         if self.offload_budget_gib is not None:
             self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")

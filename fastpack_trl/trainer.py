@@ -341,13 +341,18 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             raise
         except _CANNOT_RUN as error:
             # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing="on"` insists.
-            if self._fastpack_setting("verify_packing", "auto") == "on" or isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
-            self.fastpack_report.add("verify_packing", "off", "not run", reason)
+            self._fastpack_unproven(error)
             return
         self.fastpack_proof = proof
         self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+
+    def _fastpack_unproven(self, error: BaseException) -> None:
+        reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+        if self._fastpack_setting("verify_packing", "auto") == "on":
+            raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
+        self.fastpack_report.add("verify_packing", "off", "not run", reason)
 
     def _fastpack_prove_stock(self) -> None:
         """Packed documents under stock's own attention: a leak is said, and stops a run that asked for the proof."""
@@ -358,10 +363,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             with self.accelerator.autocast():
                 proof = verify_packing(self.model, implementation="off")
         except _CANNOT_RUN as error:
-            if insists:
-                raise
-            reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
-            self.fastpack_report.add("verify_packing", "off", "not run", reason)
+            self._fastpack_unproven(error)
             return
         self.fastpack_proof = proof
         self.fastpack_report.add("verify_packing", "on", "proof of stock", str(proof))

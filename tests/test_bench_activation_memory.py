@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,18 @@ def test_wrong_settings_are_one_line() -> None:
     with pytest.raises(UserError, match="rounds=0"):
         measure(["small"], rounds=0)
     assert cli.main(["bench", "--case", "activation_memory", "--tokens", "64", "128"]) == cli.EXIT_USER_ERROR
+
+
+def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
+    """TRL logs through accelerate, whose state a trainer makes; on the CPU it may stop for another reason."""
+    code = (
+        "from fastpack_trl.bench.activation_sides import TRL, side\n"
+        "from fastpack_trl.bench.lora_models import LoraModel, build\n"
+        "weights = build(LoraModel('small', 'fp32'), layers=2, positions=64, seed=0, device='cpu')\n"
+        "try:\n"
+        "    with side(TRL, weights, 'cpu'): print('made')\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip()
+    assert "PartialState" not in done.stdout

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from fastpack_trl.bench import row_loop
+from fastpack_trl.bench import baselines, lora, row_loop, side_turns
+from fastpack_trl.bench.lora_models import LoraModel
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
+from fastpack_trl.bench.timing import WallClock
 from fastpack_trl.cli import main
 from fastpack_trl.errors import UserError
 
@@ -200,3 +204,46 @@ def test_a_real_case_is_resumed_row_by_row(tmp_path: Path, capsys: pytest.Captur
     old = [row for row in second["rows"] if row["tokens"] == 64]
     assert old == first["rows"]
     assert "finished row(s) taken over" in capsys.readouterr().out
+
+
+def test_the_load_is_that_of_the_timed_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Load:
+        def __init__(self) -> None:
+            seen.append("made")
+
+        def restart(self) -> None:
+            seen.append("restart")
+
+        def cores(self) -> float:
+            return 0.5
+
+    monkeypatch.setattr(side_turns, "OtherLoad", Load)
+    turns = side_turns.measure_in_turns(
+        ["a"], lambda name, first: SimpleNamespace(step=lambda: seen.append(name)), weights=torch.nn.Linear(1, 1),
+        device="cpu", rounds=1, warmup=1, least=1, seconds=60.0, clock=WallClock(),
+    )  # fmt: skip
+    assert seen == ["made", "a", "restart", "a"]
+    assert turns.other_load == 0.5
+
+
+def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def turns(*args: Any, **options: Any) -> None:
+        limits.append(torch._dynamo.config.recompile_limit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lora, "measure_in_turns", turns)
+    before = torch._dynamo.config.recompile_limit
+    with pytest.raises(KeyboardInterrupt):
+        lora.row_task(LoraModel("small", "fp32"), 64, 1, 1, False, "cpu", 0).measure(60.0)
+    assert limits == [baselines.RECOMPILES]
+    assert torch._dynamo.config.recompile_limit == before
+
+    asked: list[str] = []
+    monkeypatch.setattr(baselines, "packed_attention", lambda model, path, **options: asked.append(path))
+    for device in ("cuda", "cpu"):
+        baselines.whole_row_attention(None, device)
+    assert asked == ["varlen", "auto"]

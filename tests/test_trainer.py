@@ -383,7 +383,8 @@ def test_a_proof_that_cannot_run_is_reported_and_training_goes_on(tmp_path: Path
 
     ours = train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True)
     assert "cannot run on this model: ValueError: give input_ids" in ours.fastpack_report["verify_packing"].reason
-    with pytest.raises(ValueError, match="give input_ids"):
+    remedy = "verify_packing='on': .*give input_ids; set verify_packing='auto' or 'off'"
+    with pytest.raises(ValueError, match=remedy):
         train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True, fast={"verify_packing": "on"})
 
 

@@ -272,10 +272,13 @@ def check_settings(offload_budget_gib: float | None, keep_last_layers: int) -> N
     Raises:
         ValueError: names the value and the remedy.
     """
-    if offload_budget_gib is not None and not offload_budget_gib > 0:
+    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
         raise ValueError(
-            f"offload_budget_gib={offload_budget_gib} must be above 0: GiB of pinned host memory, or leave it out for "
-            "half of what is free; checkpoint_offload='off' switches the offload off"
+            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
+            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
         )
-    if keep_last_layers < 0:
-        raise ValueError(f"keep_last_layers={keep_last_layers} is below 0: how many last layers stay on the device")
+    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
+        raise ValueError(
+            f"keep_last_layers={keep_last_layers!r} is no number of layers: give 0 or more, how many last layers stay "
+            "on the device"
+        )
