@@ -72,6 +72,10 @@ def cache_dequantized(trainer: Any) -> Iterator[None]:
     setting = setting_of(trainer, "cache_dequantized")
     applied, planned = trainer.fastpack_lora, trainer.fastpack_memory
     if applied is None or not applied.copies:
+        if setting == "on" and trainer.fastpack_trains:  # asked for by name, so it is said
+            why = "every frozen weight of the fast LoRA layers is in the dtype of the run already"
+            why = why if applied is not None and applied.fast else "no LoRA layer is fast"
+            trainer.fastpack_report.add("cache_dequantized", "off", "per use", why)
         yield
         return
     if setting == "auto" and planned is not None:

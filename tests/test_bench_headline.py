@@ -112,6 +112,12 @@ def test_an_interval_of_too_few_pairs_says_what_it_covers(record: dict[str, Any]
         assert ("covers" in line) == (coverage == 0.75)
 
 
+def test_tiny_figures_say_what_they_are_not(record: dict[str, Any]) -> None:
+    assert "say nothing about the public shapes" in command.table(record)
+    full = {**record, "settings": {**record["settings"], "scale": "full"}}
+    assert "say nothing about the public shapes" not in command.table(full)
+
+
 def test_rows_that_nobody_measured_say_so(record: dict[str, Any]) -> None:
     one = {**record, "rows": record["rows"][:1]}
     lines = gains_table([one], every_row=True).splitlines()

@@ -247,3 +247,9 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     for device in ("cuda", "cpu"):
         baselines.whole_row_attention(None, device)
     assert asked == ["varlen", "auto"]
+
+
+@pytest.mark.parametrize("given", [{"rounds": 0}, {"threads": 0}, {"seconds": 0.0}])
+def test_lora_steps_without_rounds_threads_or_time_are_a_user_error(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="each must be above 0"):
+        lora.measure({"small": LoraModel("small", "fp32")}, **given)

@@ -72,7 +72,7 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
             assert kept(trainer) == [there] * 14, (more, str(trainer.fastpack_report))
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status == "on") == there
-        assert there or "frozen weights are made per use: copies take 0.00 GiB" in line.reason
+        assert there or f"frozen weights are made per use: copies take {COPIES / 2**20:.2f} MiB" in line.reason
 
 
 @pytest.mark.parametrize(("cache", "there"), [("on", True), ("off", False)])
@@ -90,15 +90,28 @@ def test_without_a_plan_on_the_cpu_nothing_is_kept(tmp_path: Path) -> None:
     assert trainer.fastpack_report["cache_dequantized"].reason.startswith("frozen weights are cast per use (cpu")
 
 
-def test_a_model_that_needs_no_copies_has_no_line_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, None),
+        ({"cache_dequantized": "on"}, "every frozen weight of the fast LoRA layers is in the dtype of the run already"),
+        ({"cache_dequantized": "on", "lora": "off"}, "no LoRA layer is fast"),
+    ],
+)
+def test_a_model_that_needs_no_copies_has_a_line_of_them_where_they_were_asked_for(
+    tmp_path: Path, fields: dict[str, str], why: str | None
+) -> None:
     assert not apply_lora(adapted("llama")).copies
-    args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no", bf16=False, max_steps=1))
+    args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no", bf16=False, max_steps=1), **fields)
     trainer = FastSFTTrainer(
         adapted("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
     )
     trainer.train()
     assert "lora" in trainer.fastpack_report
-    assert "cache_dequantized" not in trainer.fastpack_report
+    assert ("cache_dequantized" in trainer.fastpack_report) == (why is not None)
+    if why is not None:
+        line = trainer.fastpack_report["cache_dequantized"]
+        assert (line.status, line.reason) == ("off", why)
 
 
 def test_copies_go_before_activations_when_a_step_runs_out_of_memory(tmp_path: Path) -> None:

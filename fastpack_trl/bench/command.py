@@ -9,7 +9,7 @@ from typing import Any
 
 from fastpack_trl.bench import own_run
 from fastpack_trl.bench.cases import CASES
-from fastpack_trl.bench.headline_table import gain_lines
+from fastpack_trl.bench.headline_table import gain_lines, tiny_lines
 from fastpack_trl.bench.tables import (
     aligned,
     attention_lines,
@@ -180,7 +180,7 @@ def table(record: Mapping[str, Any]) -> str:
     if record["case"] == "host_overhead":
         return "\n".join([*out, *overhead_lines(rows)])
     if record["case"] == "headline":
-        return "\n".join([*out, *model_lines(rows), *offload_lines(rows), *gain_lines(rows)])
+        return "\n".join([*out, *model_lines(rows), *offload_lines(rows), *gain_lines(rows), *tiny_lines(record)])
     if record["case"] == "activation_memory":
         return "\n".join([*out, *model_lines(rows), *offload_lines(rows)])
     if any("sides" in row for row in rows):

@@ -64,6 +64,17 @@ def gain_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def tiny_lines(record: Mapping[str, Any]) -> list[str]:
+    """What the figures of tiny models are not."""
+    if record["settings"].get("scale") != "tiny":
+        return []
+    said = (
+        "Tiny models: this shows that every row and every side runs. Their figures are host time and say nothing about "
+        "the public shapes, nor about what is published; --scale full on a large GPU measures those."
+    )
+    return ["", said]
+
+
 def _gain_cells(row: Mapping[str, Any], other: str) -> list[str]:
     """Name of the other side; gain over it in forward, backward and step."""
     gains = row.get("gains", {}).get(other)

@@ -37,6 +37,7 @@ from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_thread
 from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.errors import UserError
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.step.flops import attention_pairs, model_flops
 from fastpack_trl.trainer import FastSFTTrainer
@@ -98,7 +99,12 @@ def measure(
     Returns:
         A record (`make_record`); a row has ``sides`` with seconds, phases, losses, memory, launches and MFU, and
         ``ratios``: seconds of each other side / seconds of fastpack, round by round.
+
+    Raises:
+        UserError: `rounds`, `threads` or `seconds` is not above 0.
     """
+    if rounds < 1 or threads < 1 or seconds <= 0:
+        raise UserError(f"rounds={rounds}, threads={threads}, seconds={seconds:g}: each must be above 0")
     peak = measured_tflops() if device == "cuda" else None
     tasks = [
         row_task(model, length, layers, rounds, checkpointing, device, seed, tuple(sides), peak)

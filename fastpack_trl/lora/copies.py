@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 
-_GIB = 2**30
 _SHARE_OF_FREE = 0.25
 
 
@@ -59,7 +58,7 @@ class FrozenCopies:
             module.fastpack_dense = BaseWeight(dense.t() if isinstance(module.base_layer, Conv1D) else dense)
             module.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
         self.kept = bool(self._wanted)
-        self.reason = f"{self.nbytes / _GIB:.2f} GiB of frozen weights kept in the compute dtype{reason}"
+        self.reason = f"{_size(self.nbytes)} of frozen weights kept in the compute dtype{reason}"
 
     def keep_in(self, room: int, what: str) -> bool:
         """Make them where they take at most `room` bytes.
@@ -69,10 +68,10 @@ class FrozenCopies:
             what: what leaves this room, for the reason.
         """
         if self.nbytes <= room:
-            self.keep(f", of {room / _GIB:.2f} GiB that {what}")
+            self.keep(f", of {_size(room)} that {what}")
         else:
-            size = f"{self.nbytes / _GIB:.2f} GiB"
-            self.reason = f"frozen weights are made per use: copies take {size}, {max(0, room) / _GIB:.2f} GiB {what}"
+            size = _size(self.nbytes)
+            self.reason = f"frozen weights are made per use: copies take {size}, {_size(max(0, room))} {what}"
         return self.kept
 
     def keep_where_free(self) -> bool:
@@ -93,6 +92,10 @@ class FrozenCopies:
             module.__dict__.pop("fastpack_copied_from", None)
         self.kept, self.reason = False, reason
         return True
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
