@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastpack_trl.bench.readme_cells import made_by, ratio_cell
 from fastpack_trl.bench.tables import NOISE_CORES
-from fastpack_trl.bench.timing import median_interval
-from fastpack_trl.bench.views import device_of
+from fastpack_trl.bench.views import device_of, rows_of
 
 _LORA_COLUMNS = (
     "tokens", "tokens/s", "forward, ms", "backward, ms", "fastpack over stock", "over compiled", "plan over stock",
@@ -21,7 +21,8 @@ _KEPT_COPIES = re.compile(r"([\d.]+) GiB of frozen weights kept")
 def lora_table(name: str, record: Mapping[str, Any]) -> str:
     """One line per model and row length."""
     machine, versions, settings = record["machine"], record["versions"], record["settings"]
-    timed = [row for row in record["rows"] if row.get("ratios")]
+    found = _timed(record)
+    timed = [row for row, _ in found]
     models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     liger = any(_ran(row, "tuned_liger") for row in timed)
     sides = ("stock", "tuned_liger" if liger else "tuned", "fastpack", "fastpack_plan")
@@ -48,14 +49,14 @@ def lora_table(name: str, record: Mapping[str, Any]) -> str:
             )
     rule = ["---:", *["---"] * 3, *["---:"] * 4, *["---"] * 3]
     lines = [head, "", f"| {' | '.join(_LORA_COLUMNS)} |", f"| {' | '.join(rule)} |"]
-    for row in timed:
+    for row, over in found:
         figures = [row["sides"][side] if _ran(row, side) else None for side in sides]
         cells = [
             f"{row['tokens']:,}",
             _slashed(figures, lambda side: f"{side['tokens_per_second']['median']:,.0f}"),
             _slashed(figures, lambda side: f"{1000 * side['phases']['forward']:,.0f}"),
             _slashed(figures, lambda side: f"{1000 * side['phases']['backward']:,.0f}"),
-            *(_over(row, ours, other) for ours in sides[2:] for other in sides[:2]),
+            *(over.get((ours, other), "-") for ours in sides[2:] for other in sides[:2]),
             _slashed(figures, lambda side: side["launches"] and f"{side['launches']['kernels']:,}"),
             " / ".join(f"{_peak(row, side) / 2**30:.1f}" if _peak(row, side) else "-" for side in sides),
             _slashed(figures, lambda side: f"{side['mfu_of_data_sheet']:.0%}" if "tflops" in side else None),
@@ -88,7 +89,8 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in timed:
-        over = [_over(row, "double_buffer", other) for other in ("checkpoint", "transformers_offload", "single_buffer")]
+        others = ("checkpoint", "transformers_offload", "single_buffer")
+        over = [ratio_cell(row["ratios"][other]) if other in row["ratios"] else "-" for other in others]
         peaks = " / ".join(f"{_peak(row, side) / 2**30:.1f}" for side in ("checkpoint", "double_buffer"))
         hidden = f"{row['copies']['events']['double_buffer']['hidden']:.1%}"
         lines.append(f"| {row['setting']}, {row['tokens']:,} | {' | '.join(over)} | {peaks} | {hidden} |")
@@ -105,16 +107,16 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
         f"| {columns} | peak, GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    sides = ("stock", "tuned", "fastpack", "fastpack_plan")
     for record in results.values():
-        timed = [row for row in record["rows"] if record["case"] == "lora" and row.get("ratios")]
-        timed = [row for row in timed if _ran(row, "tuned") and _ran(row, "fastpack_plan")]
-        if record["machine"]["device"] != "cuda" or not timed:
+        if record["case"] != "lora" or record["machine"]["device"] != "cuda":
             continue
-        row = max(timed, key=lambda row: int(row["tokens"]))
-        over = [_over(row, ours, other) for ours in ("fastpack", "fastpack_plan") for other in ("stock", "tuned")]
-        peaks = " / ".join(
-            f"{_peak(row, side) / 2**30:.0f}" for side in ("stock", "tuned", "fastpack", "fastpack_plan")
-        )
+        timed = [(row, over) for row, over in _timed(record) if all(_ran(row, side) for side in sides)]
+        if not timed:
+            continue
+        row, found = max(timed, key=lambda pair: int(pair[0]["tokens"]))
+        over = [found[ours, other] for ours in sides[2:] for other in sides[:2]]
+        peaks = " / ".join(f"{_peak(row, side) / 2**30:.0f}" for side in sides)
         lines.append(f"| {row['setting']}; {device_of(record)} | {row['tokens']:,} | {' | '.join(over)} | {peaks} |")
     if len(lines) == 2:
         return "Not measured yet."
@@ -145,12 +147,14 @@ def _copies(row: Mapping[str, Any], side: str) -> float:
     return float(kept[1]) * 2**30 if kept else 0.0
 
 
-def _over(row: Mapping[str, Any], ours: str, other: str) -> str:
-    """Times of `other` over those of `ours`, round by round."""
-    if not (_ran(row, ours) and _ran(row, other)):
-        return "-"
-    slow, fast = (row["sides"][side]["seconds"]["values"] for side in (other, ours))
-    return ratio_cell(median_interval([a / b for a, b in zip(slow, fast, strict=True)]).to_dict())
+def _timed(record: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], dict[tuple[str, str], str]]]:
+    """Rows that were measured, each with the cells of its ratios by side of ours and other side."""
+    found = zip(record["rows"], rows_of(record), strict=True)
+    return [
+        (row, {(ratio.by, ratio.over): ratio_cell(asdict(ratio)) for ratio in view.ratios})
+        for row, view in found
+        if row.get("ratios")
+    ]
 
 
 def _slashed(sides: Sequence[Mapping[str, Any] | None], cell: Callable[[Mapping[str, Any]], str | None]) -> str:
