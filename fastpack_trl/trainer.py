@@ -339,10 +339,10 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
                 proof = verify_packing(self.model, attention=attention)
         except PackingError:
             raise
+        except torch.OutOfMemoryError:
+            raise
         except _CANNOT_RUN as error:
             # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing="on"` insists.
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             self._fastpack_unproven(error)
             return
         self.fastpack_proof = proof
@@ -363,6 +363,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             with self.accelerator.autocast():
                 proof = verify_packing(self.model, implementation="off")
         except _CANNOT_RUN as error:
+            if insists and isinstance(error, torch.OutOfMemoryError):
+                raise  # callers that try smaller batches look for its type
             self._fastpack_unproven(error)
             return
         self.fastpack_proof = proof
