@@ -27,6 +27,21 @@ class Part(NamedTuple):
     """Of `PackedBatch.loss_positions`, in the order of the parts."""
 
 
+class _Derived:
+    """What was derived from one batch.
+
+    Not a container: FSDP and DDP's mixed precision rebuild dataclasses field by field, and dicts and lists inside as
+    plain new ones (`torch.distributed.utils._apply_to_tensors`), which would cast masks and part the copy that the
+    model sees from the batch that the trainer clears.
+    """
+
+    __slots__ = ("counts", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+        self.counts: Counter[Hashable] = Counter()
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class PackedBatch:
     """The documents of one packed row.
@@ -59,8 +74,7 @@ class PackedBatch:
     loss_positions: Tensor | None = None
     loss_labels: Tensor | None = None
     parts: tuple[Part, ...] = ()
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    _build_counts: Counter[Hashable] = field(default_factory=Counter, repr=False)
+    _derived: _Derived = field(default_factory=_Derived, repr=False)
 
     @classmethod
     def from_lengths(
@@ -136,23 +150,24 @@ class PackedBatch:
     @property
     def build_counts(self) -> Counter[Hashable]:
         """How often each derived object was built; survives `clear_derived`, to be read after a step."""
-        return self._build_counts
+        return self._derived.counts
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what `build` makes, made at most once per batch and key.
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """
-        if key not in self._derived:
-            self._derived[key] = build()
-            self._build_counts[key] += 1
-        value: T = self._derived[key]
+        derived = self._derived
+        if key not in derived.values:
+            derived.values[key] = build()
+            derived.counts[key] += 1
+        value: T = derived.values[key]
         return value
 
     def clear_derived(self) -> None:
         """Drop everything derived. The trainer does so after each step: it keeps all micro-batches of an accumulation
         alive, and masks hung on them would add up."""
-        self._derived.clear()
+        self._derived.values.clear()
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """Copy to `device`; what was derived stays behind. The copy is asynchronous where the tensors are pinned."""
@@ -165,7 +180,7 @@ class PackedBatch:
     def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels")
         converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
-        return replace(self, **converted, _derived={}, _build_counts=Counter())
+        return replace(self, **converted, _derived=_Derived())
 
 
 def merge_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
