@@ -1,0 +1,139 @@
+"""Module hooks of the user run as in stock, wherever a forward was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
+
+from fastpack_trl import module_hooks
+from fastpack_trl.module_hooks import HookWatch, hook_inside, users_hooks_off
+from fastpack_trl.testing import tiny_model
+
+
+def nothing(*_args: Any) -> None:
+    return None
+
+
+class Callback:
+    def __call__(self, *_args: Any) -> None:
+        return None
+
+
+REGISTER: dict[str, Callable[[nn.Module, Any], RemovableHandle]] = {
+    "forward hook": lambda module, hook: module.register_forward_hook(hook),
+    "forward pre-hook": lambda module, hook: module.register_forward_pre_hook(hook),
+    "backward hook": lambda module, hook: module.register_full_backward_hook(hook),
+    "backward pre-hook": lambda module, hook: module.register_full_backward_pre_hook(hook),
+}
+REGISTER_GLOBAL: dict[str, Callable[[Any], RemovableHandle]] = {
+    "forward hook": torch_module.register_module_forward_hook,
+    "forward pre-hook": torch_module.register_module_forward_pre_hook,
+    "backward hook": torch_module.register_module_full_backward_hook,
+    "backward pre-hook": torch_module.register_module_full_backward_pre_hook,
+}
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.SiLU()))
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_inside_is_found_by_name_and_forgotten_when_it_goes(kind: str) -> None:
+    model = network()
+    watch = HookWatch(model, "model")
+    assert watch.look() == ""
+    for hook in (nothing, partial(nothing, 1)):
+        handle = REGISTER[kind](model[1][0], hook)
+        assert watch.look() == f"the {kind} nothing on model.1.0"
+        handle.remove()
+        assert watch.look() == ""
+    handle = REGISTER_GLOBAL[kind](Callback())
+    try:
+        assert watch.look() == f"the global {kind} Callback"
+    finally:
+        handle.remove()
+    assert watch.look() == ""
+
+
+def test_a_hook_on_a_module_that_came_later_or_after_the_dictionary_was_replaced_is_found() -> None:
+    model = network()
+    watch = HookWatch(model)
+    watch.look()
+    model[1][1] = nn.GELU()
+    handle = model[1][1].register_forward_hook(nothing)
+    assert watch.look() == "the forward hook nothing on 1.1"
+    handle.remove()
+    model[0]._forward_hooks = type(model[0]._forward_hooks)()
+    model[0].register_forward_hook(nothing)
+    assert watch.look() == "the forward hook nothing on 0"
+
+
+def test_a_model_without_new_hooks_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = HookWatch(network())
+    watch.look()
+    monkeypatch.setattr(module_hooks, "hook_inside", lambda *_: "walked")
+    assert watch.look() == ""
+    torch.ones(1, requires_grad=True).register_hook(nothing)
+    assert watch.look() == "walked"
+
+
+def test_hooks_that_libraries_need_are_not_the_users() -> None:
+    model = tiny_model("qwen3")
+    ids = torch.arange(5)[None]
+    model(input_ids=ids, output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())  # transformers leaves them there
+    model.enable_input_require_grads()
+    nn.utils.weight_norm(model.lm_head)
+    with ModuleTracker():
+        assert hook_inside(model) == ""
+        assert not module_hooks.has_global_hook()
+
+
+def test_users_hooks_see_nothing_while_they_are_off_and_are_there_again_in_their_order() -> None:
+    model, seen = network(), []
+    model(torch.ones(1, 2))
+
+    def note(name: str, *_args: Any) -> None:
+        seen.append(name)
+
+    handles = [
+        *(register(model[0], partial(note, f"own {kind}")) for kind, register in REGISTER.items()),
+        model[0].register_forward_hook(partial(note, "second")),
+        *(register(partial(note, f"global {kind}")) for kind, register in REGISTER_GLOBAL.items()),
+    ]
+    gone = model[0].register_forward_hook(partial(note, "gone"))
+
+    def run() -> list[str]:
+        seen.clear()
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        return list(seen)
+
+    try:
+        before = run()
+        with pytest.raises(KeyboardInterrupt), users_hooks_off(model):
+            assert run() == []
+            gone.remove()
+            handles.append(model[0].register_forward_hook(partial(note, "new")))
+            raise KeyboardInterrupt
+        after = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert "gone" in before
+    expected = [name for name in before if name != "gone"]
+    expected.insert(before.index("gone"), "new")
+    assert after == expected
+    assert run() == []
+
+
+def test_this_torch_has_the_dictionaries_of_global_hooks() -> None:
+    assert all(hasattr(torch_module, name) for name in module_hooks.GLOBAL_KINDS)
+    assert isinstance(RemovableHandle.next_id, int)
