@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from trl import SFTConfig
 
 from fastpack_trl.checkpointing.seam import check_settings
+from fastpack_trl.errors import did_you_mean, shown
 
 PACKED_ATTENTION_CHOICES = (
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
@@ -49,9 +49,8 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         value = "auto"
     if isinstance(value, str) and value in choices:
         return value
-    near = get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name}={value!r} is not available: use one of {', '.join(choices)}{hint}")
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
 def _number(name: str, value: object, hint: str) -> float:
@@ -60,7 +59,7 @@ def _number(name: str, value: object, hint: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if math.isnan(number):
-        raise ValueError(f"{name}={value!r} is not a number, {hint}")
+        raise ValueError(f"{name}={shown(value)} is not a number, {hint}")
     return number
 
 

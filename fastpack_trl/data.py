@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe
+from fastpack_trl.errors import UserError, describe, shown
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -55,7 +55,7 @@ def _existing(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.exists():
         raise UserError(
-            f"data {name!r} does not exist (looked for {path.absolute()}): relative paths start at the working "
+            f"data {shown(name)} does not exist (looked for {path.absolute()}): relative paths start at the working "
             "directory, not at the YAML"
         )
     return path
@@ -78,9 +78,9 @@ def local_source(name: str) -> tuple[str, Any]:
         saved = _saved_files(path)
         return ("arrow", saved) if saved else (str(path), None)
     if builder is None:
-        raise UserError(f"data file {name!r} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
+        raise UserError(f"data file {shown(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
     if path.stat().st_size == 0:
-        raise UserError(f"data file {name!r} is empty")
+        raise UserError(f"data file {shown(name)} is empty")
     return builder, str(path)
 
 
@@ -163,4 +163,4 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     except (DatasetsError, ValueError, OSError) as error:
         # A malformed row arrives as "An error occurred while generating the dataset"; its cause says what and where.
         reason = describe(error.__cause__ or error)
-        raise UserError(f"data {named!r} cannot be loaded: {reason}") from error
+        raise UserError(f"data {shown(named)} cannot be loaded: {reason}") from error

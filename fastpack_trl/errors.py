@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError)
 """What transformers, datasets, accelerate and peft raise for a setting that cannot work."""
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
+_MAX_SHOWN = 200  # of a value: what the message says of it still fits behind
 
 
 class UserError(ValueError):
@@ -19,6 +21,35 @@ class UserError(ValueError):
 
 class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
+
+
+class _Short(reprlib.Repr):
+    """Walks a bounded part of a value: lists that name each other ten times over have no end in sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, _MAX_SHOWN, _MAX_SHOWN, 40
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 6
+
+    def repr1(self, x: object, level: int) -> str:
+        # The class of the library goes by the name of the type, and writes out a subclass of a list whole.
+        for kind in (dict, list, tuple, set, frozenset, str):
+            if isinstance(x, kind):
+                short: str = getattr(self, f"repr_{kind.__name__}")(x, level)
+                return short
+        return super().repr1(x, level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python writes out no more than some thousand digits
+            return f"a number of {x.bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """The repr of a user's value for a message, in bounded time and length: ``[[1, 2, 3, 4, 5, 6, ...], ...]``."""
+    text = _Short().repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def one_line(message: object) -> str:

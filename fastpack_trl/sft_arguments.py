@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import UserError, did_you_mean, shown
 from fastpack_trl.sft_yaml import as_bool, check_entries, checked_value, load_config, member_types, set_environment
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def make_parser(prog: str | None = None) -> Any:
     )
     hints = _hints(parser)
     for action in parser._actions:
-        if {dict, str} <= member_types(hints.get(action.dest)) and action.dest not in _PATH_OR_MAPPING:
-            action.type = _mapping_text
+        if {dict, str} <= member_types(hints.get(action.dest)):
+            action.type = _path_or_mapping_text if action.dest in _PATH_OR_MAPPING else _mapping_text
     return parser
 
 
@@ -105,11 +105,15 @@ def _mapping_text(text: str) -> str:
     """JSON for a mapping, unchanged (the configuration class parses it). TRL keeps other text until it fails later."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mapping, e.g. '{{\"key\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
     return text
+
+
+def _path_or_mapping_text(text: str) -> str:
+    return _mapping_text(text) if text.startswith("{") else text  # the test that transformers makes
 
 
 def _launch_options() -> dict[str, argparse.Action]:
@@ -144,12 +148,12 @@ def _split_flags(
         if action is None:
             valid = {*known, *(f"--{option}" for option in launch)}
             hint = did_you_mean(name, valid) or "; `fastpack-trl sft --help` lists the options"
-            raise UserError(f"unknown option {name!r}{hint}")
+            raise UserError(f"unknown option {shown(name)}{hint}")
         launched.append(word)
         if action.nargs != 0 and not equals:
             value = next(words, None)
             if value is None:
-                raise UserError(f"option {name!r} needs a value")
+                raise UserError(f"option {shown(name)} needs a value")
             launched.append(value)
     return own, launched
 
@@ -158,7 +162,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     """A YAML key of `accelerate launch` as flags: ``num_processes: 2`` -> ``["--num_processes", "2"]``."""
     if isinstance(value, list | dict):
         raise UserError(
-            f"{path}: {name}: {value!r} is not a single value: give one, as for `accelerate launch --{name}`"
+            f"{path}: {name}: {shown(value)} is not a single value: give one, as for `accelerate launch --{name}`"
         )
     if value is None:
         return []
@@ -167,7 +171,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
     wanted = as_bool(value)
     if wanted is None:
-        raise UserError(f"{path}: {name}: {value!r} is not true or false")
+        raise UserError(f"{path}: {name}: {shown(value)} is not true or false")
     return [f"--{name}"] if wanted else []
 
 
@@ -191,7 +195,7 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         else:
             valid = {*names, *launch, "env"}
             hint = did_you_mean(name, valid) or "; `fastpack-trl sft --help` lists the names"
-            raise UserError(f"{path}: unknown key {name!r}{hint}")
+            raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)
     return words
 
@@ -215,7 +219,11 @@ def _accelerate_file(words: list[str]) -> list[str]:
         shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
         shipped.pop("__init__", None)
         if not Path(value).is_file() and value not in shipped:
-            raise UserError(f"accelerate_config {value!r} is neither a file nor one of {', '.join(sorted(shipped))}")
+            raise UserError(
+                f"accelerate_config {shown(value)} is neither a file nor one of {', '.join(sorted(shipped))}"
+            )
+        if Path(value).is_file() and not value.endswith(".json"):
+            load_config(value)  # accelerate reads it after us, and says less about what is wrong
         out = ["--config_file", value if Path(value).is_file() else shipped[value], *out]
     return out
 
@@ -289,7 +297,7 @@ def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launc
             args=own, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        raise UserError(f"unexpected argument {unknown[0]!r}: options start with --, e.g. --max_length 1024")
+        raise UserError(f"unexpected argument {shown(unknown[0])}: options start with --, e.g. --max_length 1024")
     script, training, model, mixture = parsed
     return SftArguments(
         script=script,

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, did_you_mean
+from fastpack_trl.errors import UserError, describe, did_you_mean, shown
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -36,7 +36,7 @@ def check_reporters(training: FastSFTConfig) -> None:
     available = get_available_reporting_integrations()
     for name in training.report_to or ():
         if name in _REPORTERS and name not in available and find_spec(name) is None:
-            raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to to 'none'")
+            raise UserError(f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'")
 
 
 def check_paths(training: FastSFTConfig) -> None:
@@ -59,7 +59,7 @@ def check_paths(training: FastSFTConfig) -> None:
         resume = resume.lower() == "true"
         training.resume_from_checkpoint = resume
     if isinstance(resume, str) and not Path(resume).is_dir():
-        raise UserError(f"resume_from_checkpoint {resume!r} is not a folder: name a checkpoint-N folder, or true")
+        raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
     if resume is True and not any(output.glob("checkpoint-*")):
         raise UserError(f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}")
 
@@ -77,8 +77,8 @@ def local_model(model: ModelConfig) -> str:
     if name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or path.exists():
         if not path.is_dir():
             raise UserError(
-                f"model_name_or_path {name!r} is not a folder (looked for {path.absolute()}): it needs config.json, "
-                "weights and tokenizer"
+                f"model_name_or_path {shown(name)} is not a folder (looked for {path.absolute()}): it needs "
+                "config.json, weights and tokenizer"
             )
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise UserError(
@@ -141,8 +141,8 @@ def check_attention(name: object) -> None:
     known = sorted({"eager", *AttentionInterface._global_mapping})
     if name not in known:
         raise UserError(
-            f"attn_implementation {name!r} does not exist{did_you_mean(name, known)}: use sdpa or eager, or leave it"
-            " out"
+            f"attn_implementation {shown(name)} does not exist{did_you_mean(name, known)}: use sdpa or eager, or "
+            "leave it out"
         )
     package = {
         "flash_attention_2": "flash_attn",
@@ -173,7 +173,7 @@ def quantization(given: object) -> Any:
         return AutoQuantizationConfig.from_dict(dict(given))
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(
-            f"model_init_kwargs: quantization_config: {given!r} cannot be used: {describe(error)}"
+            f"model_init_kwargs: quantization_config: {shown(given)} cannot be used: {describe(error)}"
         ) from error
 
 
@@ -197,8 +197,8 @@ def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) 
         token = getattr(training, field)
         if token is not None and token not in vocabulary:
             raise UserError(
-                f"{field} {token!r} is not in the vocabulary of the tokenizer of {name!r}: choose one that is (special "
-                f"tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
+                f"{field} {shown(token)} is not in the vocabulary of the tokenizer of {name!r}: choose one that is "
+                f"(special tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
             )
     pad_token = training.pad_token or tokenizer.pad_token or tokenizer.eos_token
     if pad_token is None or pad_token not in vocabulary:
@@ -217,8 +217,8 @@ def check_template(training: FastSFTConfig) -> None:
     written_as_path = path.startswith(("./", "../", "/", "~")) or path.endswith((".jinja", ".j2"))
     if written_as_path and not Path(path).exists():
         raise UserError(
-            f"chat_template_path {path!r} does not exist (looked for {Path(path).absolute()}): name a .jinja file or a "
-            "tokenizer"
+            f"chat_template_path {shown(path)} does not exist (looked for {Path(path).absolute()}): name a .jinja file "
+            "or a tokenizer"
         )
 
 
@@ -230,7 +230,7 @@ def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") 
     """
     if name not in splits:
         raise UserError(
-            f"{field}={name!r}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
+            f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
             "of them" + (", or eval_strategy to 'no'" if why else "")
         )
     split = splits[name]
@@ -296,7 +296,7 @@ def _kind_of(row: Mapping[str, Any], name: str, training: FastSFTConfig) -> str:
         return "text"
     raise UserError(
         f"split {name!r} has the columns {', '.join(row)}, of which none can be trained on: set dataset_text_field "
-        f"(now {text!r}) to the column with the text, or provide messages, prompt and completion, or input_ids"
+        f"(now {shown(text)}) to the column with the text, or provide messages, prompt and completion, or input_ids"
     )
 
 
@@ -305,6 +305,6 @@ def _expect(row: Mapping[str, Any], column: str, kind: type, name: str) -> None:
     if not isinstance(value, kind):
         wanted = "text" if kind is str else "a list of messages, each with role and content"
         raise UserError(
-            f"split {name!r}: column {column!r} holds {value!r:.60} in its first row, not {wanted}: correct the data, "
+            f"split {name!r}: column {column!r} holds {shown(value)} in its first row, not {wanted}: correct the data, "
             "or choose another column with dataset_text_field"
         )

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fastpack_trl.errors import UserError, did_you_mean, one_line
+from fastpack_trl.errors import UserError, did_you_mean, one_line, shown
 
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}
@@ -26,6 +26,7 @@ _TYPE_NAMES = {
     list: "a list",
     dict: "a mapping",
 }
+_LARGEST_FILE = 1_000_000
 _TRUE = {"true", "yes", "t", "y", "1"}
 _FALSE = {"false", "no", "f", "n", "0"}
 
@@ -38,15 +39,21 @@ def load_config(path: str) -> dict[str, Any]:
     """
     import yaml
 
+    from fastpack_trl.yaml_loader import load_yaml
+
+    file = Path(path).expanduser()
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if file.stat().st_size > _LARGEST_FILE:
+            raise UserError(
+                f"config file {path!r} has {file.stat().st_size:,} bytes: name the YAML, not data or weights"
+            )
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"config file {path!r} does not exist (looked for {Path(path).absolute()})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as UTF-8 text: {one_line(error)}") from error
     try:
-        # Safe: a tag such as !!python/object is an error, never an object.
-        config = yaml.safe_load(text)
+        config = load_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -66,7 +73,9 @@ def set_environment(variables: object, path: str) -> None:
         UserError: `variables` is not a mapping of names to scalars.
     """
     if not isinstance(variables, Mapping) or any(isinstance(value, list | dict) for value in variables.values()):
-        raise UserError(f"{path}: env: {variables!r} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`")
+        raise UserError(
+            f"{path}: env: {shown(variables)} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
+        )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
 
 
@@ -129,7 +138,7 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
     if value is False and "no" in choices:
         value = "no"  # `eval_strategy: no` without quotes
     expected = " or ".join(_TYPE_NAMES[kind] for kind in _TYPE_NAMES if kind in plain)
-    default = "" if action.default in (None, argparse.SUPPRESS) else f" (default: {_plain(action.default)!r})"
+    default = "" if action.default in (None, argparse.SUPPRESS) else f" (default: {shown(_plain(action.default))})"
     try:
         if isinstance(value, list | dict):
             if type(value) not in allowed:
@@ -138,11 +147,11 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
             value = _convert(value, plain)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{path}: {name}: {_plain(value)!r} is not {expected}: correct it or remove it{default}"
+            f"{path}: {name}: {shown(_plain(value))} is not {expected}: correct it or remove it{default}"
         ) from error
     if choices and isinstance(value, str | int | float) and value not in choices:
         known = [str(choice) for choice in choices]
-        raise UserError(f"{path}: {name}: {value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}")
+        raise UserError(f"{path}: {name}: {shown(value)} is not one of {', '.join(known)}{did_you_mean(value, known)}")
     return value
 
 
@@ -160,12 +169,12 @@ def check_entries(entries: object, path: str) -> None:
 
     names = [field.name for field in dataclasses.fields(DatasetConfig)]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: datasets: {entries!r} is not a list of entries, e.g. `- path: data.jsonl`")
+        raise UserError(f"{path}: datasets: {shown(entries)} is not a list of entries, e.g. `- path: data.jsonl`")
     for entry in entries:
         for key in entry:
             if key not in names:
                 raise UserError(
-                    f"{path}: datasets: unknown key {key!r}{did_you_mean(key, names)} (keys: {', '.join(names)})"
+                    f"{path}: datasets: unknown key {shown(key)}{did_you_mean(key, names)} (keys: {', '.join(names)})"
                 )
         if not isinstance(entry.get("path"), str):
-            raise UserError(f"{path}: datasets: entry {entry!r} has no path: add `path: data.jsonl` or a hub name")
+            raise UserError(f"{path}: datasets: entry {shown(entry)} has no path: add `path: data.jsonl` or a hub name")

@@ -26,6 +26,7 @@ from fastpack_trl.checkpointing.seam import (
     offload_unavailable,
 )
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.errors import shown
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class AsyncCheckpointCallback(TrainerCallback):
         _stays: bool = False,
     ) -> None:
         if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is not available: use one of {', '.join(MODES)}")
+            raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
         check_settings(offload_budget_gib, keep_last_layers)
         self.mode: Mode = mode
         self.offload: Offload | None = None

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.errors import shown
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,6 @@ def check_settings(offload_budget_gib: float | None, keep_last_layers: int) -> N
         )
     if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
         raise ValueError(
-            f"keep_last_layers={keep_last_layers!r} is no number of layers: give 0 or more, how many last layers stay "
-            "on the device"
+            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
+            "stay on the device"
         )

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from fastpack_trl.attention.model_features import backbones, text_model
+from fastpack_trl.errors import shown
 from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
@@ -244,11 +245,13 @@ def apply_lora(
         ValueError: `cache_dequantized` is none of the three, `compute_dtype` is no floating dtype.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply_lora({model!r}): give the model that get_peft_model returned")
+        raise TypeError(f"apply_lora({shown(model)}): give the model that get_peft_model returned")
     if cache_dequantized not in ("auto", "on", "off"):
-        raise ValueError(f"cache_dequantized={cache_dequantized!r} is not available: use auto, on or off")
+        raise ValueError(f"cache_dequantized={shown(cache_dequantized)} is not available: use auto, on or off")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
-        raise ValueError(f"compute_dtype={compute_dtype!r} is no floating dtype: give torch.bfloat16, say, or None")
+        raise ValueError(
+            f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
+        )
     report = LoraReport()
     fast: list[Any] = []
     for name, module in model.named_modules():
