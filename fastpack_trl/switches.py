@@ -17,7 +17,6 @@ from fastpack_trl.checkpointing.feature import activation_memory, checkpoint_off
 from fastpack_trl.compile.feature import layer_compile
 from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.aux_loss import auxiliary_loss
 from fastpack_trl.moe.gains import measured, what_trains
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
@@ -145,7 +144,7 @@ def moe(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def aux_loss(trainer: Any) -> Iterator[None]:
-    """The load-balancing loss of a mixture-of-experts model, computed once for all layers."""
+    """The load-balancing loss of a mixture-of-experts model: all layers at once, where the loss is ours."""
     report = trainer.fastpack_report
     if not getattr(trainer, "aux_loss_enabled", False):
         yield
@@ -156,20 +155,21 @@ def aux_loss(trainer: Any) -> Iterator[None]:
     if trainer.args.gradient_checkpointing and (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         reason += "; without effect: reentrant checkpointing drops its gradient, set use_reentrant=False"
         logger.warning(f"aux_loss: {reason}")
-    if setting_of(trainer, "moe") == "off":
-        report.add("aux_loss", "off", "stock", reason)
-        yield
-        return
-    with auxiliary_loss(trainer.model) as replaced:
-        report.add("aux_loss", "on" if replaced else "stock", "stacked" if replaced else "stock", reason)
-        yield
+    step = trainer.fastpack_step
+    if step is not None and step.loss:
+        if trainer.args.pad_to_multiple_of:
+            reason += "; without the padding of packed rows"
+        report.add("aux_loss", "on", "stacked", reason)
+    else:
+        report.add("aux_loss", "stock", "stock", f"{reason}; as the loss (sync_free)")
+    yield
 
 
 EARLY_SWITCHES: tuple[Switch, ...] = (moe,)
 """Entered before the packing proof runs the model: on four-bit experts PEFT's own forward would fail."""
 
 SWITCHES: tuple[Switch, ...] = (
-    lora, aux_loss, sync_free, activation_memory, cache_dequantized, checkpoint_offload, merge_accumulation,
+    lora, sync_free, aux_loss, activation_memory, cache_dequantized, checkpoint_offload, merge_accumulation,
     layer_compile,
 )  # fmt: skip
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

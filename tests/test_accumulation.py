@@ -91,12 +91,14 @@ def test_padding_is_dropped_and_still_counted_as_stock_counts_it(tmp_path: Path)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
 
 
-def test_a_padded_row_of_experts_runs_by_itself(tmp_path: Path) -> None:
-    """Stock's auxiliary loss counts the padding, which a merged row does not have."""
-    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 2, "family": "qwen3_moe", "eval_strategy": "no"}
+def test_padded_rows_of_experts_are_merged_too(tmp_path: Path) -> None:
+    """The auxiliary loss leaves their padding out, merged or not."""
+    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3, "family": "qwen3_moe", "eval_strategy": "no"}
+    merged = train(FastSFTTrainer, tmp_path / "merged", fast=MERGED, **options)
+    alone = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
+    assert_same_log(merged, alone, rtol=2e-5, atol=1e-5)
     lengths = _lengths_of_rows(tmp_path, MERGED, **options)
-    assert set(lengths) <= {32, 64}
-    assert len(lengths) == 2 * 4
+    assert len(lengths) == 3
 
 
 def _lengths_of_rows(folder: Path, fast: dict[str, Any], **options: Any) -> list[int]:

@@ -6,7 +6,6 @@ router logits is kept, and the gradient is a formula: the loss is linear in the 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention.model_features import text_model
-from fastpack_trl.moe.layout import experts_modules
-
 _CHUNK = 1 << 25
 """Logits that are stacked at once: 128 MiB in fp32, whatever the depth of the model."""
-
-_HEAD = "load_balancing_loss_func"
-_SHARED = "transformers.models.mixtral.modeling_mixtral"
-"""Where trl's fused forward takes the loss from, for every family."""
 
 
 def load_balancing_loss(
@@ -108,76 +100,28 @@ def _chunks(logits: tuple[Tensor, ...], rows: int, device: torch.device) -> Iter
         yield torch.stack([layer[: _rows(layer, rows)].to(device) for layer in logits[start : start + step]])
 
 
-class _PackedRows:
-    """Notes, before each forward, how many tokens of a packed row are no padding."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def note(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        batch = kwargs.get("packed_batch")
-        self.rows = 0 if batch is None else batch.total_tokens - batch.num_padding
-
-    def __call__(
-        self, gate_logits: Any = None, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
-    ) -> Tensor | int:
-        rows = self.rows if attention_mask is None else 0
-        return load_balancing_loss(gate_logits, num_experts, top_k, attention_mask, rows=rows)
+def replaced_by() -> str:
+    """The module of a function that somebody put where TRL finds the loss of every family; empty where none is."""
+    home = sys.modules.get("transformers.models.mixtral.modeling_mixtral")  # TRL imports it when it is needed
+    found = getattr(home, "load_balancing_loss_func", None)
+    module = str(getattr(found, "__module__", ""))
+    return "" if module.startswith("transformers.") else module
 
 
-@contextlib.contextmanager
-def auxiliary_loss(model: nn.Module) -> Iterator[bool]:
-    """Inside, the auxiliary loss of `model` is `load_balancing_loss`, and the padding of packed rows does not count.
+def experts_named(config: Any) -> Any:
+    """`config`, its number of experts readable as `num_experts`, the one name that trl's forward knows.
 
-    Families whose config has no `num_experts` (deepseek_v3, glm4_moe, granitemoe), with which trl's forward fails, get
-    that name as an alias of their own field.
-
-    Yields:
-        whether there was such a loss to replace.
+    deepseek_v3, glm4_moe and granitemoe spell it otherwise, and that forward raises. The config itself and its class
+    are left alone: other models are of the same class, and a file is written from it.
     """
-    base = text_model(model)
-    homes = [sys.modules[type(base).__module__]]
-    if (shared := _module(_SHARED)) is not None and shared not in homes:
-        homes.append(shared)
-    homes = [home for home in homes if hasattr(home, _HEAD)]
-    if not homes or not experts_modules(model):
-        yield False
-        return
-    ours = _PackedRows()
-    with contextlib.ExitStack() as stack:
-        for home in homes:
-            stack.callback(setattr, home, _HEAD, getattr(home, _HEAD))
-            setattr(home, _HEAD, ours)
-        # First of all hooks: others take `packed_batch` out of the keywords.
-        hook = base.register_forward_pre_hook(ours.note, with_kwargs=True, prepend=True)
-        stack.callback(hook.remove)
-        stack.enter_context(_num_experts_alias(base.config.get_text_config()))
-        yield True
-
-
-def _module(name: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-@contextlib.contextmanager
-def _num_experts_alias(config: Any) -> Iterator[None]:
-    """`config.num_experts` for families that spell it otherwise, through their class's own table of aliases."""
     names = ("num_local_experts", "n_routed_experts", "moe_num_experts")
     own = next((name for name in names if name in vars(config)), None)
-    if hasattr(config, "num_experts") or own is None or not hasattr(type(config), "attribute_map"):
-        yield
-        return
-    kind, before = type(config), vars(type(config)).get("attribute_map")
-    kind.attribute_map = {**kind.attribute_map, "num_experts": own}
-    try:
-        yield
-    finally:
-        if before is None:
-            del kind.attribute_map
-        else:
-            kind.attribute_map = before
+    return config if own is None or hasattr(config, "num_experts") else _ExpertsNamed(config, own)
+
+
+class _ExpertsNamed:
+    def __init__(self, config: Any, own: str) -> None:
+        self._config, self._own = config, own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, self._own if name == "num_experts" else name)

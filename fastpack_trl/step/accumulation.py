@@ -148,8 +148,6 @@ class Merging:
             or not all(map(can_merge, batches))
         ):
             return
-        if trainer.aux_loss_enabled and any(batch["packed_batch"].num_padding for batch in batches):
-            return  # stock's auxiliary loss counts the padding, which a merged row does not have
         tokens = [sum(batch["packed_batch"].seq_lengths) for batch in batches]
         for group in group_by_tokens(tokens, min(self.target, fits)):
             self._groups[id(batches[group[-1]])] = group

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_losses(router_logits: object, num_experts: int, top_k: int, parts: Sequence[int]) -> Tensor | int:
+def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int]) -> Tensor | int:
     """`fastpack_trl.moe.aux_loss.load_balancing_loss` of each part of a row: (num_parts,) fp32.
 
     It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'.
 
     Args:
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives 0, as in transformers.
-        num_experts: routed experts.
         top_k: experts per token.
         parts: tokens of each part, on the host; they add up to the row.
     """
     if not isinstance(router_logits, tuple) or not router_logits:
         return 0
-    device, count = router_logits[0].device, len(parts)
+    device, num_experts, count = router_logits[0].device, router_logits[0].shape[-1], len(parts)
     # Each part counts in bins of its own: as many kernels as for one.
     part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(parts)])
     chosen = torch.zeros(count * num_experts, dtype=torch.float32, device=device)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
-from fastpack_trl.moe.aux_loss import load_balancing_loss
+from fastpack_trl.moe.aux_loss import experts_named, load_balancing_loss
 from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 
@@ -49,7 +48,7 @@ class LossForward:
     """Lays a forward around the one that TRL gave `model`; to be done before accelerate wraps the model.
 
     A call with ``loss_positions`` and ``loss_labels`` (both (N,) int64) and ``loss_type`` returns a `ChosenLoss`; every
-    other call goes to TRL's forward unchanged. `close` takes it away.
+    other call goes to TRL's forward. `close` takes it away.
 
     Attributes:
         missing: why it could not be laid; empty where it was.
@@ -64,7 +63,7 @@ class LossForward:
             self.missing = constants
             return
         self._lacks_tiles = missing_tile_functions()
-        self._function = _around(self._stock.__func__, constants, self._lacks_tiles)
+        self._function = _around(_knowing_experts(self._stock.__func__), constants, self._lacks_tiles)
         model.forward = types.MethodType(self._function, model)
 
     @property
@@ -113,6 +112,20 @@ def _read_constants(forward: Any) -> dict[str, Any] | str:
     return found
 
 
+def _knowing_experts(forward: Any) -> Any:
+    """TRL's forward, able to read the number of experts of every family."""
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+    config = cells["text_config"].cell_contents
+    if (named := experts_named(config)) is config:
+        return forward
+    cells["text_config"] = types.CellType(named)
+    same = types.FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values())
+    )
+    same.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(same, forward.__wrapped__)
+
+
 def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
     """The forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
@@ -129,6 +142,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         loss_positions: Tensor | None = None,
         loss_labels: Tensor | None = None,
         loss_type: str = "nll",
+        balanced_tokens: int = 0,
         **kwargs: Any,
     ) -> Any:
         if loss_positions is None:
@@ -146,15 +160,12 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         loss = compute(hidden, *head, loss_labels, loss_type=loss_type)
         aux_loss = None
         if kwargs.get("output_router_logits"):
-            balance: Callable[..., Any] = modeling_mixtral.load_balancing_loss_func  # of every family, as in TRL
-            if str(balance.__module__).startswith("transformers."):
-                balance = load_balancing_loss  # up to transformers 5.17 theirs asks the device
-            experts, top_k = text_config.num_experts, text_config.num_experts_per_tok
-            parts = getattr(kwargs.get("packed_batch"), "parts", ())
+            logits, top_k = outputs.router_logits, text_config.num_experts_per_tok
+            parts = [part.tokens for part in getattr(kwargs.get("packed_batch"), "parts", ())]
             if parts:
-                aux_loss = load_balancing_losses(outputs.router_logits, experts, top_k, [part.tokens for part in parts])
+                aux_loss = load_balancing_losses(logits, top_k, parts)
             else:
-                aux_loss = balance(outputs.router_logits, experts, top_k)
+                aux_loss = load_balancing_loss(logits, top_k=top_k, rows=balanced_tokens)
         return ChosenLoss(*loss, aux_loss=aux_loss)
 
     return forward
@@ -187,6 +198,7 @@ def batch_loss(
         loss_positions=batch.loss_positions,
         loss_labels=batch.loss_labels,
         loss_type=loss_type,
+        balanced_tokens=batch.total_tokens - batch.num_padding,
     )
     items: Any = max(1, batch.loss_positions.numel())
     ranks = 1

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
+from fastpack_trl.moe.aux_loss import replaced_by
 from fastpack_trl.packing.packed_batch import PackedBatch, Part
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
@@ -142,6 +143,7 @@ def why_stock_loss(trainer: Any) -> str:
         trainer.fastpack_step.forward.missing: bool(trainer.fastpack_step.forward.missing),
         "the model's forward was replaced": not trainer.fastpack_step.forward.in_place,
         str(head): isinstance(head, str),
+        f"load_balancing_loss_func was replaced by {replaced_by()}": trainer.aux_loss_enabled and bool(replaced_by()),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
