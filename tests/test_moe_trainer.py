@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_material import MOE_FAMILIES, moe_model, norm_of_difference
+from moe_material import moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
-from transformers import TrainerCallback
+from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.readme import load_results
@@ -221,64 +219,6 @@ def test_padding_of_a_packed_row_does_not_count(tmp_path: Path) -> None:
     assert "without the padding of packed rows" in padded.fastpack_report["aux_loss"].reason
 
 
-class _Inside(TrainerCallback):
-    """Steps another trainer while this one's is entered."""
-
-    def __init__(self, other: SFTTrainer) -> None:
-        self.other = other
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.other.train()
-
-
-def _trainer(cls: type[SFTTrainer], folder: Path, family: str = "qwen3_moe", **more: Any) -> SFTTrainer:
-    args = settings(folder, packing=True, pad_to_multiple_of=64, eval_strategy="no", **more)
-    return cls(
-        moe_model(family, vocab_size=96), args=SFTConfig(**args), train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
-
-
-def _module_state(family: str) -> list[Any]:
-    """What every model of the process reads."""
-    kind = type(moe_model(family))
-    home, shared = sys.modules[kind.__module__], sys.modules[load_balancing_loss_func.__module__]
-    name = load_balancing_loss_func.__name__
-    return [getattr(home, name, None), getattr(shared, name), dict(kind.config_class.attribute_map)]
-
-
-def test_a_stock_trainer_beside_ours_computes_stocks_auxiliary_loss(tmp_path: Path) -> None:
-    """With padded rows, whose padding stock counts and ours does not."""
-    options = {"max_steps": 3, "router_aux_loss_coef": 0.5}
-    alone = _trainer(SFTTrainer, tmp_path / "alone", **options)
-    alone.train()
-    stock = _trainer(SFTTrainer, tmp_path / "stock", **options)
-    ours = _trainer(FastSFTTrainer, tmp_path / "ours", **options)
-    ours.add_callback(_Inside(stock))
-    ours.train()
-    assert figures(stock) == figures(alone)
-    own = _trainer(FastSFTTrainer, tmp_path / "own", **options)
-    own.train()
-    assert figures(ours) == figures(own)
-
-
-@pytest.mark.parametrize("family", [*MOE_FAMILIES])
-def test_training_changes_nothing_that_other_models_read(family: str, tmp_path: Path) -> None:
-    before, during = _module_state(family), []
-    ours = _trainer(FastSFTTrainer, tmp_path, family, max_steps=1)
-
-    class _Look(TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            during.append(_module_state(family))
-
-        on_step_begin = on_step_end = on_substep_end
-
-    ours.add_callback(_Look())
-    ours.train()
-    assert during[0] == during[-1] == before == _module_state(family)
-
-
 def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mixtral import modeling_mixtral
 
@@ -287,8 +227,7 @@ def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: py
         return loss
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", own)
-    ours = _trainer(FastSFTTrainer, tmp_path, max_steps=1)
-    ours.train()
+    ours = train(FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, max_steps=1, eval_strategy="no")
     assert isinstance(ours, FastSFTTrainer)
     assert ours.state.log_history[0]["aux_loss"] == 3.0
     assert "load_balancing_loss_func was replaced by test_moe_trainer" in ours.fastpack_report["sync_free"].reason
