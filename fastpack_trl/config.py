@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import SFTConfig
 
@@ -31,6 +32,15 @@ _CHOICES = {
     "layer_compile": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
+
+
+def setting_of(args: Any, name: str) -> Any:
+    """The field `name` of a `FastSFTConfig`; its default where `args` is a plain `SFTConfig`, which has none of ours.
+
+    Raises:
+        AttributeError: there is no such field.
+    """
+    return getattr(args, name, getattr(FastSFTConfig, name))
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -81,7 +91,7 @@ class FastSFTConfig(SFTConfig):
             for the run: ``auto`` (where the copies fit in what `activation_memory` leaves of its budget; without such a
             plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each use).
         moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
-            (with `lora`) and the auxiliary loss included: ``auto`` (wherever transformers' own `grouped_mm` would run,
+            (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
             unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
             ``off``.
         layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step

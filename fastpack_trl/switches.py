@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 
 from fastpack_trl.checkpointing.feature import activation_memory, checkpoint_offload
 from fastpack_trl.compile.feature import layer_compile
+from fastpack_trl.config import setting_of
 from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.gains import measured, what_trains
@@ -28,15 +29,10 @@ logger = get_logger(__name__)
 Switch = Callable[[Any], AbstractContextManager[None]]
 
 
-def setting_of(trainer: Any, name: str) -> str:
-    """The value of a field of `FastSFTConfig`; ``auto`` where the trainer was given a plain `SFTConfig`."""
-    return str(getattr(trainer.args, name, "auto"))
-
-
 @contextmanager
 def lora(trainer: Any) -> Iterator[None]:
     """LoRA projections without glue, while the model trains; evaluation by itself runs PEFT's."""
-    setting, report = setting_of(trainer, "lora"), trainer.fastpack_report
+    setting, report = setting_of(trainer.args, "lora"), trainer.fastpack_report
     present = has_lora(trainer.model)
     if not trainer.fastpack_trains or not (present or setting == "on"):
         yield
@@ -50,7 +46,7 @@ def lora(trainer: Any) -> Iterator[None]:
         report.add("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
         return
-    cache, dtype = setting_of(trainer, "cache_dequantized"), trainer.fastpack_compute_dtype
+    cache, dtype = setting_of(trainer.args, "cache_dequantized"), trainer.fastpack_compute_dtype
     # `auto` waits for the plan of the activations.
     applied = apply_lora(trainer.model, cache_dequantized="off" if cache == "auto" else cache, compute_dtype=dtype)
     try:
@@ -68,7 +64,7 @@ def lora(trainer: Any) -> Iterator[None]:
 @contextmanager
 def cache_dequantized(trainer: Any) -> Iterator[None]:
     """Dense copies of frozen LoRA bases, in what the plan of the activations leaves of its budget."""
-    setting = setting_of(trainer, "cache_dequantized")
+    setting = setting_of(trainer.args, "cache_dequantized")
     applied, planned = trainer.fastpack_lora, trainer.fastpack_memory
     if applied is None or not applied.copies:
         if setting == "on" and trainer.fastpack_trains:  # asked for by name, so it is said
@@ -106,7 +102,7 @@ def moe(trainer: Any) -> Iterator[None]:
     Raises:
         ValueError: the stacks are in four bits, and another setting asks for stock's path.
     """
-    setting, report = setting_of(trainer, "moe"), trainer.fastpack_report
+    setting, report = setting_of(trainer.args, "moe"), trainer.fastpack_report
     present = bool(experts_modules(trainer.model))
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
     quantised = present and has_quantised_experts(trainer.model)
@@ -134,7 +130,7 @@ def moe(trainer: Any) -> Iterator[None]:
         report.add("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield
         return
-    with apply_moe(trainer.model, lora=setting_of(trainer, "lora") != "off", force=setting == "on") as applied:
+    with apply_moe(trainer.model, lora=setting_of(trainer.args, "lora") != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
         said = "; ".join([*str(applied).splitlines(), note])

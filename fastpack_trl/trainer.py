@@ -29,7 +29,7 @@ from fastpack_trl.batching import (
     vocabulary,
 )
 from fastpack_trl.checkpointing.retry import RetryingTrainer
-from fastpack_trl.config import DEFAULT_PADDED_ROWS_LIMIT
+from fastpack_trl.config import setting_of
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
 from fastpack_trl.lora.report import LoraReport
@@ -105,18 +105,15 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
         super().__init__(*args, **kwargs)
         self._fastpack_quantize(self.model)  # where nobody has moved the model
-        if self._fastpack_setting("sync_free", "auto") != "off":
+        if setting_of(self.args, "sync_free") != "off":
             self.fastpack_step = SyncFreeStep(self.model)  # before accelerate wraps the model
         by_name = (self.args.model_init_kwargs or {}).get("attn_implementation")
         self._fastpack_choice = choose(
-            self._fastpack_setting("packed_attention", "auto"),
+            setting_of(self.args, "packed_attention"),
             read_features(self.model, self.fastpack_compute_dtype),
             stock_requested=asked_for(self.model, by_name if isinstance(given["model"], str) else None),
         )
         self._fastpack_describe()
-
-    def _fastpack_setting(self, name: str, default: Any) -> Any:
-        return getattr(self.args, name, default)  # an unchanged SFTConfig has none of ours
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.
@@ -124,14 +121,14 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         super()._move_model_to_device(model, device)
 
     def _fastpack_quantize(self, model: Any, device: torch.device | None = None) -> None:
-        if self._fastpack_disabled or self._fastpack_setting("moe_quantize_experts", "off") != "on":
+        if self._fastpack_disabled or setting_of(self.args, "moe_quantize_experts") != "on":
             return
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
         facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
     @property
     def _fastpack_limit(self) -> float:
-        return float(self._fastpack_setting("padded_rows_limit", DEFAULT_PADDED_ROWS_LIMIT))
+        return float(setting_of(self.args, "padded_rows_limit"))
 
     @property
     def fastpack_compute_dtype(self) -> torch.dtype | None:
@@ -158,7 +155,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             return
         over = f"padded_rows would compute up to {cost:.1f} padded tokens per real token, over "
         over += f"padded_rows_limit={self._fastpack_limit:g} ({choice.reason})"
-        if self._fastpack_setting("packed_attention", "auto") == "auto" and self._fastpack_stock_is_right():
+        if setting_of(self.args, "packed_attention") == "auto" and self._fastpack_stock_is_right():
             self._fastpack_choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
             self._fastpack_describe()
             return
@@ -305,7 +302,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         try:
             self._fastpack_prove(attention)
         except PackingError as error:
-            if self._fastpack_setting("packed_attention", "auto") != "auto" or choice.path == RIGHT_PADDED:
+            if setting_of(self.args, "packed_attention") != "auto" or choice.path == RIGHT_PADDED:
                 raise
             attempt.close()
             reason = f"{choice.path} failed its proof: {error}"
@@ -325,7 +322,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         )
 
     def _fastpack_proof_due(self) -> bool:
-        setting = self._fastpack_setting("verify_packing", "auto")
+        setting = setting_of(self.args, "verify_packing")
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if setting == "off" or sharded:
             why = "switched off" if setting == "off" else "parameters are sharded when training starts"
@@ -350,7 +347,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
 
     def _fastpack_unproven(self, error: BaseException) -> None:
         reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
-        if self._fastpack_setting("verify_packing", "auto") == "on":
+        if setting_of(self.args, "verify_packing") == "on":
             raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
         self.fastpack_report.add("verify_packing", "off", "not run", reason)
 
@@ -358,7 +355,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         """Packed documents under stock's own attention: a leak is said, and stops a run that asked for the proof."""
         if not self._fastpack_proof_due():
             return
-        insists = self._fastpack_setting("verify_packing", "auto") == "on"
+        insists = setting_of(self.args, "verify_packing") == "on"
         try:
             with self.accelerator.autocast():
                 proof = verify_packing(self.model, implementation="off")

@@ -17,7 +17,7 @@ from offload_material import LAYERS, assert_same, loss_of, make, step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings, train
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
 from fastpack_trl.attention.model_features import text_model
@@ -221,6 +221,22 @@ def fast(folder: Path, *, model: Any = None, **more: Any) -> FastSFTTrainer:
         eval_dataset=make_dataset("text", 8, seed=7),
         processing_class=make_tokenizer(),
     )
+
+
+def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 4, "packing": True, "max_length": 48, "eval_strategy": "no"}
+    plans = []
+    for kind in (SFTConfig, FastSFTConfig):
+        trainer = FastSFTTrainer(
+            tiny_model("llama", num_hidden_layers=LAYERS),
+            args=kind(**settings(tmp_path, **options)),
+            train_dataset=make_dataset("text"),
+            processing_class=make_tokenizer(),
+        )
+        planned = memory.plan_memory(trainer, "auto", feature.offload_options(trainer.args))
+        plans.append((memory.largest_row(trainer)[0], planned.plan.levels, planned.plan.predicted))
+    assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
+    assert plans[0] == plans[1]
 
 
 def trained(trainer: FastSFTTrainer) -> tuple[Any, list[Tensor]]:

@@ -64,6 +64,31 @@ def test_public_names() -> None:
         _ = fastpack_trl.FastSTFTrainer
 
 
+def test_a_setting_has_one_default_whoever_reads_it() -> None:
+    """Each field of the config is read through `setting_of`: a plain `SFTConfig` has none of them."""
+    from dataclasses import fields
+    from types import SimpleNamespace
+
+    from trl import SFTConfig
+
+    from fastpack_trl.config import setting_of
+
+    own = {field.name: field.default for field in fields(fastpack_trl.FastSFTConfig)}
+    own = {name: default for name, default in own.items() if name not in {field.name for field in fields(SFTConfig)}}
+    for name, default in own.items():
+        assert setting_of(SimpleNamespace(), name) == default
+        assert setting_of(SimpleNamespace(**{name: "given"}), name) == "given"
+    with pytest.raises(AttributeError, match="layer_compiled"):
+        setting_of(SimpleNamespace(), "layer_compiled")
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(name), *_]):
+                    assert name not in own, (path.name, node.lineno, name)
+                case ast.Attribute(value=ast.Attribute(attr="args") | ast.Name("args"), attr=name) if name in own:
+                    assert path.parent.name == "bench", (path.name, node.lineno, name)
+
+
 def test_everything_public_is_documented() -> None:
     for name in fastpack_trl.__all__:
         value = getattr(fastpack_trl, name)
@@ -86,8 +111,8 @@ def test_every_field_of_the_config_has_a_help_text_and_is_in_the_readme() -> Non
 
 LEVELS = {
     "kernels": 0, "host_syncs": 0, "testing": 0, "errors": 0, "operators": 0, "packing": 1, "attention": 1, "step": 1,
-    "checkpointing": 1, "moe": 1, "lora": 1, "compile": 1, "features": 2, "batching": 2, "switches": 2,
-    "callbacks": 3, "config": 3, "verify": 3, "trainer": 3, "module_hooks": 0,
+    "checkpointing": 1, "moe": 1, "lora": 1, "compile": 1, "config": 1, "features": 2, "batching": 2, "switches": 2,
+    "callbacks": 3, "verify": 3, "trainer": 3, "module_hooks": 0,
 }  # fmt: skip
 """The rooms of the package; an import only goes to the same level or down. What is not listed is the top."""
 

@@ -16,6 +16,7 @@ from fastpack_trl.checkpointing.callback import (
     offload_conflict,
 )
 from fastpack_trl.checkpointing.seam import Mode, offload_unavailable
+from fastpack_trl.config import setting_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def activation_memory(trainer: Any) -> Iterator[None]:
         ValueError: a level was asked for that another setting excludes.
     """
     args, report = trainer.args, trainer.fastpack_report
-    setting = getattr(args, memory.FEATURE, "auto")
+    setting = setting_of(args, memory.FEATURE)
     if not trainer.fastpack_trains:
         yield
         return
@@ -71,8 +72,8 @@ def _plan(trainer: Any, setting: str) -> tuple[memory.ActivationMemory | None, s
 def offload_options(args: Any) -> dict[str, Any]:
     """How layers at the level ``offload`` are offloaded."""
     return {
-        "mode": "single_buffer" if getattr(args, FEATURE, "auto") == "single_buffer" else "double_buffer",
-        "offload_budget_gib": getattr(args, "offload_budget_gib", None),
+        "mode": "single_buffer" if setting_of(args, FEATURE) == "single_buffer" else "double_buffer",
+        "offload_budget_gib": setting_of(args, "offload_budget_gib"),
     }
 
 
@@ -86,7 +87,7 @@ def checkpoint_offload(trainer: Any) -> Iterator[None]:
         ValueError: asked for together with another offload, or without checkpointing.
     """
     args, report = trainer.args, trainer.fastpack_report
-    mode: Mode | None = next((mode for mode in MODES if getattr(args, FEATURE, "auto") == mode), None)
+    mode: Mode | None = next((mode for mode in MODES if setting_of(args, FEATURE) == mode), None)
     reason = _why_off(trainer, mode)
     if trainer.fastpack_memory is not None:
         mode, reason = None, "by the plan of activation_memory"
@@ -101,8 +102,8 @@ def checkpoint_offload(trainer: Any) -> Iterator[None]:
 
     callback = AsyncCheckpointCallback(
         mode,
-        offload_budget_gib=args.offload_budget_gib,
-        keep_last_layers=args.keep_last_layers,
+        offload_budget_gib=setting_of(args, "offload_budget_gib"),
+        keep_last_layers=setting_of(args, "keep_last_layers"),
         _say=say,
         _stays=True,
     )
@@ -125,7 +126,7 @@ def _why_off(trainer: Any, mode: Mode | None) -> str:
     """
     args = trainer.args
     if mode is None:
-        if getattr(args, FEATURE, "auto") == "off":
+        if setting_of(args, FEATURE) == "off":
             return "switched off"
         return "not needed: checkpoint_offload='double_buffer' trades host memory for device memory"
     conflict = offload_conflict(args, trainer)

@@ -20,6 +20,7 @@ from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.seam import offload_unavailable
 from fastpack_trl.checkpointing.trace import Run, host_copy_seconds, trace_levels
+from fastpack_trl.config import setting_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
 
@@ -123,7 +124,7 @@ def why_not(trainer: Any, setting: str) -> str:
     args = trainer.args
     enabled, keywords = checkpointing_arguments(args)
     keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
-    own = getattr(args, "checkpoint_offload", "auto")
+    own = setting_of(args, "checkpoint_offload")
     conflict = offload_conflict(args, trainer)
     if not conflict and trainer.is_fsdp_enabled:
         conflict = "FSDP shards the parameters: a plan would have to run the layers on one process"
@@ -141,7 +142,7 @@ def why_not(trainer: Any, setting: str) -> str:
         raise ValueError(f"activation_memory={setting!r}: {conflict}; leave one of the two out")
     if conflict:
         return conflict
-    if setting == "auto" and args.device.type != "cuda" and getattr(args, "activation_memory_gib", None) is None:
+    if setting == "auto" and args.device.type != "cuda" and setting_of(args, "activation_memory_gib") is None:
         return f"{args.device} has no memory of its own: activation_memory_gib=... plans for a budget"
     return "" if decoder_layers(trainer.model) else "the model has no layers that transformers checkpoints"
 
@@ -158,7 +159,7 @@ def largest_row(trainer: Any) -> tuple[int, int]:
         raise ValueError("max_length=None: rows may have any length")
     row = args.max_length if args.packing and args.max_length is not None else longest
     tokens = int(args.per_device_train_batch_size * row)
-    if getattr(args, "merge_accumulation", "off") != "off":
+    if setting_of(args, "merge_accumulation") != "off":
         tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, CUDA_ROW_TOKENS))
     return tokens, int(longest)
 
@@ -195,7 +196,7 @@ def memory_to_come(trainer: Any) -> int:
 
 def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
     """Bytes for activations: what was asked for, at most what is free."""
-    asked, device = getattr(trainer.args, "activation_memory_gib", None), trainer.args.device
+    asked, device = setting_of(trainer.args, "activation_memory_gib"), trainer.args.device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -229,7 +230,7 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> Activati
     copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
     timed = min(tokens, TIMED_TOKENS) if cuda else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiles = getattr(trainer.args, "layer_compile", "off")
+    compiles = setting_of(trainer.args, "layer_compile")
     compiled = compiles == "on" or (compiles == "auto" and cuda)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
     costs, failed = trace_levels(

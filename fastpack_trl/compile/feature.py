@@ -8,6 +8,7 @@ from typing import Any
 
 from fastpack_trl.attention.backends import RIGHT_PADDED
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.config import setting_of
 
 FEATURE = "layer_compile"
 
@@ -30,7 +31,7 @@ def layer_compile(trainer: Any) -> Iterator[None]:
 
     with compiled_layers(
         trainer.model,
-        measure=_setting(trainer) == "auto",
+        measure=setting_of(trainer.args, FEATURE) == "auto",
         on_change=tell,
         verbose=trainer.is_world_process_zero(),
     ) as layers:
@@ -40,7 +41,7 @@ def layer_compile(trainer: Any) -> Iterator[None]:
 
 def _not_compiled(trainer: Any) -> str:
     """Why no layer is compiled; empty where some are."""
-    setting, args = _setting(trainer), trainer.args
+    setting, args = setting_of(trainer.args, FEATURE), trainer.args
     plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
     device = trainer.accelerator.device.type
     reasons = {
@@ -58,7 +59,3 @@ def _not_compiled(trainer: Any) -> str:
         and device == "cpu",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _setting(trainer: Any) -> str:
-    return str(getattr(trainer.args, FEATURE, "auto"))

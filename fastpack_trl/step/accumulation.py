@@ -22,6 +22,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
+from fastpack_trl.config import setting_of
 from fastpack_trl.errors import close_frames
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
@@ -257,7 +258,7 @@ def merge_accumulation(trainer: Any) -> Iterator[None]:
     if not trainer.fastpack_trains:
         yield
         return
-    report, setting = trainer.fastpack_report, str(getattr(trainer.args, "merge_accumulation", "auto"))
+    report, setting = trainer.fastpack_report, setting_of(trainer.args, "merge_accumulation")
     why_not = _why_not(trainer, setting)
     if why_not:
         report.add("merge_accumulation", "off", "stock", why_not)
