@@ -67,7 +67,10 @@ class CompiledLayer:
     """
 
     def __init__(self, name: str, backend: str | Callable[..., Any]) -> None:
-        compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True)
+        # Inductor's padding of products asks for the number of tokens before it finds that every width is aligned: a
+        # graph for rows of less than 65, 128 and 257 tokens each.
+        options = {"shape_padding": False} if backend == "inductor" else None
+        compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True, options=options)
         self._layer = _floats_as_constants(compiled(_own_code(_run_layer, name)))
         self._with_checkpoint = _floats_as_constants(compiled(_own_code(_run_checkpointed, f"{name}_checkpointed")))
 
