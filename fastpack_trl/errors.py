@@ -52,6 +52,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
+class NonFiniteError(ValueError):
+    """A model computes NaN or infinity on its own, so that nothing can be shown with it; names the parameter."""
+
+
 def one_line(message: object) -> str:
     """``message`` without line breaks, cut where upstream lists hundreds of names."""
     text = " ".join(str(message).split())

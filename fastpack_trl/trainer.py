@@ -36,16 +36,15 @@ from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.start_proof import prove, prove_stock, stock_is_right
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES
-from fastpack_trl.verify import PackingProof, verify_packing
+from fastpack_trl.verify import PackingProof
 
 logger = get_logger(__name__)
 
 _DISABLED = "FASTPACK_DISABLE is set"
-# What a model raises that does not take the arguments of the proof.
-_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -155,20 +154,13 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             return
         over = f"padded_rows would compute up to {cost:.1f} padded tokens per real token, over "
         over += f"padded_rows_limit={self._fastpack_limit:g} ({choice.reason})"
-        if setting_of(self.args, "packed_attention") == "auto" and self._fastpack_stock_is_right():
+        if setting_of(self.args, "packed_attention") == "auto" and stock_is_right(self.model):
             self._fastpack_choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
             self._fastpack_describe()
             return
         raise ValueError(
             f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
         )
-
-    def _fastpack_stock_is_right(self) -> bool:
-        """Whether this model keeps packed documents apart on its own, slowly or by chance of its family."""
-        try:
-            return verify_packing(self.model, implementation="off").proven
-        except _CANNOT_RUN:
-            return False
 
     def _fastpack_data_facts(self) -> dict[str, Any]:
         facts, args = self._fastpack_facts, self.args
@@ -233,7 +225,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         """Whether a loader gets our collator. Evaluation that returns predictions keeps the shapes stock gives it."""
         if self._fastpack_disabled or not self._fastpack_entered or self._fastpack_plan.kind == "stock":
             return False
-        if not is_stock_collator(self.data_collator):  # set by the user after construction
+        if not is_stock_collator(self.data_collator):  # set by the user during the run
             name = type(self.data_collator).__name__
             if self.fastpack_report["batches"].status == "on":
                 self.fastpack_report.add("batches", "stock", "stock", f"data_collator was replaced by {name}")
@@ -267,12 +259,15 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             return
         with contextlib.ExitStack() as stack:
             self.fastpack_trains = announce
+            if self._fastpack_plan.kind != "stock" and not is_stock_collator(self.data_collator):
+                self._fastpack_describe()  # the user's own, set after construction: rows are as it makes them
+                logger.warning(str(self.fastpack_report["batches"]))
             for switch in EARLY_SWITCHES:
                 stack.enter_context(switch(self))
             if self._fastpack_plan.kind != "stock":
-                self._fastpack_install(stack, prove=announce)
+                self._fastpack_install(stack, start=announce)
             elif announce and self.padding_free:
-                self._fastpack_prove_stock()
+                prove_stock(self)
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
             for switch in SWITCHES:
@@ -290,17 +285,17 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             print(table, flush=True)
         self._fastpack_shown = table
 
-    def _fastpack_install(self, stack: contextlib.ExitStack, *, prove: bool) -> None:
+    def _fastpack_install(self, stack: contextlib.ExitStack, *, start: bool) -> None:
         """Install the chosen attention; where `auto` chose it and the proof fails, padded rows take over, named."""
-        if prove and isinstance(self.train_dataset, Dataset) and is_token_lists(self.train_dataset, ("input_ids",)):
+        if start and isinstance(self.train_dataset, Dataset) and is_token_lists(self.train_dataset, ("input_ids",)):
             dataset_facts.check_vocabulary(self.train_dataset, vocabulary(self.model))
         choice = self._fastpack_choice
         attempt = stack.enter_context(contextlib.ExitStack())
         attention = attempt.enter_context(self._fastpack_attention(choice.path))
-        if not prove or not self._fastpack_proof_due():
+        if not start:
             return
         try:
-            self._fastpack_prove(attention)
+            prove(self, attention)
         except PackingError as error:
             if setting_of(self.args, "packed_attention") != "auto" or choice.path == RIGHT_PADDED:
                 raise
@@ -309,7 +304,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             self._fastpack_choice = Choice(RIGHT_PADDED, reason)
             self._fastpack_describe()
             if self._fastpack_plan.kind != "stock":
-                self._fastpack_prove(stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
+                prove(self, stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
 
     def _fastpack_attention(self, path: str) -> contextlib.AbstractContextManager[PackedAttention]:
         # A prepared data set was measured as a whole: no batch of it stops a run that is under way.
@@ -320,56 +315,6 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             padded_rows_limit=float("inf") if measured else self._fastpack_limit,
             compute_dtype=self.fastpack_compute_dtype,
         )
-
-    def _fastpack_proof_due(self) -> bool:
-        setting = setting_of(self.args, "verify_packing")
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if setting == "off" or sharded:
-            why = "switched off" if setting == "off" else "parameters are sharded when training starts"
-            self.fastpack_report.add("verify_packing", "off", "not run", why)
-            return False
-        return True
-
-    def _fastpack_prove(self, attention: PackedAttention) -> None:
-        try:
-            with self.accelerator.autocast():
-                proof = verify_packing(self.model, attention=attention)
-        except PackingError:
-            raise
-        except torch.OutOfMemoryError:
-            raise
-        except _CANNOT_RUN as error:
-            # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing="on"` insists.
-            self._fastpack_unproven(error)
-            return
-        self.fastpack_proof = proof
-        self.fastpack_report.add("verify_packing", "on", "proof", str(proof.raise_if_failed()))
-
-    def _fastpack_unproven(self, error: BaseException) -> None:
-        reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
-        if setting_of(self.args, "verify_packing") == "on":
-            raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
-        self.fastpack_report.add("verify_packing", "off", "not run", reason)
-
-    def _fastpack_prove_stock(self) -> None:
-        """Packed documents under stock's own attention: a leak is said, and stops a run that asked for the proof."""
-        if not self._fastpack_proof_due():
-            return
-        insists = setting_of(self.args, "verify_packing") == "on"
-        try:
-            with self.accelerator.autocast():
-                proof = verify_packing(self.model, implementation="off")
-        except _CANNOT_RUN as error:
-            if insists and isinstance(error, torch.OutOfMemoryError):
-                raise  # callers that try smaller batches look for its type
-            self._fastpack_unproven(error)
-            return
-        self.fastpack_proof = proof
-        self.fastpack_report.add("verify_packing", "on", "proof of stock", str(proof))
-        if insists:
-            proof.raise_if_failed()
-        if not proof.proven:
-            logger.warning(f"packed documents see each other under stock: {proof}; set packed_attention='auto'")
 
     @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.command_options import add_json, json_file
-from fastpack_trl.errors import UserError, describe, did_you_mean, preparing
+from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
 
 if TYPE_CHECKING:
     from fastpack_trl.verify import PackingProof
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 DEVICES = ("auto", "cpu", "cuda")
-_DEFAULT_LENGTHS = (9, 1, 14, 6)
 _LARGEST_MATRIX = 10  # documents; above, the leaks are listed
 _LISTED_LEAKS = 20
 
@@ -39,9 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         nargs="+",
         type=int,
-        default=list(_DEFAULT_LENGTHS),
-        help="tokens of each document of the probe; longer than the model's windows to exercise them "
-        f"(default: {' '.join(map(str, _DEFAULT_LENGTHS))})",
+        help="tokens of each document of the probe (default: 9 1 14 6, after one that exceeds the model's windows "
+        "where it costs little)",
     )
     add(
         "--dtype",
@@ -88,13 +86,16 @@ def run(args: Namespace) -> int:
     model = _load(args)
     if next(iter(model.parameters())).device.type != device:  # a quantized model is where its kernels are
         model = model.to(device)
-    _check_positions(model, lengths)
+    if lengths is not None:
+        _check_positions(model, lengths)
     with ExitStack() as stack:
         with preparing():  # a backend that is wrong for this model is a setting
             # The probe's own padding says nothing about the data: no limit.
             attention = stack.enter_context(packed_attention(model, args.attn, padded_rows_limit=float("inf")))
         try:
             proof = verify_packing(model, attention=attention, lengths=lengths)
+        except NonFiniteError as error:
+            raise UserError(f"nothing can be shown with --model {args.model}: {error}") from error
         except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
             remedy = "auto" if args.attn == "off" else RIGHT_PADDED
             raise UserError(
@@ -110,7 +111,9 @@ def run(args: Namespace) -> int:
     return 1
 
 
-def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
     if len(lengths) < 2:
         given = " ".join(map(str, lengths))
         raise UserError(f"--lengths {given} is one document: give two or more, e.g. --lengths 9 1 14 6")

@@ -213,10 +213,11 @@ HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=tor
         (replace(HOPPER, softcap=True), None, "per_document", "varlen has no softcap"),
         (replace(HOPPER, dropout=0.1), None, "sdpa", "varlen has no dropout, the model's is 0.1"),
         (replace(HOPPER, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
-        (PLAIN, "sdpa", "sdpa", "was asked for"),
+        (PLAIN, "sdpa", "per_document", "batches that are not packed run attn_implementation='sdpa'"),
+        (PLAIN, "eager", "per_document", "batches that are not packed run attn_implementation='eager'"),
+        (replace(PLAIN, dropout=0.1), "eager", "sdpa", "batches that are not packed run attn_implementation='eager'"),
+        (replace(PLAIN, gap="falcon ignores it"), "sdpa", "padded_rows", "batches that are not packed run"),
         (PLAIN, "flash_attention_2", "off", "was asked for"),
-        (PLAIN, "eager", "off", "was asked for"),
-        (replace(PLAIN, gap="falcon ignores it"), "sdpa", "off", "was asked for"),
     ],
 )
 def test_auto_takes_the_first_backend_that_is_right(
@@ -263,6 +264,7 @@ def test_only_a_choice_of_the_user_counts_as_asked_for() -> None:
     assert asked_for(tiny_model("qwen3", attn_implementation="eager")) == "eager"
     assert asked_for(tiny_model("gpt_oss")) is None, "gpt_oss has no sdpa: eager is its default"
     assert asked_for(tiny_model("qwen3"), "sdpa") == "sdpa"
+    assert asked_for(tiny_model("qwen3", attn_implementation="eager"), {"": "eager"}) == "eager"
 
 
 def test_olmoe_gives_its_window_to_attention_but_not_to_its_mask() -> None:

@@ -16,6 +16,8 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 RIGHT_PADDED = "padded_rows"
 """Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""
 
+ORDINARY = ("eager", "sdpa")
+"""Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
 
 LONG_DOCUMENTS: dict[tuple[int, ...], int] = {(9, 0): 4096}
 """Per compute capability: mean tokens per document from which one call per document beats one over the row.
@@ -238,7 +240,8 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
     Args:
         requested: ``auto``, ``off``, ``padded_rows`` or the name of a backend.
         features: what the model's attention needs.
-        stock_requested: an `attn_implementation` that the user asked for by name; ``auto`` respects it.
+        stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
+            that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
@@ -259,15 +262,13 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
                 f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
             )
         return Choice(requested, f"asked for; {BACKENDS[requested].reason(features)}", BACKENDS[requested])
-    if stock_requested == "sdpa" and not BACKENDS["sdpa"].refuses(features):
-        return Choice("sdpa", "attn_implementation='sdpa' was asked for; its mask is built once", BACKENDS["sdpa"])
-    if stock_requested is not None:
+    if stock_requested is not None and stock_requested not in ORDINARY:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
+    asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
     for backend in AUTO:
         refusal = backend.refuses(features)
         if not refusal:
-            reason = "; ".join([backend.reason(features), *refusals])
-            return Choice(backend.name, reason, backend)
+            return Choice(backend.name, "; ".join([backend.reason(features), *asked, *refusals]), backend)
         refusals.append(refusal)
-    return Choice(RIGHT_PADDED, refusals[-1])
+    return Choice(RIGHT_PADDED, "; ".join([refusals[-1], *asked]))

@@ -105,17 +105,29 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def asked_for(model: nn.Module, by_name: str | None = None) -> str | None:
+def state_modules(model: nn.Module) -> list[nn.Module]:
+    """Mixers that carry state from token to token, outside of attention."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Conv1d) or _STATE_MODULE.search(type(module).__name__)
+    ]
+
+
+def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
     """The attention implementation that the user chose; None where it is transformers' own default.
 
     Args:
         model: a loaded model.
-        by_name: `attn_implementation` of `model_init_kwargs`, when the model was given by its name.
+        by_name: `attn_implementation` of `model_init_kwargs`, when the model was given by its name; it may name one
+            per sub-model.
     """
     base = text_model(model)
     implementation: str = base.config.get_text_config()._attn_implementation
     default = ("sdpa", "eager") if not getattr(base, "_supports_sdpa", False) else ("sdpa",)
-    return by_name or (None if implementation in default else implementation)
+    if by_name is not None:
+        return by_name if isinstance(by_name, str) else implementation
+    return None if implementation in default else implementation
 
 
 def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
@@ -180,10 +192,8 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _UNDERSTOOD_LAYERS)
     if other:
         yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
-    for module in base.modules():
-        if isinstance(module, nn.Conv1d) or _STATE_MODULE.search(type(module).__name__):
-            yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
-            break
+    for module in state_modules(base):
+        yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
     if _layers_without(attentions, base):
         yield f"{family} has layers that mix tokens without the attention interface"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
@@ -219,17 +229,18 @@ def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
     return False
 
 
-def _source_tree(function: Any) -> ast.Module | None:
+def source_tree(function: Any) -> ast.Module | None:
+    """The parsed source of a function; None where it was built without (frozen applications, interactive classes)."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
-        return None  # built without source (a frozen application, an interactive class): read as "does not call"
+        return None
 
 
 @lru_cache(maxsize=256)
 def _attention_call(cls: Any) -> _AttentionCall | None:
     """How the forward of `cls` calls the function it got from the attention interface; None if it does not."""
-    tree = _source_tree(cls.forward) if hasattr(cls, "forward") and issubclass(cls, nn.Module) else None
+    tree = source_tree(cls.forward) if hasattr(cls, "forward") and issubclass(cls, nn.Module) else None
     if tree is None:
         return None
     names: set[str] = set()
@@ -250,7 +261,7 @@ def _attention_call(cls: Any) -> _AttentionCall | None:
 @lru_cache(maxsize=256)
 def _hands_on_kwargs(parent: Any, child: str) -> bool:
     """Whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt in another way."""
-    tree = _source_tree(parent.forward)
+    tree = source_tree(parent.forward)
     calls = [
         node
         for node in (ast.walk(tree) if tree is not None else ())

@@ -1,0 +1,244 @@
+"""What the packing proof sees, and what its outcome does to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, start_proof
+from fastpack_trl.attention import model_features, seam
+from fastpack_trl.attention.stock_leak import stock_leak
+from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.testing import FAMILIES, tiny_model
+from fastpack_trl.verify import verify_packing
+
+OFF = {"packed_attention": "off"}
+
+
+def widened(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
+    """Every window is another one for our path; stock makes its masks as before."""
+    right = model_features.window_of
+
+    def wrong(module: nn.Module) -> int | None:
+        window = right(module)
+        return None if window is None else window + by
+
+    monkeypatch.setattr(model_features, "window_of", wrong)
+    monkeypatch.setattr(seam, "window_of", wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "window"), [("mistral", 5), ("gpt_oss", 40)])
+def test_a_window_that_is_one_off_fails_the_proof(
+    monkeypatch: pytest.MonkeyPatch, family: str, window: int, dtype: torch.dtype
+) -> None:
+    model = tiny_model(family, sliding_window=window).to(dtype)
+    proof = verify_packing(model)
+    assert proof.proven, str(proof)
+    assert not proof.not_exercised
+    for by in (-1, 1):
+        with monkeypatch.context() as patch:
+            widened(patch, by)
+            proof = verify_packing(model)
+        assert not proof.proven
+        assert {(seen, right) for _, seen, right in proof.windows} == {(window + by, window)}
+        assert f"sees {window + by}, not {window}" in str(proof)
+        if dtype == torch.float32:  # below, rounding is larger than what one token more or less changes
+            assert proof.budget is not None
+            assert proof.difference > 10 * proof.budget
+
+
+def test_windows_up_to_512_tokens_are_exercised_on_the_cpu() -> None:
+    for family, window in (("gpt_oss", 128), ("gemma3_text", 512)):
+        proof = verify_packing(tiny_model(family, sliding_window=window, max_position_embeddings=1024))
+        assert proof.proven
+        assert not proof.not_exercised
+        assert max(proof.past_window) > window + 1
+    proof = verify_packing(tiny_model("mistral", sliding_window=513, max_position_embeddings=1024))
+    assert (proof.proven, proof.not_exercised, proof.past_window) == (True, ("window 513",), ())
+    # A document of the model's own positions never exceeds this one.
+    assert verify_packing(tiny_model("mistral", sliding_window=120)).not_exercised == ("window 120",)
+
+
+def test_a_probe_that_costs_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl import probe
+
+    model = tiny_model("mistral", sliding_window=40)
+    for name, bound in (("_MOST_OPERATIONS", {"cpu": 1e6}), ("_MOST_LOGITS", 1000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, name, bound)
+            assert verify_packing(model).not_exercised == ("window 40",)
+
+
+def test_logits_are_made_of_the_last_tokens_alone() -> None:
+    model = tiny_model("gpt_oss", sliding_window=40)
+    rows, head = [], model.lm_head.forward
+
+    def counted(hidden: torch.Tensor) -> Any:
+        rows.append(hidden.shape[1])
+        return head(hidden)
+
+    model.lm_head.forward = counted
+    verify_packing(model)
+    assert max(rows) == 30, "the head ran on a whole document that exceeds the window"
+
+
+def test_hooks_of_the_user_see_nothing_of_the_proof(tmp_path: Path) -> None:
+    model, seen = tiny_model("mistral"), []
+    handles = [
+        model.model.layers[0].register_forward_hook(lambda *_: seen.append("forward")),
+        model.model.layers[1].mlp.register_full_backward_hook(lambda *_: seen.append("backward")),
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append("global")),
+    ]
+    try:
+        assert verify_packing(model).proven
+        assert not seen
+        train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
+        assert set(seen) == {"forward", "backward", "global"}
+        assert seen.count("forward") == 1, "in the step alone"
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def spoilt(model: Any, name: str, value: float) -> Any:
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    message = rf"parameter {name} has non-finite values: 1 of 1,536"
+    with pytest.raises(NonFiniteError, match=message):
+        verify_packing(spoilt(tiny_model("qwen3"), name, value))
+    options: dict[str, Any] = {"packing": True, "max_steps": 1, "eval_strategy": "no"}
+    ours = train(FastSFTTrainer, tmp_path, model=spoilt(tiny_model("qwen3"), name, value), **options)
+    line = ours.fastpack_report["verify_packing"]
+    assert (line.status, line.path) == ("off", "not run")
+    assert name in line.reason
+    assert ours.fastpack_report["packed_attention"].path == "per_document"
+    assert name in caplog.text
+    with pytest.raises(ValueError, match=f"verify_packing='on': {message}"):
+        train(
+            FastSFTTrainer, tmp_path, model=spoilt(tiny_model("qwen3"), name, value), fast={"verify_packing": "on"},
+            **options,
+        )  # fmt: skip
+
+
+def test_packing_under_stock_is_proven_and_a_leak_stops(tmp_path: Path) -> None:
+    right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
+    assert right.fastpack_report["verify_packing"].path == "proof of stock"
+    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
+    leaking: dict[str, Any] = {"family": "gpt_oss", "packing": True, "max_steps": 1, "eval_strategy": "no"}
+    with pytest.raises(
+        PackingError, match=r"proof with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"
+    ):
+        train(FastSFTTrainer, tmp_path, fast=OFF, **leaking)
+    with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
+        train(FastSFTTrainer, tmp_path, torch_compile=True, torch_compile_backend="eager", **leaking)
+    insisted = train(FastSFTTrainer, tmp_path / "ours", fast={**OFF, "verify_packing": "off"}, **leaking)
+    stock = train(SFTTrainer, tmp_path / "stock", **leaking)
+    assert figures(insisted) == figures(stock)
+    assert insisted.fastpack_report["verify_packing"].reason == "switched off"
+
+
+def test_disable_trains_as_stock_whatever_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    train(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no", fast=OFF)
+
+
+def test_where_the_proof_cannot_run_the_source_of_the_model_decides(tmp_path: Path) -> None:
+    for family in ("qwen3", "gpt_oss"):
+        config = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), **OFF)
+        trainer = FastSFTTrainer(
+            tiny_model(family), args=config, train_dataset=make_dataset("tokens"), processing_class=make_tokenizer()
+        )
+        trainer.is_fsdp_enabled = True
+        if family == "qwen3":
+            start_proof.prove_stock(trainer)
+            line = trainer.fastpack_report["verify_packing"]
+            assert line.path == "not run"
+            assert line.reason.startswith("parameters are sharded when training starts; by its source stock keeps")
+        else:
+            with pytest.raises(PackingError, match="gpt_oss makes its eager mask without position_ids; set packed_att"):
+                start_proof.prove_stock(trainer)
+            trainer.args.verify_packing = "off"
+            start_proof.prove_stock(trainer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_source_says_of_stock_is_what_the_proof_finds(family: str) -> None:
+    model = tiny_model(family)
+    try:
+        leaks = bool(verify_packing(model, implementation="off").leaks)
+    except ValueError as error:
+        pytest.skip(f"stock refuses packed rows: {error}")
+    assert bool(stock_leak(model)) == leaks
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_an_implementation_that_was_asked_for_runs_what_is_not_packed(tmp_path: Path, name: str) -> None:
+    """Packed rows run ours over it: asked for, stock's own leaks in gpt_oss."""
+    family = "gpt_oss" if name == "eager" else "qwen3"
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {
+        "model": str(tmp_path / "model"), "packing": True,
+        "model_init_kwargs": {"attn_implementation": name, "dtype": "float32"},
+    }  # fmt: skip
+    ours = train(FastSFTTrainer, tmp_path / "ours", **options)
+    line = ours.fastpack_report["packed_attention"]
+    assert (line.status, line.path) == ("on", "per_document")
+    if name == "sdpa":
+        assert "batches that are not packed run attn_implementation='sdpa'" in line.reason
+        assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
+    assert ours.fastpack_proof is not None
+    assert ours.fastpack_proof.proven
+    assert ours.model.config._attn_implementation == name
+
+
+def test_a_loaded_model_keeps_its_eager_attention_for_what_is_not_packed(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", attn_implementation="eager")
+    ours = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
+    line = ours.fastpack_report["packed_attention"]
+    assert line.path == "per_document"
+    assert "batches that are not packed run attn_implementation='eager'" in line.reason
+
+
+def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own:
+        """Neither stock's collator nor a kind of it: what it tells the model is not known."""
+
+        def __init__(self) -> None:
+            self.stock = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+
+        def __call__(self, rows: Any) -> Any:
+            return self.stock(rows)
+
+    class Kind(DataCollatorForLanguageModeling):
+        pass
+
+    def trained_with(collator: Any) -> None:
+        config = SFTConfig(**settings(tmp_path, packing=True, max_steps=1, eval_strategy="no"))
+        trainer = FastSFTTrainer(
+            tiny_model("gpt_oss"), args=config, train_dataset=make_dataset("tokens"), processing_class=make_tokenizer()
+        )
+        trainer.data_collator = collator  # TRL takes none at construction where rows are packed
+        trainer.train()
+
+    trained_with(Own())
+    assert "what Own makes of them is not examined" in caplog.text
+    with pytest.raises(PackingError, match="custom data collator Kind"):
+        trained_with(Kind(pad_token_id=0, padding_free=True))
