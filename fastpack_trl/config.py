@@ -131,8 +131,9 @@ class FastSFTConfig(SFTConfig):
     verify_packing: str = field(
         default="auto",
         metadata={
-            "help": "Prove when training starts that no packed document sees another: auto (when documents are "
-            "packed), on or off. Costs a few forward and backward passes over a few dozen tokens, once."
+            "help": "Prove when training starts that no packed document sees another, and stop where one does: auto "
+            "(when documents are packed), on or off (train whatever leaks). Costs a few forward and backward passes "
+            "over a few dozen tokens, once; with sliding windows two forward passes over up to 1,055 more."
         },
     )
     lora: str = field(
