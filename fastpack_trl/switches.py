@@ -133,7 +133,7 @@ def moe(trainer: Any) -> Iterator[None]:
     with apply_moe(trainer.model, lora=setting_of(trainer.args, "lora") != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
-        said = "; ".join([*str(applied).splitlines(), note])
+        said = "; ".join([*str(applied).splitlines(), *[note] * bool(applied.active)])
         report.add("moe", *(("on", "fastpack") if applied.active else ("stock", "stock")), said)
         yield
 

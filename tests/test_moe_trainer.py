@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import moe_model, norm_of_difference
+from moe_material import model_without_gates, moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
 from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
@@ -18,6 +18,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.readme import load_results
 from fastpack_trl.moe.aux_loss import load_balancing_loss
 from fastpack_trl.moe.gains import MEASURED, Gain
+from fastpack_trl.moe.layout import experts_modules
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -107,6 +108,25 @@ def test_switch_and_the_users_own_choice(
     assert line.status == status
     assert said in line.reason
     assert ours.model.config._experts_implementation == (asked or "grouped_mm")
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("setting", ["auto", "off", "on"])
+def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
+    trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
+    stock = train(SFTTrainer, tmp_path / "stock", model=model_without_gates(), trainer=trainer)
+    ours = train(FastSFTTrainer, tmp_path / "ours", model=model_without_gates(), trainer=trainer, fast={"moe": setting})
+    assert isinstance(ours, FastSFTTrainer)
+    assert_same_log(ours, stock)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
+    line = ours.fastpack_report["moe"]
+    assert (line.status, line.path) == ("off" if setting == "off" else "stock", "stock")
+    assert line.reason == ("switched off" if setting == "off" else f"stock: {_experts(ours)} (experts without a gate)")
+
+
+def _experts(trainer: SFTTrainer) -> str:
+    (name,) = experts_modules(trainer.model)
+    return name
 
 
 def test_auto_takes_stock_where_less_than_three_percent_were_measured(

@@ -44,12 +44,16 @@ class Packed:
 
 def read_stack(module: Any, name: str) -> tuple[Tensor, Packed | None]:
     """A stack of an experts module: the dense parameter and None, or the packed one and how to make it dense."""
+    return _packed_stack(module, name) or (getattr(module, name), None)
+
+
+def _packed_stack(module: Any, name: str) -> tuple[Tensor, Packed] | None:
     parametrized = getattr(module, "parametrizations", None)
     if parametrized is not None and name in parametrized:
         (*_, last) = made_by = list(parametrized[name])
         if len(made_by) == 1 and type(last).__name__ == "Bnb4bitParametrization":
             return parametrized[name].original, Packed(last.quant_state)
-    return getattr(module, name), None
+    return None
 
 
 def stack_dtype(module: Any, name: str) -> torch.dtype:
@@ -72,7 +76,7 @@ class QuantisedExperts:
 
 def has_quantised_experts(model: nn.Module) -> bool:
     """Whether a stack of this model is packed."""
-    return any(read_stack(module, STACKS[0])[1] is not None for module in experts_modules(model).values())
+    return any(_packed_stack(module, STACKS[0]) is not None for module in experts_modules(model).values())
 
 
 def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantisedExperts:
