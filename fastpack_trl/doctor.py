@@ -26,7 +26,7 @@ EXTRAS = {
 }
 """Extra of this package -> the module that it brings, and what needs it."""
 
-_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton")
+_PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "triton")
 _OPTIONAL = ("bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
 _TRANSFER_BYTES = 256 << 20
 _TRANSFER_ROUNDS = 5
@@ -104,8 +104,9 @@ def _versions() -> dict[str, str]:
     import platform
 
     from fastpack_trl import __version__
+    from fastpack_trl.bench.record import version_of
 
-    found = {"python": platform.python_version(), "fastpack_trl": __version__}
+    found = {"python": platform.python_version(), "fastpack_trl": __version__, "torch": version_of("torch")}
     found |= {name: _version(name) for name in _PACKAGES}
     return found | {name: _version(name) for name in _OPTIONAL if find_spec(name) is not None}
 

@@ -6,7 +6,6 @@ import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -103,12 +102,13 @@ class Results:
         import torch
 
         from fastpack_trl import __version__
+        from fastpack_trl.bench.record import version_of
 
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
         versions = {"python": platform.python_version(), "fastpack-trl": __version__}
         return cls(
             settings={**chosen, "training": settings.training},
-            versions=versions | {name: version(name) for name in PACKAGES},
+            versions=versions | {name: version_of(name) for name in PACKAGES},
             machine={"system": platform.system(), "machine": platform.machine(), "threads": torch.get_num_threads()},
         )
 

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import datasets
@@ -16,6 +15,7 @@ import torch
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from fastpack_trl.bench.record import version_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.rows import ArrowRows
 
@@ -170,4 +170,4 @@ def _version(package: str) -> str:
         from fastpack_trl import __version__
 
         return __version__
-    return version(package)
+    return version_of(package)

@@ -69,8 +69,15 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "fastpack_trl": __version__,
-        **{package: version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
     }
+
+
+def version_of(package: str) -> str:
+    """The installed version; torch's names its build (``2.15.0+cu132``), which the package's own does not."""
+    import torch
+
+    return str(torch.__version__) if package == "torch" else version(package)
 
 
 def source() -> dict[str, Any]:

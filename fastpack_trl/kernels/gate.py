@@ -6,6 +6,7 @@ other gate runs through the model's own function.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,11 +127,21 @@ def gate_backward_torch(
 
 
 def _clamp_backward(grad: Tensor, x: Tensor, low: float, high: float, out: Tensor) -> None:
-    """The gradient where ``low <= x <= high``, else zero. `hardtanh_backward` leaves the bounds themselves out."""
-    low, high = (
-        float(np.nextafter(np.float32(bound), np.float32(far))) for bound, far in ((low, -np.inf), (high, np.inf))
-    )
+    """The gradient where ``low < x < high``, else zero; at the bounds themselves as the installed torch has it."""
+    if passes_at_bounds():
+        low, high = (
+            float(np.nextafter(np.float32(bound), np.float32(far))) for bound, far in ((low, -np.inf), (high, np.inf))
+        )
     torch.ops.aten.hardtanh_backward.grad_input(grad, x, low, high, grad_input=out)
+
+
+@functools.cache
+def passes_at_bounds() -> bool:
+    """Whether torch's `clamp` has a gradient where its input is a bound: in 2.13 it has, in 2.15 it has not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        bound = torch.ones(1, requires_grad=True)
+        (grad,) = torch.autograd.grad(bound.clamp(-1.0, 1.0), bound)
+    return bool(grad)
 
 
 def _own_backward(

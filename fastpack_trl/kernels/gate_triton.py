@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack_trl.kernels._triton import on_device_of
-from fastpack_trl.kernels.gate import Gate
+from fastpack_trl.kernels.gate import Gate, passes_at_bounds
 
 _ROWS = 4
 _MAX_COLUMNS = 512
@@ -77,7 +77,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     h, bias, expert, grad_a, weight, grad_h, weighted_a, grad_weight, slots, inner, alpha, limit,
-    has_bias: tl.constexpr, clamped: tl.constexpr, interleaved: tl.constexpr,
+    has_bias: tl.constexpr, clamped: tl.constexpr, at_bounds: tl.constexpr, interleaved: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -98,9 +98,14 @@ def _backward_kernel(
             sigmoid = 1 / (1 + tl.exp(-alpha * x))
             glu = x * sigmoid
             a = u * glu
-            d_up = tl.where((up < -limit) | (up > limit), 0.0, grad * scale * glu)
+            d_up = grad * scale * glu
             d_first = grad * scale * u * (sigmoid + alpha * glu * (1 - sigmoid))
-            d_first = tl.where(first > limit, 0.0, d_first)
+            if at_bounds:
+                d_up = tl.where((up < -limit) | (up > limit), 0.0, d_up)
+                d_first = tl.where(first > limit, 0.0, d_first)
+            else:
+                d_up = tl.where((up <= -limit) | (up >= limit), 0.0, d_up)
+                d_first = tl.where(first >= limit, 0.0, d_first)
         else:
             sigmoid = 1 / (1 + tl.exp(-first))
             silu = first * sigmoid
@@ -148,8 +153,8 @@ def gate_backward_triton(
             _backward_kernel[(triton.cdiv(slots, _ROWS),)](
                 h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
                 weight_s, grad_h, weighted_a, grad_weight, slots, inner, gate.alpha, gate.limit,
-                has_bias=bias_ef is not None, clamped=gate.kind == "clamped", interleaved=gate.interleaved,
-                rows=_ROWS, columns=_columns(inner),
+                has_bias=bias_ef is not None, clamped=gate.kind == "clamped", at_bounds=passes_at_bounds(),
+                interleaved=gate.interleaved, rows=_ROWS, columns=_columns(inner),
             )  # fmt: skip
     return grad_h, weighted_a, grad_weight
 
