@@ -50,8 +50,13 @@ def has_hooks(module: Any) -> bool:
 
 
 def has_global_hook() -> bool:
-    """Whether the user has a hook on every module of the process."""
-    return any(_global_dictionaries()) and bool(global_hook())
+    """Whether the user has a hook on every module of the process. Not asked in a graph, where torch traces them."""
+    return not torch.compiler.is_compiling() and any(_global_dictionaries()) and bool(global_hook())
+
+
+def are_hooked(*modules: nn.Module) -> bool:
+    """Whether a hook runs when one of `modules` is called: who goes past them asks before each call."""
+    return any(map(has_hooks, modules)) or has_global_hook()
 
 
 def global_hook() -> str:
@@ -153,6 +158,23 @@ def _silent(*_args: Any, **_keywords: Any) -> None:
 def in_backward() -> bool:
     """Whether autograd is running on this thread: a layer that is called now is computed again."""
     return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks it
+
+
+class SameInRecompute:
+    """The answer to a question that is asked in each forward of a module; computed again, it gives that of its forward.
+
+    A checkpoint compares what forward and recompute save: a hook that came or went between must not change the way.
+    """
+
+    def __init__(self) -> None:
+        self._last = False
+
+    def __call__(self, answer: bool) -> bool:
+        if answer != self._last and not torch.compiler.is_compiling():
+            if in_backward():
+                return self._last
+            self._last = answer
+        return answer
 
 
 @cache

@@ -106,11 +106,14 @@ def _lengths_of_rows(folder: Path, fast: dict[str, Any], **options: Any) -> list
     lengths: list[int] = []
     model = tiny_model(options.pop("family", "qwen3"))
 
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if "packed_batch" in kwargs and torch.is_grad_enabled() and kwargs.get("input_ids") is not None:
-            lengths.append(kwargs["input_ids"].shape[1])
+    stock = model.model.forward
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    def note(*args: Any, **kwargs: Any) -> Any:  # no hook: with one, micro-batches are not merged
+        if "packed_layer" in kwargs and torch.is_grad_enabled():
+            lengths.append(kwargs["input_ids"].shape[1])
+        return stock(*args, **kwargs)
+
+    model.model.forward = note
     train(FastSFTTrainer, folder, fast=fast | {"verify_packing": "off"}, model=model, **options)
     return lengths
 
@@ -279,11 +282,24 @@ class _AddsACallback(TrainerCallback):
         self.trainer.add_callback(_Halves())
 
 
+class _Scales(TrainerCallback):
+    """From step `since` on a module hook scales what a submodule returns."""
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.since:
+            model.model.norm.register_forward_hook(lambda _module, _args, out: out * 1.5)
+
+
 _WATCHERS: dict[str, tuple[Callable[[], TrainerCallback], str]] = {
     "callback": (_Halves, "on_substep_end of _Halves"),
     "hook": (lambda: _Clamps("on_train_begin"), "hook on the gradient of model.embed_tokens.weight"),
     "hook of a step": (lambda: _Clamps("on_step_begin"), "hook on the gradient of model.embed_tokens.weight"),
     "hook later": (lambda: _Clamps("on_step_begin", 1), "hook on the gradient of model.embed_tokens.weight"),
+    "module hook": (lambda: _Scales(0), "forward hook <lambda> on model.norm"),
+    "module hook later": (lambda: _Scales(1), "forward hook <lambda> on model.norm"),
     "hook on the sum": (_ClampsInPlace, "hook on the gradient of model.embed_tokens.weight"),
 }
 
@@ -348,8 +364,10 @@ class _Refuse(torch.autograd.Function):
 def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
     """A model whose first layer runs out of memory where `limit` says so; `limit` is asked once per row."""
     model = tiny_model("qwen3")
+    layer = model.model.layers[0]
 
-    def refuse(module: Any, args: tuple[Tensor, ...], output: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        output = type(layer).forward(layer, *args, **kwargs)
         hidden = output[0] if isinstance(output, tuple) else output
         if not torch.is_grad_enabled() or not limit(hidden.shape[1]):
             return output
@@ -357,7 +375,7 @@ def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return (_Refuse.apply(hidden), *output[1:]) if isinstance(output, tuple) else _Refuse.apply(hidden)
 
-    model.model.layers[0].register_forward_hook(refuse)
+    layer.forward = refuse
     return model
 
 

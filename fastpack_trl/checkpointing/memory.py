@@ -21,6 +21,7 @@ from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_pl
 from fastpack_trl.checkpointing.seam import offload_unavailable
 from fastpack_trl.checkpointing.trace import Run, host_copy_seconds, trace_levels
 from fastpack_trl.config import setting_of
+from fastpack_trl.module_hooks import HookWatch
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
 
@@ -49,6 +50,7 @@ class ActivationMemory(TrainerCallback):
         next_plan: the plan with less memory than the one given; None where there is none.
         offload: arguments of `offload_checkpoints`.
         notes: what fell back while the plan was made.
+        asked: whether the user chose the level; else what a user's hooks see is as stock's checkpointing has it.
     """
 
     def __init__(
@@ -59,11 +61,14 @@ class ActivationMemory(TrainerCallback):
         next_plan: Callable[[Plan], Plan | None],
         offload: dict[str, Any],
         notes: Sequence[str] = (),
+        asked: bool = False,
     ) -> None:
         self.plan = plan
         self._notes = list(notes)
         self._trainer, self._layers, self._next, self._offload = trainer, layers, next_plan, offload
         self._stack = contextlib.ExitStack()
+        self._watches = [] if asked else [HookWatch(layer) for layer in layers]
+        self._hooks: list[str] = []
         self._fell = ""
         self._static = 0
         self.spare: Callable[[], bool] | None = None
@@ -79,6 +84,11 @@ class ActivationMemory(TrainerCallback):
             self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._trainer)
         self._install()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Install again where a hook of the user came or went."""
+        if [watch.look() for watch in self._watches] != self._hooks:
+            self._install()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the peak."""
         if args.device.type == "cuda":
@@ -90,13 +100,23 @@ class ActivationMemory(TrainerCallback):
 
     def _install(self) -> None:
         self._stack.close()
-        self._stack.enter_context(layer_levels(self._layers, self.plan.levels, **self._offload))
+        self._hooks = [watch.look() for watch in self._watches]
+        self._stack.enter_context(layer_levels(self._layers, self._levels(), **self._offload))
         self.report()
+
+    def _levels(self) -> list[Level]:
+        """Those of the plan; a layer with a hook of the user is computed again where stock would: the hook sees it."""
+        hooked = {index for index, hook in enumerate(self._hooks) if hook}
+        levels = enumerate(self.plan.levels)
+        return [Level.CHECKPOINT if index in hooked and level is Level.KEEP else level for index, level in levels]
 
     def report(self) -> None:
         """The plan's line in the report."""
-        levels = " + ".join(str(level) for level in sorted(set(self.plan.levels)))
-        notes = [*self._notes, self._fell] if self._fell else self._notes
+        installed = self._levels()
+        levels = " + ".join(str(level) for level in sorted(set(installed)))
+        notes = [*self._notes, self._fell] if self._fell else [*self._notes]
+        if installed != list(self.plan.levels):
+            notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
         self._trainer.fastpack_report.add(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
@@ -255,4 +275,4 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> Activati
     def less(plan: Plan) -> Plan | None:
         return deeper(costs, plan, deepest=deepest, **sizes)
 
-    return ActivationMemory(trainer, layers, plan, less, offload, said)
+    return ActivationMemory(trainer, layers, plan, less, offload, said, asked=setting != "auto")

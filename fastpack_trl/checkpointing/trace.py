@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts
+from fastpack_trl.module_hooks import users_hooks_off
 
 PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""
@@ -96,7 +97,7 @@ def trace_levels(
     copy_seconds: Callable[[int], float] | None = None,
     levels: Sequence[Level] = tuple(Level),
 ) -> tuple[LayerCosts, dict[Level, str]]:
-    """Measure every level on a few tokens, in training mode; gradients and random states are left alone.
+    """Measure every level on a few tokens, in training mode, unseen by gradients, random states and users' hooks.
 
     Args:
         model: whose parameters are not activations.
@@ -114,8 +115,9 @@ def trace_levels(
     seconds: dict[Level, float] = {}
     failed: dict[Level, str] = {}
     base: tuple[float, float] | None = None
-    parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-    with training(model):
+    # A hook on a parameter would see each gradient that is asked for.
+    parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad and not p._backward_hooks]
+    with training(model), users_hooks_off(model):
         for level in [level for level in levels if level is not Level.OFFLOAD]:
             try:
                 points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]

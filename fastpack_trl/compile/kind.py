@@ -18,6 +18,7 @@ from fastpack_trl.compile.graph import (
     is_reentrant,
     packed_call,
 )
+from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.trial import CANNOT_RUN, Path, Run, difference, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames
 
@@ -34,10 +35,16 @@ class Settings:
         measured: whether each path is timed before it is taken.
         on_change: called whenever a kind was decided.
         verbose: print one line per compilation to stderr.
+        hooked: layers that run as they are for a hook of the user.
     """
 
     def __init__(
-        self, backend: str | Callable[..., Any], measured: bool, on_change: Callable[[], None], verbose: bool
+        self,
+        backend: str | Callable[..., Any],
+        measured: bool,
+        on_change: Callable[[], None],
+        verbose: bool,
+        hooked: HookedLayers,
     ) -> None:
         import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
 
@@ -45,6 +52,7 @@ class Settings:
         self.measured = measured
         self.on_change = on_change
         self.verbose = verbose
+        self.hooked = hooked
         self.installed = contextlib.ExitStack()
         """What is taken away again when training ends."""
         limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
@@ -60,7 +68,7 @@ class LayerKind:
 
     Attributes:
         name: the class, e.g. ``LlamaDecoderLayer``.
-        layers: how many.
+        members: the layers.
         path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend), ``liger`` or
             ``eager``.
         reason: what was measured, or why it is not compiled.
@@ -69,11 +77,10 @@ class LayerKind:
 
     def __init__(self, layers: list[nn.Module], settings: Settings) -> None:
         self.name = type(layers[0]).__name__
-        self.layers = len(layers)
+        self.members = layers
         self.path = "pending"
         self.reason = ""
         self.seconds = 0.0
-        self._members = layers
         self._settings = settings
         self._tried: set[str] = set()
         self._compiled = CompiledLayer(self.name, settings.backend)
@@ -87,7 +94,9 @@ class LayerKind:
             stock: the layer as it is; called with the hidden states.
             args, kwargs: of the layer.
         """
-        call = packed_call(layer, checkpoint, args, kwargs) if self.path not in AS_THEY_ARE else None
+        if self.path in AS_THEY_ARE or layer in self._settings.hooked:
+            return stock(*args[:1])
+        call = packed_call(layer, checkpoint, args, kwargs)
         if call is None:
             return stock(*args[:1])
         place = call.place
@@ -137,7 +146,7 @@ class LayerKind:
         settings.say(f"{seconds:.1f} s")
         self.seconds += seconds
         self.path = settings.backend if isinstance(settings.backend, str) else "compiled"
-        self.reason = f"{self.name} x {self.layers} compiled in {self.seconds:.1f} s"
+        self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
         return True
 
     def _choose(self, paths: dict[str, Path], call: LayerCall) -> None:
@@ -152,7 +161,7 @@ class LayerKind:
         self.reason += f"; {seen} per layer and row of {call.hidden.shape[1]:,} tokens{why}"
         fastest = min(times, key=times.__getitem__)
         if fastest == "liger":
-            self._settings.installed.enter_context(liger.liger_modules(self._members))
+            self._settings.installed.enter_context(liger.liger_modules(self.members))
         if fastest != "compiled":
             self.path = fastest
 
@@ -171,7 +180,7 @@ class LayerKind:
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"
         said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
-        self.reason = f"{self.name} x {self.layers} not compiled: {said}"
+        self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
         logger.warning(f"layer_compile: {self.reason}")
         self._settings.on_change()
 

@@ -25,7 +25,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.attention.model_features import attention_modules, text_model, window_of
-from fastpack_trl.compile.kind import LayerKind, Settings
+from fastpack_trl.compile.hooked import HookedLayers
+from fastpack_trl.compile.kind import AS_THEY_ARE, LayerKind, Settings
 
 
 class CompiledLayers:
@@ -33,22 +34,34 @@ class CompiledLayers:
 
     Attributes:
         kinds: one `LayerKind` per kind of decoder layer, with its path, its reason and the seconds of compilation.
+        hooked: layers that run as they are for a hook of the user.
     """
 
-    def __init__(self, kinds: list[LayerKind]) -> None:
-        self.kinds = kinds
+    def __init__(self) -> None:
+        self.kinds: list[LayerKind] = []
+        self.hooked = HookedLayers({}, lambda: None)
 
     @property
     def path(self) -> str:
         """The paths in use, e.g. ``inductor`` or ``eager, inductor``."""
-        return ", ".join(sorted({kind.path for kind in self.kinds}))
+        paths = {kind.path for kind in self.kinds if kind.path in AS_THEY_ARE or not all(self.hooked.on(kind.members))}
+        return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
 
     @property
     def reason(self) -> str:
         """What each kind does and why."""
         waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
         said = [kind.reason for kind in self.kinds if kind.reason]
+        found = self._hooked()
+        if found:
+            layers = "1 layer runs" if len(found) == 1 else f"{len(found)} layers run"
+            said.append(f"{layers} eager for {found[0]}: remove it to have them compiled")
         return "; ".join([*said, *(f"{name} is compiled at its first packed row" for name in waiting)])
+
+    def _hooked(self) -> list[str]:
+        """The hook of each layer that would be compiled without it."""
+        layers = [layer for kind in self.kinds if kind.path not in AS_THEY_ARE for layer in kind.members]
+        return list(filter(None, self.hooked.on(layers)))
 
 
 @contextlib.contextmanager
@@ -73,7 +86,8 @@ def compiled_layers(
     ```
 
     A layer that cannot be compiled (no compiler, control flow that depends on data, more shapes than torch's
-    `recompile_limit`) runs as it is, named once in the log and in `CompiledLayers.reason`.
+    `recompile_limit`) runs as it is, named once in the log and in `CompiledLayers.reason`; so does a layer while a
+    module hook of the user, also a global one, is on it or inside.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT; not sharded.
@@ -89,9 +103,11 @@ def compiled_layers(
     layers = decoder_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
-    handle = CompiledLayers([])
+    handle = CompiledLayers()
     changed = (lambda: None) if on_change is None else partial(on_change, handle)
-    settings = Settings(_backend, measure, changed, verbose)
+    names = {module: name for name, module in model.named_modules()}
+    handle.hooked = HookedLayers({layer: names[layer] for layer in layers}, changed)
+    settings = Settings(_backend, measure, changed, verbose, handle.hooked)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.module_hooks import has_global_hook, has_hooks
+
 _ROWS = 64
 # Both sides round a handful of times; another formula (an offset, a casting order) is off by more than 1.
 _ROUNDINGS = 8
@@ -118,7 +120,8 @@ def _swiglu(module: Any) -> Callable[..., Any]:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not torch.is_grad_enabled():
+        hooked = has_hooks(self.act_fn) or has_global_hook()  # which the kernel would leave out
+        if args or kwargs or hooked or not torch.is_grad_enabled():
             return type(self).forward(self, hidden_states, *args, **kwargs)
         return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
 

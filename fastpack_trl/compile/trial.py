@@ -78,7 +78,7 @@ def difference(path: Path, eager: Path, hidden: Tensor, layer: nn.Module) -> tup
 
 
 def _results(path: Path, hidden: Tensor, layer: nn.Module) -> list[Tensor]:
-    """Output and gradients. They are returned to nobody else: no ``.grad``, no hook of a reducer."""
+    """Output and gradients. They are returned to nobody else: no ``.grad``, no hook of a reducer or of the user."""
     hidden = hidden.detach().requires_grad_()
     inputs = [hidden, *_trained(layer)]
     with path.around():
@@ -106,7 +106,9 @@ def _trained(layer: nn.Module) -> Iterator[Tensor]:
     made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
     for cast in casts:
         yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
-    yield from (p for p in layer.parameters() if p.requires_grad and id(p) not in made)
+    # A hook on a parameter would see each gradient that is asked for.
+    parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)
+    yield from (p for p in parameters if id(p) not in made)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

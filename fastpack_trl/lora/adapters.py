@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.module_hooks import in_backward
+
 
 class CastAdapter(NamedTuple):
     """The adapter of one projection as its forward reads it."""
@@ -37,7 +39,7 @@ class CastAdapter(NamedTuple):
             return False
         if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
             return True
-        if self.spent and not _in_backward():
+        if self.spent and not in_backward():
             return False  # a layer that is called on its own, past the backbone's hook
         return self.made_from[2:] == (a._version, b._version, scaling)
 
@@ -70,10 +72,6 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
         made_from = (a, b, a._version, b._version, scaling)
         # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
         module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from, spent)
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks it
 
 
 def clear(modules: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
-from fastpack_trl.moe.block import LowRank, is_decoding, run_experts, traceable
+from fastpack_trl.module_hooks import SameInRecompute, are_hooked
+from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
+
+_BNB_CACHE = "bitsandbytes.nn.parametrize"
 
 
 @dataclass(slots=True)
@@ -33,13 +36,15 @@ class ExpertLora:
         wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
         module: the experts module inside.
         reason: why PEFT's own path runs; empty where ours does. Read again in each forward: adapters may be merged,
-            added or switched off at any time.
+            added or switched off at any time, hooks may come and go.
+        hooked: whether hooks ask for PEFT's path.
     """
 
     name: str
     wrappers: list[Any]
     module: Any
     reason: str = ""
+    hooked: SameInRecompute = field(default_factory=SameInRecompute)
 
 
 @contextlib.contextmanager
@@ -128,15 +133,23 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
         # Older PEFT always reads a stack as (experts, in, out), and so gives the factors the other way round.
         if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
             return "this PEFT stores the factors the other way round"
-    if any(_has_hooks(inner) for inner in [module, *adapter.wrappers[1:]]):
-        return "hooks on the experts module"
+    if adapter.hooked(_reached_by_hooks(adapter)):
+        if read_stack(module, STACKS[0])[1] is None:
+            return "hooks on the experts module, inside of it or on every module"
+        # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
+        logger.warning_once("expert LoRA: hooks on experts in four bits do not run: PEFT's own path cannot train them")
     return ""
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-    # Those of bitsandbytes only cache a dense stack within a call, which our path does not make.
-    return any(getattr(hook, "__module__", "") != "bitsandbytes.nn.parametrize" for hook in hooks)
+def _reached_by_hooks(adapter: ExpertLora) -> bool:
+    """Whether PEFT's path would call a module with a hook that ours goes past."""
+    module = adapter.module
+    for inner in (module, *adapter.wrappers[1:]):
+        kinds = (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks)
+        # Those of bitsandbytes only cache a dense stack within a call, which our path does not make.
+        if any(getattr(hook, "__module__", "") != _BNB_CACHE for hooks in kinds for hook in hooks.values()):
+            return True
+    return are_hooked(*gate_modules(module))
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:

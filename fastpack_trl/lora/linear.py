@@ -24,6 +24,7 @@ from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
 from fastpack_trl.lora.report import LoraReport, declined
+from fastpack_trl.module_hooks import SameInRecompute, are_hooked, has_hooks
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +42,8 @@ class FastLora(nn.Module):
     """A copy of the frozen weight in the compute dtype that is kept for the run."""
     fastpack_copied_from: Any = None
     """The parameter that `fastpack_dense` was made from, with its version and address then."""
+    fastpack_hooked: SameInRecompute
+    """Whether hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
@@ -116,8 +119,8 @@ class FastLora(nn.Module):
             modules["lora_dropout"]._modules[name],
             modules["base_layer"],
         )
-        if _hooked(first) or _hooked(second) or _hooked(base) or _hooked(dropout):
-            self._fastpack_decline("hooks on a part of a LoRA layer")
+        if self.fastpack_hooked(are_hooked(first, second, base, dropout)):
+            self._fastpack_decline("hooks on a part of a LoRA layer, or on every module")
             return None
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
@@ -141,12 +144,6 @@ class FastLora(nn.Module):
         if not torch.compiler.is_compiling():
             declined[self] = reason
             logger.warning_once(f"lora: peft ({reason})")
-
-
-def _hooked(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 class _Found(NamedTuple):
@@ -227,8 +224,8 @@ def apply_lora(
     Covered: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
     alpha patterns; biases. PEFT's own forward runs, layer by layer and call by call, for what is not covered: DoRA and
     the other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
-    dtype than the input outside of autocast, hooks on parts of the layer, parametrised weights, evaluation without
-    gradients.
+    dtype than the input outside of autocast, hooks on parts of the layer or on every module, parametrised weights,
+    evaluation without gradients.
 
     Args:
         model: a PEFT model, or any module that contains PEFT LoRA layers.
@@ -266,6 +263,7 @@ def apply_lora(
             continue
         stock: Any = type(module)
         module.__class__ = _fast_class(stock)
+        module.__dict__["fastpack_hooked"] = SameInRecompute()
         report._undo.append(_Restore(module, stock))
         report.fast.append(name)
         declined.pop(module, None)
@@ -288,7 +286,7 @@ class _Restore:
     stock: type[nn.Module]
 
     def __call__(self) -> None:
-        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from"):
+        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from", "fastpack_hooked"):
             self.module.__dict__.pop(name, None)
         if isinstance(self.module, FastLora):
             self.module.__class__ = self.stock
@@ -356,7 +354,7 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
-    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook"):
+    if "forward" in vars(base) or has_hooks(base) or hasattr(base, "_hf_hook"):
         return "hooks on the base layer"
     if kind is peft_layer.Linear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"

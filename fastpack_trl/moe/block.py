@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
+from fastpack_trl.module_hooks import SameInRecompute, are_hooked
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.plans import PlanKeeper
 from fastpack_trl.moe.quantised import STACKS, read_stack
+
+logger = logging.get_logger(__name__)
 
 NAME = "fastpack"
 """Under which our experts function is registered in transformers' `ExpertsInterface`."""
@@ -28,6 +32,8 @@ class ExpertsState:
 
     form: BlockForm
     keeper: PlanKeeper
+    hooked: SameInRecompute = field(default_factory=SameInRecompute)
+    """Whether hooks ask for stock's path, which calls the gate's activation as a module."""
 
 
 class LowRank(NamedTuple):
@@ -69,6 +75,11 @@ def traceable(state: ExpertsState) -> bool:
     return state.form.gate.own is None or not torch.compiler.is_compiling()
 
 
+def gate_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules that stock calls in the gate of an experts module, which our formulas stand for."""
+    return [child for child in module._modules.values() if child is not None]
+
+
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
@@ -80,6 +91,10 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     """
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
     if state is None or not traceable(state):
+        return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
+    if state.hooked(are_hooked(*gate_modules(self))):
+        if not torch.compiler.is_compiling():
+            logger.warning_once("moe: stock (hooks on the activation of experts, which ours does not call)")
         return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
     if is_decoding(self, hidden_states):
         # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.

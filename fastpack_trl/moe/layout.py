@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.kernels.gate import Gate, gate_forward, passes_at_bounds
+from fastpack_trl.module_hooks import users_hooks_off
 
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +65,7 @@ def read_gate(module: Any) -> Gate:
     probe = probe[:, torch.randperm(252, generator=torch.Generator().manual_seed(0))]
     expert = torch.zeros(2, dtype=torch.int32)
     passes_at_bounds()  # asked here, and not in the first backward pass
-    with torch.no_grad():
+    with torch.no_grad(), users_hooks_off(module):
         expected: Tensor = module._apply_gate(probe)
         for gate in known:
             found = gate_forward(probe, None, expert, gate)

@@ -24,9 +24,10 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import close_frames
+from fastpack_trl.module_hooks import HookWatch, hook_inside
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.step.watchers import callback_between, hook_on_a_gradient, trained_parameters
+from fastpack_trl.step.watchers import callback_between, hook_on_a_gradient, once_per_micro_batch, trained_parameters
 
 logger = get_logger(__name__)
 
@@ -128,6 +129,7 @@ class Merging:
         self._zero = torch.zeros((), device=device)
         self._ended = False
         self._all_looked_at = False
+        self._module_hooks = HookWatch(trainer.model)
         self._step: list[Any] = []
         self._groups: dict[int, range] = {}
         """By the identity of the last micro-batch of each group; the trainer keeps all of a step alive."""
@@ -188,6 +190,7 @@ class Merging:
         parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
         self._all_looked_at = True
         reason = callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
+        reason = reason or once_per_micro_batch(self._module_hooks.look())
         if reason:
             logger.warning(f"merge_accumulation: {reason}: micro-batches run one by one from here on")
             self.named("off", "stock", reason)
@@ -294,6 +297,7 @@ def _why_not(trainer: Any, setting: str) -> str:
     step = trainer.fastpack_step
     device = torch.device(args.device).type
     watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
+    watched = watched or once_per_micro_batch(hook_inside(trainer.model))
     own = [
         name
         for name in ("compute_loss", "training_step", "get_batch_samples")

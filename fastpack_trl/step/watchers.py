@@ -35,6 +35,11 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
     return ""
 
 
+def once_per_micro_batch(hook: str) -> str:
+    """Why a module hook needs micro-batches by themselves; empty without one."""
+    return f"{hook} runs once per micro-batch" if hook else ""
+
+
 def trained_parameters(optimizer: Any) -> Iterable[nn.Parameter]:
     """Of the optimizer as it is now."""
     return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
