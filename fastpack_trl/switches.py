@@ -7,12 +7,14 @@ line of the report, leaving restores. It reads the trainer and decides; the work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.attention.model_features import UNREADABLE, text_model
 from fastpack_trl.checkpointing.feature import activation_memory, checkpoint_offload
 from fastpack_trl.compile.feature import layer_compile
 from fastpack_trl.config import setting_of
@@ -27,6 +29,26 @@ from fastpack_trl.step.sync_free import sync_free
 logger = get_logger(__name__)
 
 Switch = Callable[[Any], AbstractContextManager[None]]
+
+
+def enter(stack: ExitStack, switch: Switch, trainer: Any) -> None:
+    """Enter `switch` until `stack` closes; where it cannot read the model, that part runs as stock, named.
+
+    Raises:
+        ValueError: it cannot read the model, and was switched on by name; or one of its own.
+    """
+    try:
+        stack.enter_context(switch(trainer))
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except UNREADABLE as error:
+        name = str(getattr(switch, "__name__", switch))
+        kind, setting = type(text_model(trainer.model)).__name__, getattr(trainer.args, name, "auto")
+        reason = f"{kind} cannot be read: {type(error).__name__}: {error}"
+        if setting not in ("auto", "off"):
+            raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from error
+        trainer.fastpack_report.add(name, "stock", "stock", reason)
+        logger.warning(f"{name}: stock ({reason})")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.start_proof import prove, prove_stock, stock_is_right
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
-from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES
+from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES, enter
 from fastpack_trl.verify import PackingProof
 
 logger = get_logger(__name__)
@@ -263,7 +263,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
                 self._fastpack_describe()  # the user's own, set after construction: rows are as it makes them
                 logger.warning(str(self.fastpack_report["batches"]))
             for switch in EARLY_SWITCHES:
-                stack.enter_context(switch(self))
+                enter(stack, switch, self)
             if self._fastpack_plan.kind != "stock":
                 self._fastpack_install(stack, start=announce)
             elif announce and self.padding_free:
@@ -271,7 +271,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             elif announce:
                 self.fastpack_report.add("verify_packing", "off", "not run", "a row is one document")
             for switch in SWITCHES:
-                stack.enter_context(switch(self))
+                enter(stack, switch, self)
             if announce:
                 self._fastpack_announce()
             self._fastpack_entered = True

@@ -11,7 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +32,8 @@ _FULL_LAYERS = frozenset({"full_attention", "attention"})
 _UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
+"""What a model raises whose modules or config are not as a reader takes them to be."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -131,7 +133,7 @@ def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
 
 
 def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
-    """Read what `model` (PEFT or plain) needs of a packed attention.
+    """Read what `model` (PEFT or plain) needs of a packed attention; what cannot be read is a `gap`.
 
     Args:
         model: a transformers causal language model.
@@ -140,30 +142,61 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     base = text_model(model)
     device = next(iter(base.parameters())).device
     config = base.config.get_text_config()
-    attentions = attention_modules(base)
-    calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
-    return ModelFeatures(
+    unread = ModelFeatures(
         model_type=str(config.model_type),
         implementation=str(config._attn_implementation),
         device_type=device.type,
-        windows=frozenset(filter(None, (window_of(module) for module in attentions))),
-        sinks=any("s_aux" in call.keywords for call in calls),
-        softcap=any("softcap" in call.keywords for call in calls)
-        and getattr(config, "attn_logit_softcapping", None) is not None,
-        dropout=max((float(getattr(config, name, None) or 0.0) for name in _DROPOUT_NAMES), default=0.0),
-        num_heads=int(getattr(config, "num_attention_heads", 1)),
-        head_dim=_head_dim(config),
+        windows=frozenset(),
+        sinks=False,
+        softcap=False,
+        dropout=0.0,
+        num_heads=1,
+        head_dim=1,
         compute_dtype=compute_dtype or base.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        gap=next(_gaps(model, base, config, attentions), ""),
+        gap="",
     )
+    try:
+        return replace(unread, **_attention_facts(model, base, config))
+    except UNREADABLE as error:
+        return replace(unread, gap=f"{config.model_type}'s attention cannot be read ({type(error).__name__}: {error})")
 
 
-def _head_dim(config: Any) -> int:
-    heads = int(getattr(config, "num_attention_heads", 1))
-    plain = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
+def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]:
+    attentions = attention_modules(base)
+    calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
+    heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
+    return {
+        "windows": frozenset(filter(None, (window_of(module) for module in attentions))),
+        "sinks": any("s_aux" in call.keywords for call in calls),
+        "softcap": any("softcap" in call.keywords for call in calls)
+        and any(cap is not None for cap in layer_values(config, "attn_logit_softcapping")),
+        "dropout": max(float(rate or 0.0) for name in _DROPOUT_NAMES for rate in layer_values(config, name)),
+        "num_heads": max(heads),
+        "head_dim": _head_dim(config, min(heads)),
+        "gap": next(_gaps(model, base, config, attentions), ""),
+    }
+
+
+def _head_dim(config: Any, heads: int) -> int:
     # Multi-head latent attention: queries and keys are wider than the rotary part that `head_dim` may name.
-    return max(int(getattr(config, name, None) or plain) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+    plain = [int(size or config.hidden_size // heads) for size in layer_values(config, "head_dim")]
+    latent = [layer_values(config, name) for name in ("qk_head_dim", "v_head_dim")]
+    return max(*plain, *(int(size or 0) for sizes in latent for size in sizes))
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """A field of a text config; one value per layer where its layers differ in it (gemma4), None where it has none."""
+    try:
+        return [getattr(config, name, None)]
+    except RuntimeError:  # what transformers raises where the config as a whole has no such field
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
+def layer_value(module: Any, name: str) -> Any:
+    """The field of a module's config that is its layer's."""
+    values = layer_values(module.config, name)
+    return values[module.layer_idx] if len(values) > 1 else values[0]
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -172,7 +205,7 @@ def window_of(module: nn.Module) -> int | None:
     Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
     """
     config: Any = module.config
-    size = getattr(config, "sliding_window", None)
+    size = layer_value(module, "sliding_window")
     layer_types = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     if size is None:

@@ -6,6 +6,7 @@ what the fast forward does not cover is one `super().forward` away.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -250,6 +251,14 @@ def apply_lora(
             f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
+    with ExitStack() as unwinding:
+        unwinding.callback(report.revert)
+        _apply(model, report, cache_dequantized, compute_dtype)
+        unwinding.pop_all()
+    return report
+
+
+def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None) -> None:
     fast: list[Any] = []
     for name, module in model.named_modules():
         if not isinstance(module, peft_layer.LoraLayer):
@@ -277,7 +286,6 @@ def apply_lora(
     for backbone in _backbones(model) if fast else []:
         hook: RemovableHandle = backbone.register_forward_pre_hook(_CastHook(fast))
         report._undo.append(hook.remove)
-    return report
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from fastpack_trl.attention.model_features import attention_modules, text_model, window_of
+from fastpack_trl.attention.model_features import attention_modules, layer_value, layer_values, text_model, window_of
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 # Products whose input is made by other products of the same block; the others read the input of the block.
@@ -283,12 +283,12 @@ class _Reader:
             self.product(size, weight.requires_grad, flow or (second and before), self.out.tokens)
 
     def top_k(self) -> int:
-        return next((int(value) for name in _TOP_K if (value := getattr(self.config, name, None))), 0)
+        return next((int(value) for name in _TOP_K for value in layer_values(self.config, name) if value), 0)
 
     def attention(self, module: Any, flow: bool) -> None:
-        config = self.config
-        heads = int(config.num_attention_heads)
-        plain = int(getattr(module, "head_dim", None) or getattr(config, "head_dim", 0) or config.hidden_size // heads)
+        heads = int(layer_value(module, "num_attention_heads"))
+        own = getattr(module, "head_dim", None) or layer_value(module, "head_dim")
+        plain = int(own or self.config.hidden_size // heads)
         value = int(getattr(module, "v_head_dim", None) or plain)
         key = int(getattr(module, "qk_head_dim", None) or plain)
         query_grad, key_grad, value_grad = (self.operand(module, letter, flow) for letter in "qkv")

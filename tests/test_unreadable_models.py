@@ -1,0 +1,106 @@
+"""A model that a feature cannot read trains all the same: that part runs as stock, and the report says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings, train
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention.model_features import layer_values, read_features
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.step.flops import model_flops
+
+READERS = {
+    "switches.has_lora": "lora",
+    "lora.linear._backbones": "lora",
+    "switches.experts_modules": "moe",
+    "step.sync_free.head_of": "sync_free",
+    "step.accumulation._rope_follows_length": "merge_accumulation",
+    "checkpointing.memory.decoder_layers": "activation_memory",
+    "compile.layers.decoder_layers": "layer_compile",
+    "attention.model_features._gaps": "packed_attention",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_reader_cannot_read_runs_as_stock_named(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
+        raise AttributeError("no such field")
+
+    options: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
+    options["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    monkeypatch.setattr(f"fastpack_trl.{reader}", unreadable)
+    feature = READERS[reader]
+    fast: dict[str, Any] = {"moe": "auto", "activation_memory_gib": 1.0}
+    # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
+    if feature == "layer_compile":
+        monkeypatch.setattr("fastpack_trl.compile.feature._not_compiled", lambda _: "")
+    ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
+    assert isinstance(ours, FastSFTTrainer)
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    line = ours.fastpack_report[feature]
+    assert "cannot be read" in line.reason
+    assert "AttributeError: no such field" in line.reason
+    if feature == "packed_attention":
+        assert line.path == "padded_rows"
+    else:
+        assert (line.status, line.path) == ("stock", "stock")
+    assert not any(isinstance(module, FastLora) for module in ours.model.modules())
+
+
+def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
+        raise AttributeError("no such field")
+
+    monkeypatch.setattr("fastpack_trl.switches.experts_modules", unreadable)
+    with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='off'"):
+        train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
+
+
+def _gemma4(**more: Any) -> Any:
+    """Layers with heads of two widths, which its config gives per layer only."""
+    config = AutoConfig.for_model(
+        "gemma4_text", vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        global_head_dim=16, sliding_window=5, max_position_embeddings=128, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
+    model = _gemma4()
+    assert layer_values(model.config, "head_dim") == [8, 16]
+    features = read_features(model)
+    assert (features.head_dim, features.num_heads, features.windows, features.gap) == (16, 4, {5}, "")
+    flops = model_flops(model)
+    assert [flops.pairs[window].forward for window in (5, None)] == [4 * 4 * 8, 4 * 4 * 16]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_model_whose_layers_differ_trains_as_stock(tmp_path: Path, packing: bool) -> None:
+    trainers = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        args = FastSFTConfig(**settings(tmp_path / cls.__name__, packing=packing, max_steps=3))
+        trainer = cls(
+            _gemma4(), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        trainers.append(trainer)
+    ours, stock = trainers
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    assert ours.fastpack_report["packed_attention"].path == "per_document"
