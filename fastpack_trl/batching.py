@@ -10,9 +10,11 @@ from transformers import PreTrainedModel, Trainer
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from fastpack_trl.module_hooks import hook_inside
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
+from fastpack_trl.step.watchers import BATCHES, own_methods
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
@@ -78,20 +80,27 @@ def _only_stock(trainer: Any, path: str) -> str:
 
 
 # A subclass may count on one document per row in them.
-_SEE_BATCHES = ("compute_loss", "training_step", "prediction_step")
+_SEE_BATCHES = (
+    *BATCHES, "_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "get_train_dataloader",
+    "get_eval_dataloader", "get_test_dataloader", "_get_dataloader", "_get_collator_with_removed_columns",
+    "prediction_step", "prediction_loop", "evaluation_loop",
+)  # fmt: skip
 
 
 def _rather_padded(trainer: Any, path: str) -> str:
     """Why stock's padded batches stay; empty where rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
-    own = [name for name in _SEE_BATCHES if not _is_ours(getattr(type(trainer), name))]
+    own, hook = own_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
     reasons = {
         f"{path} would pad the documents again": path not in ("varlen", "per_document"),
         "one document per batch has no padding": args.per_device_train_batch_size == 1,
-        f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padded shapes": bool(args.pad_to_multiple_of),
+        f"pad_to_multiple_of={trainer.data_collator.pad_to_multiple_of} asks for padded shapes": bool(
+            trainer.data_collator.pad_to_multiple_of
+        ),
         "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,
-        f"{', '.join(own)} of {type(trainer).__name__} may expect one document per row": bool(own),
+        f"{own} may expect one document per row": bool(own),
+        f"{hook} may expect one document per row": bool(hook),
         "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
         "include_num_input_tokens_seen counts padding": str(args.include_num_input_tokens_seen).lower()
         not in ("no", "false"),
@@ -101,10 +110,6 @@ def _rather_padded(trainer: Any, path: str) -> str:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _is_ours(method: Any) -> bool:
-    return str(method.__module__).partition(".")[0] in ("fastpack_trl", "trl", "transformers")
 
 
 def packing_collator(trainer: Any) -> PackingCollator:
@@ -132,7 +137,7 @@ def fast_view(trainer: Any, dataset: Any) -> Any:
     if dataset.format["type"] is not None:
         return dataset
     plain = getattr(trainer.args, "train_sampling_strategy", "random") in ("random", "sequential")
-    samplers = all(_is_ours(getattr(type(trainer), name)) for name in ("_get_train_sampler", "_get_eval_sampler"))
-    if not (plain and samplers and is_token_lists(dataset, columns)):
+    samplers = own_methods(trainer, ("_get_train_sampler", "_get_eval_sampler"))
+    if not (plain and not samplers and is_token_lists(dataset, columns)):
         return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
     return ArrowRows(dataset, columns)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["on", "off", "stock"]
 
@@ -39,6 +42,14 @@ class FeatureReport:
         line = FeatureLine(feature, status, path, reason)
         self.lines = [other for other in self.lines if other.feature != feature] + [line]
         return line
+
+    def remark(self, feature: str, text: str) -> None:
+        """Add `text` to the reason of a feature, and say it in the log, the first time that it is heard in a run."""
+        line = self[feature]
+        if text not in line.reason:
+            logger.warning(f"{feature}: {text}")
+            reason = "; ".join(filter(None, [line.reason, text]))
+            self.lines = [replace(other, reason=reason) if other is line else other for other in self.lines]
 
     def __getitem__(self, feature: str) -> FeatureLine:
         for line in self.lines:

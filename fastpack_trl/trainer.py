@@ -259,8 +259,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             return
         with contextlib.ExitStack() as stack:
             self.fastpack_trains = announce
-            if self._fastpack_plan.kind != "stock" and not is_stock_collator(self.data_collator):
-                self._fastpack_describe()  # the user's own, set after construction: rows are as it makes them
+            if plan_batches(self, self._fastpack_choice.path) != self._fastpack_plan:
+                self._fastpack_describe()  # a hook, a method or a collator came since this trainer was made
                 logger.warning(str(self.fastpack_report["batches"]))
             for switch in EARLY_SWITCHES:
                 enter(stack, switch, self)
@@ -306,15 +306,14 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             if self._fastpack_plan.kind != "stock":
                 prove(self, stack.enter_context(self._fastpack_attention(RIGHT_PADDED)))
 
-    def _fastpack_attention(self, path: str) -> contextlib.AbstractContextManager[PackedAttention]:
+    @contextlib.contextmanager
+    def _fastpack_attention(self, path: str) -> Iterator[PackedAttention]:
         # A prepared data set was measured as a whole: no batch of it stops a run that is under way.
-        measured = isinstance(self.train_dataset, Dataset)
-        return packed_attention(
-            self.model,
-            path,
-            padded_rows_limit=float("inf") if measured else self._fastpack_limit,
-            compute_dtype=self.fastpack_compute_dtype,
-        )
+        limit = float("inf") if isinstance(self.train_dataset, Dataset) else self._fastpack_limit
+        compute_dtype = self.fastpack_compute_dtype
+        with packed_attention(self.model, path, padded_rows_limit=limit, compute_dtype=compute_dtype) as attention:
+            attention.incoming.tell = functools.partial(self.fastpack_report.remark, "packed_attention")
+            yield attention
 
     @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

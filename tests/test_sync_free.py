@@ -147,8 +147,8 @@ def test_gradients_are_those_of_trls_forward(family: str) -> None:
     model.zero_grad()
     layer = LossForward(model)
     assert not layer.missing
-    chosen = {"loss_positions": batch.loss_positions, "loss_labels": batch.loss_labels}
-    ours = model(ids, labels=labels, fused_lm_head=True, **chosen)
+    ours = model(ids, labels=labels, fused_lm_head=True, loss_batch=batch)
+    assert ours.positions is None
     (ours.total + (ours.aux_loss if ours.aux_loss is not None else 0)).backward()
     assert_gradients_close(gradients(model), expected)
     torch.testing.assert_close(ours.entropy.sum(), stock.entropy.sum())
@@ -171,8 +171,8 @@ def test_without_positions_the_forward_is_trls_and_close_takes_it_away() -> None
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.get_output_embeddings().weight.zero_()
-    positions = torch.tensor([0, 4])
-    chosen = {"loss_positions": positions, "loss_labels": positions, "loss_type": "nll"}
+    labels = torch.tensor([[-100, 5, -100, -100, -100, 7, -100, -100, -100]])
+    chosen = {"labels": labels, "loss_batch": PackedBatch.from_lengths([9], labels=labels), "loss_type": "nll"}
     assert twin(ids[:1], **chosen).entropy.tolist() == pytest.approx([math.log(96)] * 2)  # its own head
     layer.close()
     assert model.forward == trls

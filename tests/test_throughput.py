@@ -431,9 +431,9 @@ def test_the_head_at_chosen_positions_has_no_recompute(frozen_head: bool, tmp_pa
     model = tiny_model("llama", attn_implementation="eager")
     model.lm_head.requires_grad_(not frozen_head)
     trainer = train(FastSFTTrainer, tmp_path, model=model, max_steps=1, eval_strategy="no", packing=True)
-    ids, labels = torch.randint(3, 90, (1, 18)), torch.arange(18)
+    ids, labels = torch.randint(3, 90, (1, 18)), torch.arange(18)[None]
     batch = PackedBatch.from_lengths([9, 9], labels=labels)
-    inputs = {"input_ids": ids, "loss_positions": batch.loss_positions, "loss_labels": batch.loss_labels}
+    inputs = {"input_ids": ids, "labels": labels, "loss_batch": batch}
     in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
     operations = FlopCounterMode(display=False, custom_mapping=in_place)
     with operations:

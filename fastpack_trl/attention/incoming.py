@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastpack_trl.packing.packed_batch import PackedBatch
+
+logger = logging.getLogger(__name__)
+
+_READ_AGAIN = (
+    "position_ids were replaced, edited or cut after collation: documents are read from them, which asks the device"
+)
+_STOCK = "position_ids were edited after collation and no longer count up from 0: such rows run stock's attention"
 
 
 class Incoming:
     """Checks each batch that a hook sees, and drops what was derived from the one before.
 
     `FastSFTTrainer` clears a batch after its step; under the stock trainer nobody does, so the next batch does.
+
+    Attributes:
+        tell: called each time that a batch does not describe its row any more; None: the log says it once.
     """
 
     def __init__(self) -> None:
         self._last: weakref.ref[PackedBatch] | None = None
+        self._told: set[str] = set()
+        self.tell: Callable[[str], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Incoming, ()  # a copy of the model has seen no batch
 
-    def accept(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def accept(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedBatch | None:
         """Take `batch` with the arguments of the forward that it arrived in.
 
+        Returns:
+            what describes the row as it arrived: `batch`, or one made again where the row was cut or its position ids
+            were edited, or None where only stock's attention knows what such position ids mean.
+
         Raises:
-            ValueError: the documents do not add up to the row.
+            ValueError: the documents do not add up to the row, and nothing else tells them.
         """
         row = kwargs.get("inputs_embeds")
         row = kwargs.get("input_ids") if row is None else row
         row = args[0] if row is None and args else row
-        if row is not None and tuple(row.shape[:2]) != (1, batch.total_tokens):
-            raise ValueError(
-                f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "
-                f"(batch of {row.shape[0]}): give one row and the PackedBatch that was collated with it"
-            )
+        position_ids = kwargs.get("position_ids")
+        position_ids = batch.position_ids if position_ids is None else position_ids  # not every backbone gets them
+        if row is not None and not batch.describes(row, position_ids):
+            if position_ids.shape != row.shape[:2]:
+                raise ValueError(
+                    f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "
+                    f"(batch of {row.shape[0]}): give one row and the PackedBatch that was collated with it"
+                )
+            lengths = _document_lengths(position_ids)
+            if lengths is None:
+                self._say(_STOCK)
+                return None
+            if lengths != batch.segment_lengths:  # else the same positions in another tensor
+                self._say(_READ_AGAIN)
+                batch = PackedBatch.from_lengths(lengths).to(batch.device)
         previous = self._last() if self._last is not None else None
         if previous is not batch:
             self.close()
             self._last = weakref.ref(batch)
+        return batch
 
     def close(self) -> None:
         """Drop what was derived from the last batch."""
@@ -45,3 +77,21 @@ class Incoming:
         if previous is not None:
             previous.clear_derived()
         self._last = None
+
+    def _say(self, text: str) -> None:
+        if self.tell is not None:
+            self.tell(text)
+        elif text not in self._told:
+            self._told.add(text)
+            logger.warning(f"packed_attention: {text}")
+
+
+def _document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
+    """Tokens of each document of one row; None where a document does not count up from 0. Asks the device."""
+    positions = position_ids.flatten().cpu()
+    starts = (positions == 0).nonzero().flatten()
+    if len(position_ids) != 1 or not len(starts) or starts[0] != 0:
+        return None
+    lengths = torch.cat([starts, torch.tensor([len(positions)])]).diff()
+    counted = torch.arange(len(positions)) - starts.repeat_interleave(lengths)
+    return tuple(lengths.tolist()) if torch.equal(positions, counted) else None

@@ -67,7 +67,9 @@ def padding_cost(seq_lengths: tuple[int, ...]) -> float:
 
 
 @contextlib.contextmanager
-def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[PaddedRows]:
+def padded_rows(
+    model: nn.Module, limit: float = DEFAULT_LIMIT, incoming: Incoming | None = None
+) -> Iterator[PaddedRows]:
     """Hooks that unpack a batch with the keyword `packed_batch` before the model and pack its output after it.
 
     The backbone is wrapped, so that everything above it (head, loss) sees the packed row. Prompt learning is unpacked
@@ -77,7 +79,8 @@ def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[Padd
         ValueError: in a forward, when a batch would cost more than `limit` padded tokens per real token.
     """
     counts = PaddedRows()
-    hooks = _PromptHooks(counts, limit) if is_prompt_learning(model) else _BackboneHooks(counts, limit)
+    kind = _PromptHooks if is_prompt_learning(model) else _BackboneHooks
+    hooks = kind(counts, limit, incoming or Incoming())
     handles = hooks.register(model)
     try:
         yield counts
@@ -88,10 +91,10 @@ def padded_rows(model: nn.Module, limit: float = DEFAULT_LIMIT) -> Iterator[Padd
 
 
 class _BackboneHooks:
-    def __init__(self, counts: PaddedRows, limit: float) -> None:
+    def __init__(self, counts: PaddedRows, limit: float, incoming: Incoming) -> None:
         self.counts = counts
         self.limit = limit
-        self.incoming = Incoming()
+        self.incoming = incoming
         self.batch: PackedBatch | None = None
         self.inside: nn.Module | None = None
         """The backbone that runs on rows at the moment."""
@@ -109,7 +112,9 @@ class _BackboneHooks:
         return handles
 
     def take(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.batch = kwargs.pop("packed_batch", None)
+        batch = kwargs.pop("packed_batch", None)
+        # Here, where the row still has the positions that it came with.
+        self.batch = self.incoming.accept(batch, args, kwargs) if batch is not None else None
         if self.batch is not None:
             kwargs = _without_packed_keywords(kwargs, self.batch)
         return args, kwargs
@@ -121,8 +126,10 @@ class _BackboneHooks:
         batch = kwargs.pop("packed_batch", None) or self.batch
         if batch is None or self.inside is not None:
             return args, kwargs
-        self.incoming.accept(batch, args, kwargs)
-        self.batch, self.inside = batch, module
+        self.batch = batch = self.incoming.accept(batch, args, kwargs)
+        if batch is None:
+            return args, kwargs
+        self.inside = module
         rows = _rows(batch, self.counts, self.limit)
         if args and args[0] is not None:  # falcon and bloom give their tokens by position
             args = (rows.unpack(args[0], 0), *args[1:])
@@ -144,8 +151,8 @@ class _BackboneHooks:
 class _PromptHooks(_BackboneHooks):
     """Around PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
 
-    def __init__(self, counts: PaddedRows, limit: float) -> None:
-        super().__init__(counts, limit)
+    def __init__(self, counts: PaddedRows, limit: float, incoming: Incoming) -> None:
+        super().__init__(counts, limit, incoming)
         self.virtual_tokens = 0
 
     def register(self, model: nn.Module) -> list[Any]:

@@ -49,12 +49,14 @@ class PackedAttention:
         choice: the path, its reason, its backend.
         features: what was read from the model.
         padded: running token counts of `padded_rows`, else None.
+        incoming: what looks at each batch, where a path of ours runs.
     """
 
     def __init__(self, choice: Choice, features: ModelFeatures) -> None:
         self.choice = choice
         self.features = features
         self.padded: PaddedRows | None = None
+        self.incoming = Incoming()
 
     @property
     def path(self) -> str:
@@ -98,10 +100,10 @@ def packed_attention(
     handle = PackedAttention(choose(implementation, features, stock_requested=stock_requested), features)
     with contextlib.ExitStack() as stack:
         if handle.path == RIGHT_PADDED:
-            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit))
+            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.incoming))
         elif handle.choice.backend is not None:
             stack.enter_context(switched(model, features))
-            stack.enter_context(_fed(model, handle.choice.backend, features))
+            stack.enter_context(_fed(model, handle.choice.backend, features, handle.incoming))
         yield handle
 
 
@@ -146,9 +148,11 @@ def _register(name: str, stock: str) -> None:
 
 
 @contextlib.contextmanager
-def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterator[None]:
+def _fed(
+    model: nn.Module, backend: Backend, features: ModelFeatures, incoming: Incoming | None = None
+) -> Iterator[None]:
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
-    prepare = _Prepare(backend, features)
+    prepare = _Prepare(backend, features, incoming or Incoming())
     # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
     hooks = [module.register_forward_pre_hook(prepare, with_kwargs=True) for module in backbones(model)]
     attentions = attention_modules(model)
@@ -167,15 +171,16 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures) -> Iterato
 class _Prepare:
     """The hook; a class, so that a model can be pickled and copied while it is installed."""
 
-    def __init__(self, backend: Backend, features: ModelFeatures) -> None:
-        self.backend, self.features = backend, features
-        self.incoming = Incoming()
+    def __init__(self, backend: Backend, features: ModelFeatures, incoming: Incoming) -> None:
+        self.backend, self.features, self.incoming = backend, features, incoming
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         if batch is None:
             return args, kwargs
-        self.incoming.accept(batch, args, kwargs)
+        batch = self.incoming.accept(batch, args, kwargs)
+        if batch is None:
+            return args, kwargs
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastpack_trl.packing.as_made import AsMade
+
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
@@ -58,10 +60,12 @@ class PackedBatch:
         num_padding: tokens of the tail, the last segment of `cu_seqlens`. No loss counts them.
         cu_seqlens: (num_segments + 1,) int32, in tokens; ends at the length of the row.
         position_ids: (1, total_tokens) int64, starting at 0 in each segment.
+        positions: the same as they were made; None where a batch of plain tensors was moved one by one.
         seq_idx: (1, total_tokens) int32, the segment of each token.
         max_seqlen: tokens of the longest segment, a host int.
         loss_positions: (num_loss_tokens,) int64, the flat positions whose *next* token is counted by the loss.
         loss_labels: (num_loss_tokens,) int64, those next tokens.
+        labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
     """
 
@@ -73,6 +77,8 @@ class PackedBatch:
     num_padding: int = 0
     loss_positions: Tensor | None = None
     loss_labels: Tensor | None = None
+    labels: AsMade | None = None
+    positions: AsMade | None = None
     parts: tuple[Part, ...] = ()
     _derived: _Derived = field(default_factory=_Derived, repr=False)
 
@@ -102,25 +108,27 @@ class PackedBatch:
         cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32)
         torch.cumsum(segments, 0, out=cu_seqlens[1:])
         total = int(segments.sum())
-        position_ids = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), segments)
+        position_ids = (torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), segments))[None]
         positions = loss_labels = None
         if labels is not None:
-            labels = labels.reshape(-1)
-            if labels.numel() != total:
-                raise ValueError(f"labels has {labels.numel()} tokens, the row has {total}: one label per token")
-            counted = labels[1:].ne(IGNORE_INDEX) & position_ids[1:].ne(0)
+            flat = labels.reshape(-1)
+            if flat.numel() != total:
+                raise ValueError(f"labels has {flat.numel()} tokens, the row has {total}: one label per token")
+            counted = flat[1:].ne(IGNORE_INDEX) & position_ids[0, 1:].ne(0)
             counted[total - num_padding - 1 :] = False
             positions = counted.nonzero().squeeze(1)
-            loss_labels = labels[1:][counted]
+            loss_labels = flat[1:][counted]
         return cls(
             seq_lengths=lengths,
             num_padding=num_padding,
             cu_seqlens=cu_seqlens,
-            position_ids=position_ids[None],
+            position_ids=position_ids,
             seq_idx=torch.repeat_interleave(torch.arange(len(segments), dtype=torch.int32), segments)[None],
             max_seqlen=int(segments.max()),
             loss_positions=positions,
             loss_labels=loss_labels,
+            labels=AsMade.of(labels) if labels is not None else None,
+            positions=AsMade.of(position_ids),
         )
 
     @property
@@ -146,6 +154,15 @@ class PackedBatch:
     @property
     def device(self) -> torch.device:
         return self.cu_seqlens.device
+
+    def counts(self, labels: object) -> bool:
+        """Whether `loss_positions` are those of `labels`: the tensor that they were made from, unedited since."""
+        return self.loss_positions is not None and self.labels is not None and self.labels.is_still(labels)
+
+    def describes(self, row: Tensor, position_ids: object) -> bool:
+        """Whether the documents are those of a row of tokens or embeddings, by its shape and its position ids."""
+        fits = tuple(row.shape[:2]) == (1, self.total_tokens)
+        return fits and (self.positions is None or self.positions.is_still(position_ids))
 
     @property
     def build_counts(self) -> Counter[Hashable]:
@@ -180,14 +197,23 @@ class PackedBatch:
     def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels")
         converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
-        return replace(self, **converted, _derived=_Derived())
+        labels, positions = self.labels, self.positions
+        if converted["position_ids"] is not self.position_ids:
+            # What the mapping around this batch holds is moved apart: no tensor of it is known here.
+            edited = positions is not None and not positions.is_still(self.position_ids)
+            labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
+        return replace(self, **converted, labels=labels, positions=positions, _derived=_Derived())
 
 
-def merge_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
+def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:
     """One row out of several, on their device; documents stay documents, padding is dropped.
 
     ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``.
     All offsets are known on the host, so that the device is not asked.
+
+    Args:
+        batches: each with `loss_positions`.
+        labels: those of the row, in the same order.
 
     Raises:
         ValueError: no batch, or one without `loss_positions`.
@@ -202,16 +228,19 @@ def merge_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
         batch.cu_seqlens[1 : count + 1] + start for batch, count, start in zip(batches, segments, starts, strict=True)
     ]
     counted = [batch.loss_positions for batch in batches if batch.loss_positions is not None]
+    position_ids = torch.cat([batch.position_ids[:, :n] for batch, n in zip(batches, tokens, strict=True)], dim=1)
     return PackedBatch(
         seq_lengths=tuple(length for batch in batches for length in batch.seq_lengths),
         cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *ends]),
-        position_ids=torch.cat([batch.position_ids[:, :n] for batch, n in zip(batches, tokens, strict=True)], dim=1),
+        position_ids=position_ids,
         seq_idx=torch.cat(
             [batch.seq_idx[:, :n] + start for batch, n, start in zip(batches, tokens, first, strict=True)], dim=1
         ),
         max_seqlen=max(max(batch.seq_lengths) for batch in batches),
         loss_positions=torch.cat([positions + start for positions, start in zip(counted, starts, strict=True)]),
         loss_labels=torch.cat([batch.loss_labels for batch in batches if batch.loss_labels is not None]),
+        labels=AsMade.of(labels) if labels is not None else None,
+        positions=AsMade.of(position_ids),
         parts=tuple(
             Part(n, batch.total_tokens, positions.numel())
             for batch, n, positions in zip(batches, tokens, counted, strict=True)

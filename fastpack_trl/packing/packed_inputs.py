@@ -11,12 +11,16 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 ALIGNMENT = 128
 """Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
 
 _INT32 = ("cu_seqlens", "seq_idx")  # the rest is int64
+
+WATCHED = {"labels": "labels", "position_ids": "positions"}
+"""Tensors from which others were made: the section, and where `PackedBatch` keeps it as it was."""
 
 IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
@@ -39,6 +43,7 @@ class Block:
         buffer: (num_bytes / 8,) int64, contiguous, at the start of its storage.
         sections: where each tensor lies.
         seq_lengths, num_padding, max_seqlen: the host part of the `PackedBatch`.
+        edited: of `WATCHED`, what was edited in place in the block that this one was copied from.
         parts: the tensors by section name, and ``packed_batch``, made of the same tensors.
     """
 
@@ -47,6 +52,7 @@ class Block:
     seq_lengths: tuple[int, ...]
     num_padding: int
     max_seqlen: int
+    edited: frozenset[str] = frozenset()
     parts: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,17 +62,28 @@ class Block:
             name: (int64 if dtype is torch.int64 else int32).as_strided(shape, (shape[-1], 1)[-len(shape) :], start)
             for name, dtype, start, shape in self.sections
         }
+        watched: dict[str, Any] = {}
+        for name, kept in WATCHED.items():
+            # The views of one buffer share one count of edits; this alias has its own.
+            parts[name] = parts[name].data
+            watched[kept] = AsMade.of(parts[name], edited=name in self.edited)
         parts["packed_batch"] = PackedBatch(
             seq_lengths=self.seq_lengths,
             num_padding=self.num_padding,
             max_seqlen=self.max_seqlen,
             **{name: part for name, part in parts.items() if name not in ("input_ids", "labels")},
+            **watched,
         )
         object.__setattr__(self, "parts", parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the buffer travels: a worker hands over one shared-memory segment, and the copy is one storage again.
-        return Block, (self.buffer, self.sections, self.seq_lengths, self.num_padding, self.max_seqlen)
+        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self._edited_by_now())
+        return Block, (self.buffer, *rest)
+
+    def _edited_by_now(self) -> frozenset[str]:
+        batch = self.parts["packed_batch"]
+        return frozenset(name for name, kept in WATCHED.items() if not getattr(batch, kept).is_still(self.parts[name]))
 
     def names(self) -> dict[int, str]:
         """Identity -> name of each part. The block keeps its parts alive, so that no identity is used twice."""
@@ -74,7 +91,7 @@ class Block:
 
     def over(self, buffer: Tensor) -> Block:
         """The same parts over another buffer of the same bytes."""
-        return self if buffer is self.buffer else replace(self, buffer=buffer)
+        return self if buffer is self.buffer else replace(self, buffer=buffer, edited=self._edited_by_now())
 
 
 class PackedInputs(dict[str, Any]):

@@ -27,7 +27,14 @@ from fastpack_trl.errors import close_frames
 from fastpack_trl.module_hooks import HookWatch, hook_inside
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.step.watchers import callback_between, hook_on_a_gradient, once_per_micro_batch, trained_parameters
+from fastpack_trl.step.watchers import (
+    BATCHES,
+    callback_between,
+    hook_on_a_gradient,
+    once_per_micro_batch,
+    own_methods,
+    trained_parameters,
+)
 
 logger = get_logger(__name__)
 
@@ -51,20 +58,22 @@ def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
     """The keywords of one row out of those of several (`merge_batches`); tokens and labels follow the documents."""
     batches = [one["packed_batch"] for one in inputs]
     lengths = [sum(batch.seq_lengths) for batch in batches]
-    batch = merge_batches(batches)
     flat = {
         name: torch.cat([one[name][:, :n] for one, n in zip(inputs, lengths, strict=True)], dim=1)
         for name in ("input_ids", "labels")
     }
+    batch = merge_batches(batches, flat["labels"])
     return PackedInputs(flat | to_transformers_kwargs(batch) | {"packed_batch": batch})
 
 
 def can_merge(inputs: Any) -> bool:
-    """Whether a micro-batch is one packed row that says where its loss is, with no keyword besides."""
+    """Whether a micro-batch is one packed row as it was collated, with no keyword besides; its tokens may be others."""
     batch = inputs.get("packed_batch")
-    if not isinstance(batch, PackedBatch) or batch.loss_positions is None or batch.parts:
+    if not isinstance(batch, PackedBatch) or batch.parts:
         return False
-    return inputs.keys() == {"input_ids", "labels", "packed_batch", *to_transformers_kwargs(batch)}
+    if inputs.keys() != {"input_ids", "labels", "packed_batch", *to_transformers_kwargs(batch)}:
+        return False
+    return batch.counts(inputs["labels"]) and batch.describes(inputs["input_ids"], inputs["position_ids"])
 
 
 def group_by_tokens(tokens: Sequence[int], limit: float) -> list[range]:
@@ -129,7 +138,7 @@ class Merging:
         self._zero = torch.zeros((), device=device)
         self._ended = False
         self._all_looked_at = False
-        self._module_hooks = HookWatch(trainer.model)
+        self._module_hooks: HookWatch | None = None
         self._step: list[Any] = []
         self._groups: dict[int, range] = {}
         """By the identity of the last micro-batch of each group; the trainer keeps all of a step alive."""
@@ -143,13 +152,10 @@ class Merging:
         if self.memory is not None and self.memory.tokens is None and math.isfinite(self.memory.bytes_per_token):
             self.memory.predict(trainer)
         fits = self.memory.tokens if self.memory is not None else math.inf
-        if (
-            self._ended
-            or len(batches) < 2
-            or num_items_in_batch is None
-            or fits is None
-            or not all(map(can_merge, batches))
-        ):
+        if self._ended or len(batches) < 2 or num_items_in_batch is None or fits is None:
+            return
+        if not all(map(can_merge, batches)):
+            trainer.fastpack_report.remark("merge_accumulation", "micro-batches changed after collation run one by one")
             return
         tokens = [sum(batch["packed_batch"].seq_lengths) for batch in batches]
         for group in group_by_tokens(tokens, min(self.target, fits)):
@@ -189,6 +195,7 @@ class Merging:
         """Merge no more in this run if a callback or a hook came that needs single micro-batches."""
         parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
         self._all_looked_at = True
+        self._module_hooks = self._module_hooks or HookWatch(trainer.model_wrapped)  # wrapped by now
         reason = callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
         reason = reason or once_per_micro_batch(self._module_hooks.look())
         if reason:
@@ -298,18 +305,14 @@ def _why_not(trainer: Any, setting: str) -> str:
     device = torch.device(args.device).type
     watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
     watched = watched or once_per_micro_batch(hook_inside(trainer.model))
-    own = [
-        name
-        for name in ("compute_loss", "training_step", "get_batch_samples")
-        if not str(getattr(type(trainer), name).__module__).startswith("fastpack_trl.")
-    ]
+    own = own_methods(trainer, BATCHES)
     reasons = {
         "switched off": setting == "off",
         "gradient_accumulation_steps is 1": args.gradient_accumulation_steps == 1,
         "loss and metrics per micro-batch need sync_free": step is None or not step.loss,
         "padded_rows pads each row to its longest document": attention == "padded_rows",
         f"the dense mask of {attention} grows with the square of a row": attention == "sdpa" and setting == "auto",
-        f"{', '.join(own)} of {type(trainer).__name__} may expect one micro-batch": bool(own),
+        f"{own} may expect one micro-batch": bool(own),
         "sharded parameters need as many forward passes on each rank": trainer.is_fsdp_enabled
         or trainer.is_deepspeed_enabled,
         "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,

@@ -1,13 +1,15 @@
 """The loss of `FastSFTTrainer` at the positions that the collator chose: a forward laid around TRL's.
 
 TRL selects the positions with a loss by a boolean mask, which makes the host ask the device how many there are. The
-collator knows them (`PackedBatch.loss_positions`), so they are gathered by index.
+collator knows them (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on
+their way, last by a hook on the model: whether they are those of the collator is looked at here, where they arrive.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.moe.aux_loss import experts_named, load_balancing_loss
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
 from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 
@@ -35,6 +38,7 @@ class ChosenLoss(ModelOutput):
         entropy: (N,) fp32, in nats.
         is_top1: (N,) bool.
         aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row.
+        positions: (N,) int64, where the labels were not those of the collator; None where they were.
     """
 
     total: Tensor | None = None
@@ -42,13 +46,14 @@ class ChosenLoss(ModelOutput):
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
     aux_loss: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class LossForward:
     """Lays a forward around the one that TRL gave `model`; to be done before accelerate wraps the model.
 
-    A call with ``loss_positions`` and ``loss_labels`` (both (N,) int64) and ``loss_type`` returns a `ChosenLoss`; every
-    other call goes to TRL's forward. `close` takes it away.
+    A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
+    goes to TRL's forward. `close` takes it away.
 
     Attributes:
         missing: why it could not be laid; empty where it was.
@@ -139,15 +144,14 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
     def forward(
         self: Any,
         *args: Any,
-        loss_positions: Tensor | None = None,
-        loss_labels: Tensor | None = None,
+        loss_batch: PackedBatch | None = None,
         loss_type: str = "nll",
-        balanced_tokens: int = 0,
         **kwargs: Any,
     ) -> Any:
-        if loss_positions is None:
+        labels: Any = kwargs.get("labels")
+        shift_labels: Tensor | None = kwargs.get("shift_labels")
+        if loss_batch is None or (labels is None and shift_labels is None):
             return stock(self, *args, **kwargs)
-        assert loss_labels is not None, "loss_positions without loss_labels"
         kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_STOCK} | {"use_cache": False}
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -156,24 +160,66 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         head = head_of(self)
         if isinstance(head, str):
             raise RuntimeError(f"{head}: set sync_free='off'")
-        hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, loss_positions)
-        loss = compute(hidden, *head, loss_labels, loss_type=loss_type)
+        hidden, edited = outputs.last_hidden_state, None
+        positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
+        if shift_labels is not None or not loss_batch.counts(labels) or hidden.shape[:2] != labels.shape:
+            positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
+            edited = positions
+        hidden = hidden.flatten(0, 1).index_select(0, positions)
+        loss = compute(hidden, *head, next_tokens, loss_type=loss_type)
         aux_loss = None
         if kwargs.get("output_router_logits"):
             logits, top_k = outputs.router_logits, text_config.num_experts_per_tok
-            parts = [part.tokens for part in getattr(kwargs.get("packed_batch"), "parts", ())]
-            if parts:
-                aux_loss = load_balancing_losses(logits, top_k, parts)
+            if loss_batch.parts:
+                aux_loss = load_balancing_losses(logits, top_k, [part.tokens for part in loss_batch.parts])
             else:
-                aux_loss = load_balancing_loss(logits, top_k=top_k, rows=balanced_tokens)
-        return ChosenLoss(*loss, aux_loss=aux_loss)
+                tokens = loss_batch.total_tokens - loss_batch.num_padding
+                aux_loss = load_balancing_loss(logits, top_k=top_k, rows=tokens)
+        return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
 
     return forward
 
 
+def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Positions with a loss and their next tokens, by TRL's rule, from the labels themselves; asks the device.
+
+    Raises:
+        ValueError: labels of another shape than the tokens.
+    """
+    next_tokens = shift_labels
+    if next_tokens is None:
+        next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if batch.parts:  # what comes after the last token of a micro-batch is of another one
+            next_tokens[:, [end - 1 for end in _ends(batch)]] = IGNORE_INDEX
+    if next_tokens.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(hidden.shape[:2])}: cut both alike"
+        )
+    next_tokens = next_tokens.to(hidden.device, torch.int64).flatten()
+    positions = next_tokens.ne(IGNORE_INDEX).nonzero().squeeze(1)
+    return positions, next_tokens[positions]
+
+
+def _ends(batch: PackedBatch) -> list[int]:
+    """Of each micro-batch in a merged row, in tokens."""
+    return list(itertools.accumulate(part.tokens for part in batch.parts))
+
+
+def _loss_tokens(batch: PackedBatch, outputs: ChosenLoss) -> list[int]:
+    """How many positions of `outputs` each micro-batch of the row has; asks the device only after an edit."""
+    assert outputs.entropy is not None
+    if not batch.parts:
+        return [outputs.entropy.numel()]
+    if outputs.positions is None:
+        return [part.loss_tokens for part in batch.parts]
+    ends = torch.tensor(_ends(batch), device=outputs.positions.device)
+    sizes: list[int] = torch.bucketize(outputs.positions, ends, right=True).bincount(minlength=len(ends)).tolist()
+    return sizes
+
+
 def batch_loss(
     trainer: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
-) -> tuple[Tensor, Tensor, ChosenLoss]:
+) -> tuple[Tensor, Tensor, list[int], ChosenLoss]:
     """The loss of one micro-batch, normalised as in TRL's ``compute_loss``.
 
     Args:
@@ -185,22 +231,16 @@ def batch_loss(
 
     Returns:
         The loss, () fp32; (num_parts,) fp32 without gradient, what each micro-batch of a merged row adds to it, which
-        is one for a row by itself; and what the forward returned.
+        is one for a row by itself; the tokens of each with a loss; and what the forward returned.
     """
     inputs["use_cache"] = False
     if trainer.aux_loss_enabled:
         inputs["output_router_logits"] = True
     batch = inputs["packed_batch"]
     loss_type = trainer.args.loss_type
-    outputs = model(
-        **inputs,
-        fused_lm_head=True,
-        loss_positions=batch.loss_positions,
-        loss_labels=batch.loss_labels,
-        loss_type=loss_type,
-        balanced_tokens=batch.total_tokens - batch.num_padding,
-    )
-    items: Any = max(1, batch.loss_positions.numel())
+    outputs = model(**inputs, fused_lm_head=True, loss_batch=batch, loss_type=loss_type)
+    sizes = _loss_tokens(batch, outputs)
+    items: Any = max(1, sum(sizes))
     ranks = 1
     if num_items_in_batch is not None:
         items = torch.as_tensor(num_items_in_batch).clamp(min=1)
@@ -218,11 +258,11 @@ def batch_loss(
 
     if not batch.parts:
         loss = normalised(outputs.total, outputs.aux_loss)
-        return loss, loss.detach()[None], outputs
+        return loss, loss.detach()[None], sizes, outputs
     aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
     loss = normalised(outputs.total, None if aux_losses is None else aux_losses.sum())
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp()
-    totals = torch.stack([part.sum() for part in losses.split([part.loss_tokens for part in batch.parts])])
-    return loss, normalised(totals, None if aux_losses is None else aux_losses.detach()), outputs
+    totals = torch.stack([part.sum() for part in losses.split(sizes)])
+    return loss, normalised(totals, None if aux_losses is None else aux_losses.detach()), sizes, outputs

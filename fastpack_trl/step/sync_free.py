@@ -13,12 +13,14 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
 from fastpack_trl.moe.aux_loss import replaced_by
-from fastpack_trl.packing.packed_batch import PackedBatch, Part
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
+from fastpack_trl.step.watchers import LOOP, hook_on_the_outputs, own_methods
 
 _PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
+_EDITED_LABELS = "labels were replaced or edited after collation: their positions are made again, which asks the device"
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
 
 
@@ -39,35 +41,38 @@ class SyncFreeStep:
         self.reset = GradientReset(self._contents)
         self._forget_model()
 
-    def takes(self, inputs: Any) -> bool:
+    def takes(self, trainer: Any, inputs: Any) -> bool:
         """Whether this batch says where its loss is, in a row without padding."""
+        if not self.loss or inputs.get("attention_mask") is not None:
+            return False
         batch = inputs.get("packed_batch")
-        return (
-            self.loss
-            and isinstance(batch, PackedBatch)
-            and batch.loss_positions is not None
-            and inputs.get("labels") is not None
-            and inputs.get("attention_mask") is None
-        )
+        missing = [name for name in ("position_ids", "labels") if inputs.get(name) is None]
+        missing += ["packed_batch"] if not isinstance(batch, PackedBatch) or batch.loss_positions is None else []
+        why = f"a batch without {', '.join(missing)}" if missing else ""
+        why = why or hook_on_the_outputs(trainer.model_wrapped)
+        if why:
+            trainer.fastpack_report.remark("sync_free", f"loss and metrics as stock for {why}")
+        return not why
 
     def batch_loss(self, trainer: Any, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         """The loss of a micro-batch; its metrics are kept for the next log."""
         mode: Mode = "train" if trainer.model.training else "eval"
         batch = inputs["packed_batch"]
-        loss, losses, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
+        loss, losses, sizes, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
         assert outputs.entropy is not None
         assert outputs.is_top1 is not None
-        parts = batch.parts or (Part(batch.total_tokens, batch.total_tokens, outputs.entropy.numel()),)
-        sizes = [part.loss_tokens for part in parts]
+        # As TRL counts them: a row may have been cut short.
+        capacities = [part.capacity for part in batch.parts] or [inputs["position_ids"].size(1)]
         aux_loss = outputs.aux_loss if trainer.aux_loss_enabled else None
-        aux_losses = aux_loss.unbind() if batch.parts and aux_loss is not None else [aux_loss] * len(parts)
+        aux_losses = aux_loss.unbind() if batch.parts and aux_loss is not None else [aux_loss] * len(sizes)
         figures = zip(
-            outputs.entropy.split(sizes), outputs.is_top1.split(sizes), losses.unbind(), parts, aux_losses, strict=True
-        )
-        for entropy, is_top1, one, part, aux in figures:
-            self.metrics.add(
-                trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=part.capacity, aux_loss=aux
-            )
+            outputs.entropy.split(sizes), outputs.is_top1.split(sizes), losses.unbind(), capacities, aux_losses,
+            strict=True,
+        )  # fmt: skip
+        for entropy, is_top1, one, tokens, aux in figures:
+            self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=tokens, aux_loss=aux)
+        if outputs.positions is not None:
+            trainer.fastpack_report.remark("sync_free", _EDITED_LABELS)
         return loss
 
     def logged_loss(self, trainer: Any, loss: Tensor, start: int) -> Tensor:
@@ -112,7 +117,7 @@ def sync_free(trainer: Any) -> Iterator[None]:
         yield
         return
     stock = why_stock_loss(trainer)
-    own_step = _overridden(trainer, "training_step", "floating_point_ops")
+    own_step = own_methods(trainer, (*LOOP, "training_step", "floating_point_ops"))
     remarks = _remarks(trainer, own_step)
     if stock:
         report.add("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
@@ -159,7 +164,7 @@ def _remarks(trainer: Any, own_step: str) -> list[str]:
     remarks = {
         "the loss scaler of fp16 asks the device once per optimizer step": bool(args.fp16),
         "evaluation with compute_metrics runs as stock": trainer.compute_metrics is not None,
-        f"the NaN filter asks the device: {own_step} of {type(trainer).__name__} may look at the loss": bool(own_step),
+        f"the NaN filter asks the device: {own_step} may look at the loss": bool(own_step),
         "include_num_input_tokens_seen asks the device in each micro-batch": str(
             args.include_num_input_tokens_seen
         ).lower()
@@ -167,9 +172,3 @@ def _remarks(trainer: Any, own_step: str) -> list[str]:
         "DeepSpeed reads the gradient norm": trainer.is_deepspeed_enabled,
     }
     return [text for text, holds in remarks.items() if holds]
-
-
-def _overridden(trainer: Any, *names: str) -> str:
-    """The methods of `names` that a subclass of ours has replaced."""
-    own = [name for name in names if not str(getattr(type(trainer), name).__module__).startswith("fastpack_trl.")]
-    return " and ".join(own)

@@ -66,23 +66,27 @@ class TokenCounter:
         host, labels = self._host, inputs.get("labels")
         chunked_on_device = ids.device.type == "cuda" and bool(inputs.get("fused_lm_head"))
         host.capacity += ids.numel()
-        chosen = inputs.get("loss_positions")
-        if chosen is not None:
-            host.scored += chosen.numel()
-            host.scored_once += chosen.numel()
-        # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
-        elif not chunked_on_device:
-            host.scored += ids.numel() - ids.shape[0] if inputs.get("fused_lm_head") else ids.numel()
         batch = inputs.get("packed_batch")
-        if isinstance(batch, PackedBatch):
+        if not isinstance(batch, PackedBatch) or not batch.describes(
+            ids, inputs.get("position_ids", batch.position_ids)
+        ):
+            batch = None  # what arrived was cut or edited since: counted as it is
+        ours = inputs.get("loss_batch") is not None
+        on_device = ours or chunked_on_device
+        # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
+        if not on_device:
+            host.scored += ids.numel() - ids.shape[0] if inputs.get("fused_lm_head") else ids.numel()
+        if batch is not None:
             host.nonpad += batch.total_tokens - batch.num_padding
             for window in self.windows:
                 host.pairs[window] += attention_pairs(batch.seq_lengths, window)
-            if batch.loss_positions is not None and host.loss is not None:
-                host.loss += batch.loss_positions.numel()
-                host.scored += batch.loss_positions.numel() * (chunked_on_device and chosen is None)
-                return
-            self._on_device(ids.device, loss=_loss_tokens(inputs, labels), scored=chunked_on_device)
+            if batch.loss_positions is not None and batch.counts(labels) and host.loss is not None:
+                count = batch.loss_positions.numel()
+                host.loss += count
+                host.scored += count * on_device
+                host.scored_once += count * ours
+            else:
+                self._on_device(ids.device, loss=_loss_tokens(inputs, labels), scored=on_device, once=ours)
             return
         loss = _loss_tokens(inputs, labels)
         positions: Any = inputs.get("position_ids")
@@ -92,7 +96,7 @@ class TokenCounter:
             host.nonpad += ids.numel()
             for window in self.windows:
                 host.pairs[window] += attention_pairs([ids.shape[1]] * ids.shape[0], window)
-            self._on_device(ids.device, loss=loss, scored=chunked_on_device)
+            self._on_device(ids.device, loss=loss, scored=on_device, once=ours)
             return
         real = mask.bool() if mask is not None else None
         if positions is None:
@@ -104,7 +108,7 @@ class TokenCounter:
         sums = [(pairs if real is None else pairs * real).sum() for pairs in doubled]
         if real is None:
             host.nonpad += ids.numel()
-        self._on_device(ids.device, loss=loss, scored=chunked_on_device, real=real, pairs=sums)
+        self._on_device(ids.device, loss=loss, scored=on_device, once=ours, real=real, pairs=sums)
 
     def _on_device(
         self,
@@ -112,6 +116,7 @@ class TokenCounter:
         *,
         loss: Tensor | None,
         scored: bool,
+        once: bool,
         real: Tensor | None = None,
         pairs: list[Tensor] | None = None,
     ) -> None:
@@ -119,7 +124,7 @@ class TokenCounter:
             self._host.loss = None
         zero = torch.zeros((), dtype=torch.int64, device=device)
         loss = loss if loss is not None else zero
-        row = [loss, loss if scored else zero, real.sum() if real is not None else zero]
+        row = [loss, loss if scored else zero, loss if once else zero, real.sum() if real is not None else zero]
         row += pairs if pairs is not None else [zero] * len(self.windows)
         sums = torch.stack([value.to(torch.int64) for value in row])
         self._device[device] = self._device[device] + sums if device in self._device else sums
@@ -128,9 +133,10 @@ class TokenCounter:
         """The sums since the last call. Reads the device, once: call it where the trainer reads its loss anyway."""
         sums = self._host
         for tensor in self._device.values():
-            loss, scored, nonpad, *pairs = tensor.tolist()
+            loss, scored, once, nonpad, *pairs = tensor.tolist()
             sums.loss = None if sums.loss is None else sums.loss + loss
             sums.scored += scored
+            sums.scored_once += once
             sums.nonpad += nonpad
             for window, doubled in zip(self.windows, pairs, strict=True):
                 sums.pairs[window] += doubled / 2

@@ -28,8 +28,10 @@ class SyncFreeTrainer(MergingTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As `SFTTrainer.compute_loss`; the metrics of the batch reach the log later."""
+        if inputs.get("position_ids") is None:
+            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         step = self.fastpack_step
-        if step is None or return_outputs or not step.takes(inputs):
+        if step is None or return_outputs or not step.takes(self, inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return step.batch_loss(self, model, inputs, num_items_in_batch)
 
