@@ -10,6 +10,7 @@ from trl import SFTConfig
 
 from fastpack_trl.checkpointing.seam import check_settings
 from fastpack_trl.errors import did_you_mean, shown
+from fastpack_trl.preflight import check_counts
 
 PACKED_ATTENTION_CHOICES = (
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
@@ -242,8 +243,7 @@ class FastSFTConfig(SFTConfig):
                 "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
             )
         self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
-        if self.max_length is not None and not int(self.max_length) >= 1:
-            raise ValueError(f"max_length={self.max_length} is below 1: give tokens per row, or None for no limit")
+        check_counts(self)
         if not self.padded_rows_limit >= 1:
             raise ValueError(
                 f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"

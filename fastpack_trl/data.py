@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastpack_trl.data_faults import first_fault
 from fastpack_trl.errors import UserError, describe, shown
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def looks_local(name: str) -> bool:
     """
     if "://" in name:
         return False
-    return name.startswith(("./", "../", "/", "~")) or builder_of(name) is not None or Path(name).exists()
+    # A hub name has one slash at most.
+    written = name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or "\\" in name
+    return written or builder_of(name) is not None or Path(name).exists()
 
 
 def _is_pattern(name: str) -> bool:
@@ -72,6 +75,8 @@ def local_source(name: str) -> tuple[str, Any]:
     """
     builder = builder_of(name)
     if _is_pattern(name) and builder is not None:
+        if not _files(name):
+            raise UserError(f"no file matches {shown(name)} (looked in {Path.cwd()}): correct the pattern")
         return builder, str(Path(name).expanduser())
     path = _existing(name)
     if path.is_dir():
@@ -82,6 +87,18 @@ def local_source(name: str) -> tuple[str, Any]:
     if path.stat().st_size == 0:
         raise UserError(f"data file {shown(name)} is empty")
     return builder, str(path)
+
+
+def _files(name: str) -> list[Path]:
+    """The data files that a local name, pattern or folder stands for, as far as their suffix says so."""
+    path = Path(name).expanduser()
+    if _is_pattern(name):
+        found = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+    else:
+        found = path.rglob("*")
+    return sorted(
+        file for file in ([path] if path.is_file() else found) if file.is_file() and builder_of(str(file)) is not None
+    )
 
 
 def _saved_files(folder: Path) -> Any:
@@ -96,6 +113,11 @@ def _saved_files(folder: Path) -> Any:
 def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
     import datasets
 
+    if "://" in name and not name.startswith("hf://"):
+        raise UserError(
+            f"dataset_name {shown(name)} is a URL, which has no builder: give it as "
+            f"`datasets: [{{path: {builder_of(name) or 'json'}, data_files: {name}}}]`"
+        )
     if not looks_local(name):
         return datasets.load_dataset(name, name=config, streaming=streaming)
     path = Path(name).expanduser()
@@ -127,6 +149,11 @@ def _local_entry(entry: Any) -> Any:
     return replace(entry, path=source, data_files=data_files)
 
 
+def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
+    """The data as the user named them: ``"data.jsonl"``, or ``"a.jsonl, owner/b"`` for a mixture."""
+    return ", ".join(str(entry.path) for entry in mixture.datasets) or str(script.dataset_name)
+
+
 def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) -> None:
     """The part of `load_data` that costs nothing: is there a name, and are its local files there?
 
@@ -153,14 +180,30 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     from datasets.exceptions import DatasetsError
 
     check_data_exists(script, mixture)
-    named = ", ".join(str(entry.path) for entry in mixture.datasets) or str(script.dataset_name)
+    named = data_name(script, mixture)
     try:
         if mixture.datasets:
             return _load_mixture(mixture)
         return _load_named(str(script.dataset_name), script.dataset_config, script.dataset_streaming)
     except UserError:
         raise
-    except (DatasetsError, ValueError, OSError) as error:
-        # A malformed row arrives as "An error occurred while generating the dataset"; its cause says what and where.
-        reason = describe(error.__cause__ or error)
-        raise UserError(f"data {shown(named)} cannot be loaded: {reason}") from error
+    except (DatasetsError, ValueError, OSError, StopIteration) as error:
+        names = [str(entry.path) for entry in mixture.datasets] or [str(script.dataset_name)]
+        raise UserError(f"data {shown(named)} cannot be loaded: {_reason(error, names)}") from error
+
+
+def _reason(error: BaseException, names: Sequence[str]) -> str:
+    """Why these data cannot be loaded, with the line where it is in a file."""
+    for name in names:
+        for file in _files(name) if looks_local(name) else ():
+            builder = str(builder_of(str(file)))
+            if file.suffix.lower() in BUILDERS and builder != "parquet" and (fault := first_fault(file, builder)):
+                return fault if str(file) == name else f"{file}: {fault}"
+    if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+        return "it holds no rows"
+    # A malformed row arrives as "An error occurred while generating the dataset"; its cause says what and where.
+    reason = describe(error.__cause__ or error)
+    missing = [name for name in names if not looks_local(name) and "://" not in name]
+    if missing:
+        return f"{reason}; nor is there a file or folder {str(Path(missing[0]).absolute())!r}"
+    return reason

@@ -19,6 +19,10 @@ class UserError(ValueError):
     """A setting, file or model that the user has to change. The command line prints it as one line, exit code 2."""
 
 
+class DataError(ValueError):
+    """Rows of a data set that cannot be trained on; names the data set, the row and the remedy."""
+
+
 class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.data import check_data_exists, load_data
-from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.data import check_data_exists, data_name, load_data
+from fastpack_trl.errors import DataError, UserError, preparing, shown
 from fastpack_trl.sft_arguments import SftArguments, make_parser, parse
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
         UserError: names the setting, its value and the remedy.
     """
     from fastpack_trl import sft_checks
+    from fastpack_trl.preflight import check_weights
 
     training, model = arguments.training, arguments.model
     sft_checks.check_paths(training)
@@ -140,6 +141,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
     }
     if "quantization_config" in init:
         init["quantization_config"] = sft_checks.quantization(init["quantization_config"])
+    check_weights(model.model_name_or_path, init)
     sft_checks.check_attention(init["attn_implementation"])
     sft_checks.check_template(training)
     sft_checks.check_architecture(model.model_name_or_path, init)
@@ -157,7 +159,7 @@ def _train(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None)
         progress = _progress()
         trainer.add_callback(progress)
         # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
-        with preparing(finished=lambda: progress.training):
+        with preparing(finished=lambda: progress.training), _of_data(data_name(arguments.script, arguments.mixture)):
             trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     _finish(trainer, arguments)
     return trainer
@@ -184,28 +186,31 @@ def make_trainer(
     name = str(model.model_name_or_path)
     processing_class = sft_checks.load_tokenizer(name, training, init)
     quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
-    splits = load_data(script, arguments.mixture)
+    splits, named = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
     train_dataset = sft_checks.take_split(splits, script.dataset_train_split, "dataset_train_split")
     eval_dataset = None
     if training.eval_strategy != "no":
         why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
         eval_dataset = sft_checks.take_split(splits, script.dataset_test_split, "dataset_test_split", why)
-        sft_checks.check_rows(eval_dataset, script.dataset_test_split, training, processing_class)
-    sft_checks.check_rows(train_dataset, script.dataset_train_split, training, processing_class)
+    with _of_data(named):
+        if eval_dataset is not None:
+            sft_checks.check_rows(eval_dataset, "eval", training, processing_class)
+        sft_checks.check_rows(train_dataset, "train", training, processing_class)
 
     given = dict(training.model_init_kwargs or {})
     training.model_init_kwargs = init
     try:
-        return (trainer_class or FastSFTTrainer)(
-            model=name,
-            args=training,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=list(callbacks) if callbacks is not None else None,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        with _of_data(named):
+            return (trainer_class or FastSFTTrainer)(
+                model=name,
+                args=training,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=list(callbacks) if callbacks is not None else None,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
     except TypeError as error:
         # from_pretrained passes what it does not know to the model class.
         unknown = [key for key in given if f"unexpected keyword argument '{key}'" in str(error)]
@@ -214,6 +219,15 @@ def make_trainer(
                 f"model_init_kwargs: unknown key {unknown[0]!r}: from_pretrained does not take it"
             ) from error
         raise
+
+
+@contextmanager
+def _of_data(named: str) -> Iterator[None]:
+    """What is wrong with rows is said with the name of the data."""
+    try:
+        yield
+    except DataError as error:
+        raise UserError(f"data {shown(named)}: {error}") from error
 
 
 def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:

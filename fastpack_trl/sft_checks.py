@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import islice
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
     from fastpack_trl.config import FastSFTConfig
-
-_ROWS_CHECKED = 1  # the first row shows the shape of the data; checking all rows is not the command line's work
-
 
 _REPORTERS = (
     "clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
@@ -44,15 +41,14 @@ def check_paths(training: FastSFTConfig) -> None:
 
     Raises:
         UserError: ``output_dir`` is or lies below a file or is not writable; there is no such checkpoint.
+        ValueError: no checkpoint there is complete.
     """
+    from fastpack_trl.preflight import unwritable
+    from fastpack_trl.resume import choose_checkpoint
+
     output = Path(str(training.output_dir))
-    for folder in (output, *output.absolute().parents):
-        if folder.exists():
-            if not folder.is_dir():
-                raise UserError(f"output_dir {str(output)!r}: {str(folder)!r} is a file: name a folder or a new path")
-            if not os.access(folder, os.W_OK):
-                raise UserError(f"output_dir {str(output)!r}: {str(folder)!r} is not writable")
-            break
+    if training.should_save and (reason := unwritable(output)):
+        raise UserError(f"output_dir {str(output)!r}: {reason}")
     resume: object = training.resume_from_checkpoint
     if isinstance(resume, str) and resume.lower() in ("true", "false"):
         # The command line hands over text; the trainer takes the boolean ("the last checkpoint in output_dir").
@@ -60,8 +56,9 @@ def check_paths(training: FastSFTConfig) -> None:
         training.resume_from_checkpoint = resume
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
-    if resume is True and not any(output.glob("checkpoint-*")):
+    if resume is True and not any(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint-*")):
         raise UserError(f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}")
+    choose_checkpoint(resume, str(output))  # what it says is said when training starts
 
 
 def local_model(model: ModelConfig) -> str:
@@ -240,71 +237,38 @@ def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") 
 
 
 def check_rows(split: Any, name: str, training: FastSFTConfig, processing_class: Any) -> None:
-    """The columns of `split` make it one of the data set types that TRL trains on.
+    """The columns of `split` make it one of the data set types that TRL trains on; of a stream, in the first row.
+
+    Args:
+        name: ``train`` or ``eval``, for the message.
 
     Raises:
-        UserError: no such column, a text column that holds something else, or conversations without a chat template.
+        DataError: no such column, or a row that holds something else.
+        UserError: a tokenizer that cannot make tokens of it.
     """
+    from datasets import Dataset
+
+    from fastpack_trl.packing.source import CONVERSATIONS, TEXT, TOKENS, check_row, check_source
+
     if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return
-    for row in islice(split, _ROWS_CHECKED):
-        kind = _kind_of(row, name, training)
-        tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        if kind != "tokens" and not tokenizer("text", add_special_tokens=False)["input_ids"]:
-            # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
+    text_field = training.dataset_text_field
+    if isinstance(split, Dataset):
+        check_source(split, text_field, formatted=False, name=name)
+    kinds = set(check_row(next(iter(split)), text_field, name).values())
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if kinds != {TOKENS} and not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
+            f"{len(tokenizer)}): its files are missing there; save it beside the model"
+        )
+    if kinds & CONVERSATIONS:
+        templates = (training.chat_template_path, processing_class.chat_template, tokenizer.chat_template)
+        if not any(templates):
             raise UserError(
-                f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
-                f"{len(tokenizer)}): its files are missing there; save it beside the model"
+                f"the {name} data set holds conversations, but the tokenizer has no chat template: set "
+                "chat_template_path to a .jinja file or to a model that has one"
             )
-        if kind == "conversation":
-            templates = (training.chat_template_path, processing_class.chat_template, tokenizer.chat_template)
-            if not any(templates):
-                raise UserError(
-                    f"split {name!r} holds conversations, but the tokenizer has no chat template: set "
-                    "chat_template_path to a .jinja file or to a model that has one"
-                )
-        elif kind == "text" and training.eos_token is None and tokenizer.eos_token is None:
-            raise UserError("the tokenizer has no end-of-sequence token: set eos_token to a token of its vocabulary")
-
-
-def _kind_of(row: Mapping[str, Any], name: str, training: FastSFTConfig) -> str:
-    text = training.dataset_text_field
-    if "input_ids" in row:
-        return "tokens"
-    other = next((column for column in ("messages", text) if row.get(column) is not None), None)
-    if other is not None and "prompt" in row and "completion" not in row:
-        # TRL takes `prompt` for half of a pair, whatever stands beside it (trl 1.16: KeyError 'completion').
-        raise UserError(
-            f"split {name!r} has a column 'prompt' and no 'completion': leave it out, e.g. "
-            f"`datasets: [{{path: ..., columns: [{other}]}}]`"
-        )
-    if row.get("messages") is not None:
-        _expect(row, "messages", list, name)
-        return "conversation"
-    conversations = row.get("conversations")
-    if isinstance(conversations, list) and conversations and {"from", "value"} <= set(conversations[0]):
-        return "conversation"
-    if "prompt" in row and "completion" in row:
-        if isinstance(row["prompt"], list):
-            _expect(row, "completion", list, name)
-            return "conversation"
-        _expect(row, "prompt", str, name)
-        _expect(row, "completion", str, name)
-        return "text"
-    if text in row:
-        _expect(row, text, str, name)
-        return "text"
-    raise UserError(
-        f"split {name!r} has the columns {', '.join(row)}, of which none can be trained on: set dataset_text_field "
-        f"(now {shown(text)}) to the column with the text, or provide messages, prompt and completion, or input_ids"
-    )
-
-
-def _expect(row: Mapping[str, Any], column: str, kind: type, name: str) -> None:
-    value = row[column]
-    if not isinstance(value, kind):
-        wanted = "text" if kind is str else "a list of messages, each with role and content"
-        raise UserError(
-            f"split {name!r}: column {column!r} holds {shown(value)} in its first row, not {wanted}: correct the data, "
-            "or choose another column with dataset_text_field"
-        )
+    elif kinds == {TEXT} and training.eos_token is None and tokenizer.eos_token is None:
+        raise UserError("the tokenizer has no end-of-sequence token: set eos_token to a token of its vocabulary")

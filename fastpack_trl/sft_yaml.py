@@ -97,6 +97,11 @@ def member_types(hint: object) -> set[object]:
     return {str} if isinstance(plain, type) and issubclass(plain, Enum) else {plain}
 
 
+def names_only(hint: object) -> bool:
+    """Whether lists of a field hold text: ``list[str] | str | None`` -> True."""
+    return list[str] in (hint, *get_args(hint))
+
+
 def _convert(value: str | float | bool, allowed: set[object]) -> Any:
     """`value` as the first type of `allowed` that takes it. YAML reads ``2e-4`` as text: numbers are parsed here.
 
@@ -138,10 +143,14 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
     if value is False and "no" in choices:
         value = "no"  # `eval_strategy: no` without quotes
     expected = " or ".join(_TYPE_NAMES[kind] for kind in _TYPE_NAMES if kind in plain)
+    if names_only(hint):
+        expected = expected.replace("a list", "a list of names")
     default = "" if action.default in (None, argparse.SUPPRESS) else f" (default: {shown(_plain(action.default))})"
     try:
         if isinstance(value, list | dict):
             if type(value) not in allowed:
+                raise ValueError(value)
+            if names_only(hint) and any(not isinstance(item, str | list) for item in value):
                 raise ValueError(value)
         elif value is not None or type(None) not in allowed:
             value = _convert(value, plain)
@@ -151,7 +160,8 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
         ) from error
     if choices and isinstance(value, str | int | float) and value not in choices:
         known = [str(choice) for choice in choices]
-        raise UserError(f"{path}: {name}: {shown(value)} is not one of {', '.join(known)}{did_you_mean(value, known)}")
+        near = did_you_mean(value, known)  # before the list, which may be cut
+        raise UserError(f"{path}: {name}: {shown(value)} is not one of its choices{near}: {', '.join(known)}")
     return value
 
 

@@ -14,7 +14,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
@@ -30,12 +29,15 @@ from fastpack_trl.batching import (
 )
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import setting_of
-from fastpack_trl.errors import PackingError
+from fastpack_trl.errors import DataError, PackingError
 from fastpack_trl.features import FeatureReport, disabled_by_environment
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.packing.source import check_source
+from fastpack_trl.preflight import check_given
+from fastpack_trl.resume import choose_checkpoint
 from fastpack_trl.start_proof import prove, prove_stock, stock_is_right
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
@@ -96,12 +98,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             super().__init__(*args, **kwargs)
             self.fastpack_report.add("fastpack", "off", "stock", self._fastpack_disabled)
             return
-        train_dataset = given.get("train_dataset")
-        if isinstance(train_dataset, Dataset) and not len(train_dataset):
-            raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
-        model = given["model"]
-        if isinstance(model, PreTrainedModel) and not model.can_generate():
-            raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
+        check_given(given)
         super().__init__(*args, **kwargs)
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         if setting_of(self.args, "sync_free") != "off":
@@ -187,9 +184,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             or not len(dataset)
         ):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        dataset_facts.check_source(
-            dataset, args.dataset_text_field, formatted=formatting_func is not None, name=dataset_name
-        )
+        check_source(dataset, args.dataset_text_field, formatted=formatting_func is not None, name=dataset_name)
         # In two passes of stock's own preparation, so that the lengths before truncation can be read in between.
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
@@ -199,9 +194,11 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         dataset_facts.check_lengths(documents, dataset_name)
         documents, empty = dataset_facts.drop_empty(documents)
         if not len(documents):
-            raise ValueError(f"the {dataset_name} data set has no token: all {empty} documents are empty")
+            raise DataError(f"the {dataset_name} data set has no token: all {empty} documents are empty")
         prepared = super()._prepare_dataset(documents, processing_class, args, packing, None, dataset_name)
         if self._fastpack_facts is None and dataset_name == "train":  # an evaluation set may have that name too
+            if not len(prepared):
+                raise DataError(dataset_facts.why_none_is_left(documents, args.max_length))
             self._fastpack_facts = dataset_facts.measure(
                 documents,
                 prepared,
@@ -238,9 +235,13 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
     @_documented_as(SFTTrainer.train)
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not self._fastpack_disabled:
+            resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            if note:
+                logger.warning(note)
         with self._fastpack_features(announce=True):
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @_documented_as(SFTTrainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

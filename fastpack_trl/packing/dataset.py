@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, List
 from numpy.typing import NDArray
 
+from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _ROWS_AT_A_TIME = 10_000
@@ -72,41 +73,11 @@ def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
-def check_source(dataset: Dataset, text_field: str, *, formatted: bool, name: str = "train") -> None:
-    """Check the columns that preparation will read, before it reads them.
-
-    Args:
-        dataset: as the user gave it.
-        text_field: name of the column of plain text.
-        formatted: whether a formatting function makes the text.
-        name: of the data set, for the message.
-
-    Raises:
-        ValueError: none of the columns that TRL reads, or an empty cell in one; names what is there and the row.
-    """
-    columns = set(dataset.column_names)
-    known = {"input_ids", "messages", "conversations", "prompt", text_field}
-    if formatted:
-        return
-    if not known & columns:
-        raise ValueError(
-            f"the {name} data set has the columns {', '.join(sorted(columns))}: name the text column with "
-            f"dataset_text_field, or give messages, prompt and completion, or input_ids"
-        )
-    for column in sorted((known | {"completion"}) & columns):
-        row = 0
-        for chunk in _chunks(dataset, column):
-            if chunk.null_count:
-                row += int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
-                raise ValueError(f"row {row} of the {name} data set has no {column!r} (null): fill it or drop the row")
-            row += len(chunk)
-
-
 def check_lengths(dataset: Dataset, name: str = "train") -> None:
     """Check that a tokenized data set has one label per token.
 
     Raises:
-        ValueError: names the first row and both lengths.
+        DataError: names the first row and both lengths.
     """
     if "labels" not in dataset.column_names:
         return
@@ -114,7 +85,7 @@ def check_lengths(dataset: Dataset, name: str = "train") -> None:
     wrong = np.flatnonzero(labels != lengths)
     if wrong.size:
         row = int(wrong[0])
-        raise ValueError(
+        raise DataError(
             f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids: give one label "
             f"per token, {IGNORE_INDEX} where no loss is counted"
         )
@@ -124,7 +95,7 @@ def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> 
     """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:
-        ValueError: an id outside [0, vocab_size); names it.
+        DataError: an id outside [0, vocab_size); names it.
     """
     for chunk in _chunks(dataset, "input_ids"):
         _check_range(chunk.flatten(), "input_ids", vocab_size, name)
@@ -137,7 +108,7 @@ def _check_range(values: Any, column: str, vocab_size: int, name: str) -> None:
     extremes = pc.min_max(values).as_py()
     for value in (extremes["min"], extremes["max"]):
         if value is not None and not 0 <= value < vocab_size:
-            raise ValueError(
+            raise DataError(
                 f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of {vocab_size}: "
                 f"tokenize it with the model's own tokenizer, or resize the model's embeddings"
             )
@@ -172,6 +143,20 @@ def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
     lengths = column_lengths(dataset, "input_ids")
     empty = int((lengths == 0).sum())
     return (dataset.select(np.flatnonzero(lengths)), empty) if empty else (dataset, 0)
+
+
+def why_none_is_left(documents: Dataset, max_length: int | None) -> str:
+    """Say why stock dropped every document: none has a token within `max_length` that the loss counts."""
+    if not counted_tokens(documents):
+        return (
+            f"the train data set has no token that the loss counts: all labels are {IGNORE_INDEX}; give labels, or "
+            "completions that are not empty"
+        )
+    longest = int(column_lengths(documents, "input_ids").max())
+    return (
+        f"nothing of the train data set is left to train on: max_length={max_length} cuts every completion off, the "
+        f"longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
+    )
 
 
 def measure(

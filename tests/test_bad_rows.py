@@ -1,0 +1,184 @@
+"""Rows that cannot be trained on: the data set, the row and the remedy, in Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_dataset
+from sft_material import Material, write_jsonl
+from test_sft_bad_input import refused
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.packing.source import check_source
+
+TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+TEXT = {"text": "the quick brown fox"}
+PAIR = {"prompt": "the quick", "completion": " fox"}
+
+Rows = list[dict[str, Any]]
+BAD: list[tuple[str, Rows, list[str]]] = [
+    ("a number after text", [TEXT, TEXT, {"text": 5}, TEXT], ["row 2", "holds 5 in 'text', not text"]),
+    ("a list after text", [TEXT, {"text": ["a"]}], ["row 1", "holds ['a'] in 'text', not text"]),
+    ("a mapping after text", [TEXT, {"text": {"a": "{0}"}}], ["row 1", "holds {'a': '{0}'} in 'text', not text"]),
+    ("true after text", [TEXT, {"text": True}], ["row 1", "holds True in 'text', not text"]),
+    ("numbers", [{"text": 7}] * 2, ["row 0", "holds 7 in 'text', not text", "dataset_text_field"]),
+    ("nothing after text", [TEXT, TEXT, {"text": None}], ["row 2", "has no 'text' (null)", "drop the row"]),
+    ("an integer completion", [{"prompt": "a", "completion": 5}], ["row 0", "holds 5 in 'completion', not text"]),
+    ("one integer completion", [PAIR, {**PAIR, "completion": 5}], ["row 1", "holds 5 in 'completion', not text"]),
+    ("a prompt without completion", [{"prompt": "a"}], ["columns prompt", "prompt and completion"]),
+    ("half a pair", [{"prompt": "a", "text": "b"}], ["'prompt' and no 'completion'", "leave it out"]),
+    ("messages and text", [{"prompt": TURNS, "completion": "c"}], ["holds 'c' in 'completion'", "role and content"]),
+    ("empty messages", [{"messages": TURNS}, {"messages": []}], ["row 1", "has an empty list in 'messages'"]),
+    ("empty first messages", [{"messages": []}, {"messages": TURNS}], ["row 0", "has an empty list in 'messages'"]),
+    ("messages of texts", [{"messages": ["a", "b"]}], ["row 0", "holds ['a', 'b'] in 'messages'", "role and content"]),
+    ("messages without role", [{"messages": [{"content": "a"}]}], ["row 0", "role and content"]),
+    ("text for messages", [{"messages": TURNS}, {"messages": "hello"}], ["row 1", "holds 'hello' in 'messages'"]),
+    ("text for tokens", [{"input_ids": "abc"}], ["row 0", "holds 'abc' in 'input_ids', not a list of token ids"]),
+    ("fractions for tokens", [{"input_ids": [1.5]}], ["row 0", "holds [1.5] in 'input_ids', not a list of token ids"]),
+    ("role in conversations", [{"conversations": TURNS}], ["row 0", "each with from and value", "called messages"]),
+    ("too few labels", [{"input_ids": [5, 6], "labels": [5]}], ["row 0", "1 labels for 2 input_ids"]),
+    ("no counted token", [{"input_ids": [5, 6], "labels": [-100, -100]}], ["all labels are -100"]),
+    ("a prompt over max_length", [{"prompt": "a b c " * 99, "completion": "d"}], ["max_length=64 cuts", "raise"]),
+]
+IDS = [name for name, _, _ in BAD]
+
+
+def as_dataset(rows: Rows, folder: Path) -> Any:
+    """As `datasets` reads them from a file, which is how rows of several types come about."""
+    return load_dataset("json", data_files=str(write_jsonl(folder / "rows.jsonl", rows)), cache_dir=str(folder))[
+        "train"
+    ]
+
+
+def train(trainer_class: type[SFTTrainer], material: Material, dataset: Any, **settings: Any) -> None:
+    args = SFTConfig(
+        output_dir=str(material.out),
+        **{"max_steps": 1, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
+        | settings,
+    )
+    trainer_class(model=str(material.model), args=args, train_dataset=dataset).train()
+
+
+@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD], ids=IDS)
+def test_in_python_a_value_error_and_stock_cannot_train_either(
+    material: Material, rows: Rows, parts: list[str]
+) -> None:
+    dataset = as_dataset(rows, material.folder)
+    with pytest.raises(ValueError, match="the train data set") as caught:
+        train(FastSFTTrainer, material, dataset)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    with pytest.raises(Exception):  # noqa: B017, PT011 - each its own, mostly none that helps
+        train(SFTTrainer, material, dataset)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD], ids=IDS)
+def test_from_the_command_line_one_line_that_names_the_file(
+    material: Material, capsys: pytest.CaptureFixture[str], rows: Rows, parts: list[str]
+) -> None:
+    data = write_jsonl(material.folder / "rows.jsonl", rows)
+    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data), packing=False))
+    assert all(part in line for part in [f"data {str(data)!r}", *parts]), line
+
+
+GOOD: list[tuple[str, Rows]] = [
+    ("messages beside an empty text", [{"messages": TURNS, "text": None}, {"messages": TURNS, "text": "a"}]),
+    ("text beside empty messages", [{"messages": None, "text": "a b"}, {"messages": TURNS, "text": "a b"}]),
+    ("text beside messages as text", [{"messages": "x", "text": "a b"}]),
+    ("text beside an empty completion", [{"text": "a b", "completion": None}, {"text": "a b", "completion": "c"}]),
+    ("tokens beside an empty text", [{"input_ids": [5, 6], "text": None}, {"input_ids": [5, 6], "text": "a"}]),
+    ("text beside numbers", [{"text": "a b", "label": 1}]),
+    ("text and mixed other values", [{"text": "a b", "label": 1}, {"text": "a b", "label": "one"}]),
+    ("messages with tools", [{"messages": TURNS}, {"messages": [{**TURNS[0], "tool_calls": [{"a": 1}]}]}]),
+]
+
+
+@pytest.mark.parametrize("rows", [rows for _, rows in GOOD], ids=[name for name, _ in GOOD])
+@pytest.mark.parametrize("trainer_class", [SFTTrainer, FastSFTTrainer])
+def test_what_stock_trains_on_is_not_refused(material: Material, trainer_class: type[SFTTrainer], rows: Rows) -> None:
+    train(trainer_class, material, as_dataset(rows * 4, material.folder))
+
+
+NOT_UTF8 = [{"text": "a b"}, {"text": "a b"}, {"text": "café"}, {"text": "a b"}]
+UTF8_ROWS: list[tuple[str, Rows]] = [
+    ("text", NOT_UTF8),
+    ("another column", [{"text": "a b", "note": row["text"]} for row in NOT_UTF8]),
+    ("a prompt", [{"prompt": row["text"], "completion": "c"} for row in NOT_UTF8]),
+    ("messages", [{"messages": [{"role": "user", "content": row["text"]}]} for row in NOT_UTF8]),
+]
+
+
+@pytest.mark.parametrize("rows", [rows for _, rows in UTF8_ROWS], ids=[name for name, _ in UTF8_ROWS])
+def test_bytes_that_are_not_utf8_name_their_row(
+    material: Material, capsys: pytest.CaptureFixture[str], rows: Rows
+) -> None:
+    data = material.folder / "rows.jsonl"
+    data.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("latin-1"))
+    column = list(rows[0])[-1] if "prompt" not in rows[0] else "prompt"
+    parts = ["row 2 of the train data set", f"bytes in {column!r} that are not UTF-8", "iconv"]
+    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data)))
+    assert all(part in line for part in [f"data {str(data)!r}", *parts]), line
+    dataset = load_dataset("json", data_files=str(data), cache_dir=str(material.folder))["train"]
+    with pytest.raises(ValueError, match="row 2") as caught:
+        train(FastSFTTrainer, material, dataset)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_formatting_function_may_read_any_column() -> None:
+    check_source(Dataset.from_list([{"body": 1}]), "text", formatted=True)
+
+
+def test_rows_are_counted_across_chunks_and_selections() -> None:
+    rows = Dataset.from_list([{"text": "a"}] * 25_000 + [{"text": None}] + [{"text": "a"}] * 10)
+    with pytest.raises(ValueError, match="row 25000 of the eval data set"):
+        check_source(rows, "text", formatted=False, name="eval")
+    with pytest.raises(ValueError, match="row 10 of the eval data set"):
+        check_source(rows.select(range(25_010, -1, -1)), "text", formatted=False, name="eval")
+
+
+# `datasets` takes the types from the first 10 MB.
+LONG_ROWS = b'{"text": 1, "note": "' + b"x" * 1_000 + b'"}\n'
+LONG_ROWS *= 11_000
+FILES: list[tuple[str, str, bytes, list[str]]] = [
+    ("latin-1 array", "a.json", '[{"text": "café"}]'.encode("latin-1"), ["line 1 is not UTF-8 (byte 0xe9)", "iconv"]),
+    ("latin-1 csv", "a.csv", "text\nabc\ncafé\n".encode("latin-1"), ["line 3 is not UTF-8 (byte 0xe9)", "iconv"]),
+    ("latin-1 text", "a.txt", "abc\ncafé\n".encode("latin-1"), ["line 2 is not UTF-8 (byte 0xe9)", "iconv"]),
+    ("UTF-16", "a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ["it is UTF-16 text", "iconv -f UTF-16"]),
+    ("a cut line", "a.jsonl", b'{"text": "a"}\n{"text": "b', ["line 2 is not one JSON object", "one object per line"]),
+    ("a comma behind lines", "a.jsonl", b'{"text": "a"},\n{"text": "b"},\n', ["line 1 is not one JSON object"]),
+    ("single quotes", "a.jsonl", b"{'text': 'a'}\n", ["line 1 is not one JSON object", "double quotes"]),
+    ("texts", "a.jsonl", b'"a"\n"b"\n', ["line 1 is not a JSON object", '{"text": "..."}']),
+    ("a cut array", "a.json", b'[{"text": "a"},\n {"text": ', ["line 2 is not JSON", "column 11"]),
+    ("blank lines", "a.jsonl", b"\n\n", ["it holds no rows"]),
+    ("ragged csv", "a.csv", b"text,b\na,1\nx,y,z\n", ["line 3"]),
+    ("no parquet", "a.parquet", b"not parquet", ["not a parquet file"]),
+    ("no gzip", "a.jsonl.gz", b"not gzip", ["Not a gzipped file"]),
+    ("numbers, then text", "a.jsonl", LONG_ROWS + b'{"text": "a"}\n', ["in line 11001 and a number in line 1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "parts"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_a_file_that_cannot_be_loaded_names_its_line(
+    material: Material, capsys: pytest.CaptureFixture[str], name: str, content: bytes, parts: list[str], named: str
+) -> None:
+    file = material.folder / "data" / name
+    file.parent.mkdir()
+    file.write_bytes(content)
+    given = file if named == "file" else file.parent
+    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(given)))
+    assert all(part in line for part in [f"data {str(given)!r}", *parts]), line
+
+
+@pytest.mark.parametrize(
+    "content", [b'\xef\xbb\xbf{"text": "a b"}\n', b'{"text": "a b"}\r\n', b'\n{"text": "a b"}\n\n']
+)
+def test_marks_and_line_ends_of_other_systems_are_read(material: Material, content: bytes) -> None:
+    file = material.folder / "a.jsonl"
+    file.write_bytes(content)
+    dataset = load_dataset("json", data_files=str(file), cache_dir=str(material.folder))["train"]
+    check_source(dataset, "text", formatted=False)
+    assert list(dataset) == [{"text": "a b"}]
