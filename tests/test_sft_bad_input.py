@@ -56,7 +56,7 @@ YAML_TEXT = [
     ("gradient_accumulation_steps: 0", ["gradient_accumulation_steps=0 is below 1"]),
     ("per_device_eval_batch_size: 0\neval_strategy: epoch", ["per_device_eval_batch_size=0 is below 1"]),
     ("eval_accumulation_steps: 0\neval_strategy: epoch", ["eval_accumulation_steps=0 is below 1", "None"]),
-    ("lora_target_modules: [5]", ["lora_target_modules", "[5] is not text or a list of names"]),
+    ("lora_target_modules: [5]", ["lora_target_modules", "[5] is not a list of names"]),
     ("optim: adamw_tourch", ["optim", "'adamw_tourch' is not one of its choices; did you mean 'adamw_torch'?"]),
     ("accelerator_config: '{a: 1}'", ["--accelerator_config", "is not JSON"]),
     ("model_init_kwargs: 5", ["model_init_kwargs", "5 is not text or a mapping"]),
