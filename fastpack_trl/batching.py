@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl.module_hooks import hook_inside
+from fastpack_trl.module_hooks import GLOBAL_KINDS, hook_inside
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
@@ -33,8 +35,10 @@ _PRIVATE = (
     (Trainer, "_get_dataloader"),
     (SFTTrainer, "_prepare_dataset"),
     (PreTrainedModel, "_can_set_attn_implementation"),
+    (RemovableHandle, "next_id"),
+    *((nn.modules.module, name) for name in GLOBAL_KINDS),
 )
-"""What is used beside the public interface of transformers and TRL."""
+"""What is used beside the public interface of torch, transformers and TRL."""
 
 
 def missing_seams() -> str:

@@ -43,9 +43,13 @@ def is_users(hook: Callable[..., Any]) -> bool:
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether any hook, whoever's, is on `module` itself: calling its forward instead of it would leave that out."""
+    """Whether a call of `module` runs more than the forward of its class: hooks, whoever's, or a forward of its own."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 
@@ -55,7 +59,7 @@ def has_global_hook() -> bool:
 
 
 def are_hooked(*modules: nn.Module) -> bool:
-    """Whether a hook runs when one of `modules` is called: who goes past them asks before each call."""
+    """Whether a hook, or a replaced forward, runs when one of `modules` is called: who goes past them asks each time."""
     return any(map(has_hooks, modules)) or has_global_hook()
 
 

@@ -92,7 +92,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         self._fastpack_own_collator = given.get("data_collator") is not None
         missing = missing_seams()
         self._fastpack_disabled = (
-            _DISABLED if disabled_by_environment() else f"transformers or trl lacks {missing}" if missing else ""
+            _DISABLED if disabled_by_environment() else f"torch, transformers or trl lacks {missing}" if missing else ""
         )
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)

@@ -30,6 +30,10 @@ def halve(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output * 0.5
 
 
+def other_forward(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True).expand(*x.shape[:-1], 32)
+
+
 def merge_and_start_again(model: Any) -> None:
     """ReLoRA: the base takes what the adapters learnt, and new ones begin."""
     for layer in model.modules():
@@ -53,6 +57,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook on a gradient": lambda model: projection(model).base_layer.register_full_backward_hook(
         lambda _module, inputs, _out: (inputs[0] * 2,)
     ),
+    "forward of lora_B": lambda model: setattr(projection(model).lora_B["default"], "forward", other_forward),
+    "forward of the base": lambda model: setattr(projection(model).base_layer, "forward", other_forward),
     "parametrised adapter": lambda model: weight_norm(projection(model).lora_A["default"]),
 }
 

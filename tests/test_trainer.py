@@ -366,7 +366,7 @@ def test_stock_runs_where_a_private_seam_is_missing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(batching, "_PRIVATE", (*batching._PRIVATE, (SFTTrainer, "_renamed_upstream")))
     ours, stock = both(tmp_path, packing=True)
     assert figures(ours) == figures(stock)
-    assert ours.fastpack_report["fastpack"].reason == "transformers or trl lacks SFTTrainer._renamed_upstream"
+    assert ours.fastpack_report["fastpack"].reason == "torch, transformers or trl lacks SFTTrainer._renamed_upstream"
 
 
 def test_a_proof_that_cannot_run_is_reported_and_training_goes_on(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compile_material import Counting
-from lora_material import adapted
+from compile_material import Counting, make, one_step, row
+from lora_material import adapted, any_ids
+from lora_material import step as lora_step
 from moe_material import moe_model
 from test_module_hooks import REGISTER, REGISTER_GLOBAL
 from torch import Tensor, nn
@@ -19,10 +20,11 @@ from trainer_material import train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTTrainer
+from fastpack_trl import FastSFTTrainer, apply_lora, apply_moe
+from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.compile import feature
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
-from fastpack_trl.testing import tiny_model
+from fastpack_trl.testing import gradients, tiny_model
 
 STEPS = 4
 BACKEND = Counting(differentiate=True)
@@ -170,3 +172,196 @@ def test_hooks_run_as_in_stock_whenever_they_come_and_go(
     if compiled == "on":
         assert "compiled in" in report["layer_compile"].reason
         assert ("layers run eager for" in report["layer_compile"].reason) == (where == "modules")
+
+
+class StoppedError(Exception):
+    """Raised in a hook."""
+
+
+@pytest.mark.parametrize("error", [StoppedError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", [0, 2])
+def test_what_a_hook_raises_ends_the_run_as_in_stock(error: Any, step: int, tmp_path: Path) -> None:
+    """Also what a compiler would raise, also in the first row, which is when layers are tried."""
+    calls: list[list[int]] = []
+
+    def plan(hooks: Hooks, model: Any, now: int) -> None:
+        def fail(*_args: Any) -> None:
+            calls[-1].append(now)
+            if len(calls[-1]) == 2:
+                raise error("stop")
+
+        if now == step:
+            hooks.handles[0] = [decoder_layers(model)[0].get_submodule("mlp").register_forward_hook(fail)]
+
+    fast = {"layer_compile": "on", "verify_packing": "off"}
+    for cls, options in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": fast})):
+        calls.append([])
+        with pytest.raises(error, match="stop"):
+            run(cls, tmp_path, "dense", Hooks(plan), **options)
+    assert calls[0] == calls[1] == [step, step]
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_on_a_module_that_layers_share_reaches_each_of_them(kind: str) -> None:
+    seen: list[int] = []
+    backend = Counting()
+    model = make("llama", num_hidden_layers=3)
+    layers: Any = decoder_layers(model)
+    layers[2].mlp = layers[0].mlp
+    data = row(0)
+
+    def note(*given: Any) -> Any:
+        seen.append(1)
+        return scaled(given[2 if kind == "forward hook" else 1], 0.5)
+
+    with packed_attention(model):
+        plain = one_step(model, *data)
+        handle = REGISTER[kind](layers[0].mlp, note)
+        expected, count = one_step(model, *data), len(seen)
+        handle.remove()
+        with compiled_layers(model, verbose=False, _backend=backend) as compiled:
+            assert one_step(model, *data)[0] == pytest.approx(plain[0])
+            handle = REGISTER[kind](layers[0].mlp, note)
+            seen.clear()
+            torch.testing.assert_close(one_step(model, *data), expected)
+            assert (len(seen), count, compiled.path) == (2, 2, "compiled, eager")
+            assert f"2 layers run eager for the {kind} " in compiled.reason
+            handle.remove()
+            seen.clear()
+            torch.testing.assert_close(one_step(model, *data), plain)
+            assert (seen, compiled.path) == ([], "compiled")
+
+
+def test_hooked_layers_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make("llama", num_hidden_layers=3)
+
+    def count(*_args: Any) -> None:
+        return None
+
+    handles = [layer.register_forward_hook(count) for layer in decoder_layers(model)]
+    with packed_attention(model), compiled_layers(model, verbose=False, _backend=Counting()) as layers:
+        one_step(model, *row(0))
+        assert layers.path == "eager"
+        for handle in handles:
+            handle.remove()
+        one_step(model, *row(0))
+        assert layers.path == "compiled"
+        decoder_layers(model)[1].register_forward_hook(count)
+        one_step(model, *row(0))
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("fastpack_trl.compile")]
+    assert said.startswith("layer_compile: the forward hook count on model.layers.0: ")
+    assert "remove it" in said
+
+
+def test_layers_whose_outputs_transformers_recorded_are_compiled() -> None:
+    model, backend = make("llama"), Counting()
+    model(input_ids=row(0)[0], output_hidden_states=True)
+    assert all(layer._forward_hooks for layer in decoder_layers(model))
+    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+        one_step(model, *row(0))
+    assert (layers.path, backend.graphs) == ("compiled", 1), layers.reason
+
+
+def test_a_hook_on_a_parameter_does_not_see_the_trial() -> None:
+    seen: list[int] = []
+    model = make("llama")
+    decoder_layers(model)[0].get_parameter("mlp.up_proj.weight").register_hook(lambda _: seen.append(1))
+    with packed_attention(model), compiled_layers(model, measure=True, verbose=False, _backend=Counting()):
+        one_step(model, *row(0))
+    assert seen == [1]
+
+
+REMOVED = {
+    "lora": (lambda: adapted("llama"), apply_lora, "self_attn.q_proj.lora_A.default"),
+    "moe": (lambda: moe_model("qwen3_moe"), apply_moe, "mlp.experts.act_fn"),
+}
+
+
+@pytest.mark.parametrize("kind", REMOVED)
+def test_a_hook_that_goes_before_the_backward_pass_leaves_the_recompute_as_its_forward_was(kind: str) -> None:
+    results = []
+    for fast in (False, True):
+        build, apply, part = REMOVED[kind]
+        model = build()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        if fast:
+            apply(model)
+        seen: list[int] = []
+        with decoder_layers(model)[0].get_submodule(part).register_forward_hook(lambda *_, seen=seen: seen.append(1)):
+            loss = model(input_ids=row(0)[0], labels=row(0)[0], use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model), seen))
+        assert seen == [1]
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-3, atol=1e-4)
+
+
+def test_a_hook_inside_of_experts_with_lora_runs_in_the_middle_of_training() -> None:
+    results = []
+    for fast in (False, True):
+        model = adapted(
+            moe_model("qwen3_moe"),
+            target_modules=[],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
+        if fast:
+            report = apply_moe(model)
+            assert report.active
+        seen = []
+        for hooked in (False, True, False):
+            handles = [
+                layer.get_submodule("mlp.experts")
+                .get_base_layer()
+                .act_fn.register_forward_hook(lambda _module, _args, out, seen=seen: seen.append(1) or out * 1.5)
+                for layer in decoder_layers(model)
+                if hooked
+            ]
+            model.zero_grad()
+            lora_step(model, any_ids())
+            seen.append({name: gradient.clone() for name, gradient in gradients(model).items()})
+            for handle in handles:
+                handle.remove()
+        results.append(seen)
+    stock, ours = results
+    assert [one for one in ours if isinstance(one, int)] == [one for one in stock if isinstance(one, int)]
+    for mine, theirs in zip(ours, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_looking_at_a_model_calls_no_hook(tmp_path: Path) -> None:
+    """Reading the gates, planning the memory: no step runs."""
+    seen: list[str] = []
+    model = moe_model("qwen3_moe")
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        module.register_full_backward_hook(lambda *_, name=name: seen.append(name))
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: seen.append(name))
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise StoppedError
+
+    fast = {"activation_memory_gib": 1.0, "moe": "on"}
+    with pytest.raises(StoppedError):
+        train(FastSFTTrainer, tmp_path, model=model, fast=fast, packing=True, trainer={"callbacks": [Looks()]})
+    assert seen == []
+
+
+def test_a_plan_that_keeps_activations_recomputes_layers_with_hooks(tmp_path: Path) -> None:
+    """Stock's checkpointing calls a hook inside of a layer twice per row: in forward and in the recompute."""
+
+    def plan(hooks: Hooks, model: Any, now: int) -> None:
+        if now == 1:
+            hooks.add(0, [decoder_layers(model)[1].get_submodule("mlp.act_fn")])
+        if now == 3:
+            hooks.remove(0)
+
+    calls = []
+    for cls, options in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 1.0}})):
+        hooks = Hooks(plan)
+        trainer, _ = run(cls, tmp_path, "dense", hooks, **options)
+        calls.append(hooks.calls)
+    assert calls[1] == calls[0]
+    assert sum(kind == "forward hook" for _, kind, _ in calls[0]) == 2 * 2 * 2
+    assert trainer.fastpack_report["activation_memory"].path == "keep"

@@ -121,7 +121,7 @@ class FastLora(nn.Module):
             modules["base_layer"],
         )
         if self.fastpack_hooked(are_hooked(first, second, base, dropout)):
-            self._fastpack_decline("hooks on a part of a LoRA layer, or on every module")
+            self._fastpack_decline("hooks on a part of a LoRA layer or on every module, or a replaced forward")
             return None
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
@@ -362,7 +362,7 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
-    if "forward" in vars(base) or has_hooks(base) or hasattr(base, "_hf_hook"):
+    if has_hooks(base) or hasattr(base, "_hf_hook"):
         return "hooks on the base layer"
     if kind is peft_layer.Linear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"
