@@ -59,7 +59,7 @@ def has_global_hook() -> bool:
 
 
 def are_hooked(*modules: nn.Module) -> bool:
-    """Whether a hook, or a replaced forward, runs when one of `modules` is called: who goes past them asks each time."""
+    """Whether a hook or a replaced forward runs when one of `modules` is called: who goes past them asks each time."""
     return any(map(has_hooks, modules)) or has_global_hook()
 
 

@@ -178,8 +178,7 @@ class StoppedError(Exception):
     """Raised in a hook."""
 
 
-@pytest.mark.parametrize("error", [StoppedError, RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(("error", "step"), [(RuntimeError, 0), (StoppedError, 2), (KeyboardInterrupt, 2)])
 def test_what_a_hook_raises_ends_the_run_as_in_stock(error: Any, step: int, tmp_path: Path) -> None:
     """Also what a compiler would raise, also in the first row, which is when layers are tried."""
     calls: list[list[int]] = []
