@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError)
-"""What transformers, datasets, accelerate and peft raise for a setting that cannot work."""
-
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
 _MAX_SHOWN = 200  # of a value: what the message says of it still fits behind
 
@@ -25,6 +22,10 @@ class DataError(ValueError):
 
 class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
+
+
+SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError, PackingError)
+"""What transformers, datasets, accelerate, peft and the packing proof raise for a setting that cannot work."""
 
 
 class _Short(reprlib.Repr):

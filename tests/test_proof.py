@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from sft_material import Material
 from torch import nn
 from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, start_proof
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, cli, start_proof
 from fastpack_trl.attention import model_features, seam
 from fastpack_trl.attention.stock_leak import stock_leak
 from fastpack_trl.errors import NonFiniteError, PackingError
@@ -151,6 +153,19 @@ def test_packing_under_stock_is_proven_and_a_leak_stops(tmp_path: Path) -> None:
     stock = train(SFTTrainer, tmp_path / "stock", **leaking)
     assert figures(insisted) == figures(stock)
     assert insisted.fastpack_report["verify_packing"].reason == "switched off"
+
+
+def test_a_leak_is_one_line_of_the_command(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = material.folder / "gpt_oss"
+    tiny_model("gpt_oss", vocab_size=304).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(material.model).save_pretrained(folder)
+    config = material.yaml(model_name_or_path=str(folder), packed_attention="off", max_steps=1)
+    assert cli.main(["sft", "--config", str(config)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
+    assert "packing proof with stock: LEAK" in line
+    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
+    assert not material.out.exists()
+    assert cli.main(["sft", "--config", str(config), "--verify_packing", "off"]) == 0
 
 
 def test_disable_trains_as_stock_whatever_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
