@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastpack_trl.attention.stock import stock_implementation
+
 # Keywords of an attention call that do not change which key a query sees, or that the backends implement.
 _UNDERSTOOD_KEYWORDS = frozenset(
     {
@@ -125,7 +127,7 @@ def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
             per sub-model.
     """
     base = text_model(model)
-    implementation: str = base.config.get_text_config()._attn_implementation
+    implementation = stock_implementation(base.config.get_text_config())
     default = ("sdpa", "eager") if not getattr(base, "_supports_sdpa", False) else ("sdpa",)
     if by_name is not None:
         return by_name if isinstance(by_name, str) else implementation
@@ -144,7 +146,7 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     config = base.config.get_text_config()
     unread = ModelFeatures(
         model_type=str(config.model_type),
-        implementation=str(config._attn_implementation),
+        implementation=stock_implementation(config),
         device_type=device.type,
         windows=frozenset(),
         sinks=False,

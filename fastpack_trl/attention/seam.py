@@ -27,19 +27,9 @@ from fastpack_trl.attention.model_features import (
     window_of,
 )
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
-from fastpack_trl.attention.stock import stock_attention
+from fastpack_trl.attention.shared import shared
+from fastpack_trl.attention.stock import OVER, stock_attention
 from fastpack_trl.errors import PackingError
-
-# Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
-# "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
-_NAMES = {
-    "eager": "fastpack_over_eager",
-    "sdpa": "fastpack_over_torch",
-    "flash_attention_2": "fastpack_over_fa2",
-    "flash_attention_3": "fastpack_over_fa3",
-    "flash_attention_4": "fastpack_over_fa4",
-    "flex_attention": "fastpack_over_flex",
-}
 
 
 class PackedAttention:
@@ -107,17 +97,21 @@ def packed_attention(
         yield handle
 
 
-@contextlib.contextmanager
-def switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
+def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
     """Switch the text config to our name over its own implementation; restore every sub-config on exit."""
     base = text_model(model)
+    return shared(base, "_fastpack_switched", lambda: _switch(base, features))
+
+
+@contextlib.contextmanager
+def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
     stock = features.implementation
-    if stock not in _NAMES:
+    if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             f"set packed_attention='{RIGHT_PADDED}' or 'off'"
         )
-    name = _NAMES[stock]
+    name = OVER[stock]
     text = base.config.get_text_config()
     snapshot = {id(config): (config, config._attn_implementation) for config in _configs(base)}
     key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
@@ -152,35 +146,66 @@ def _fed(
     model: nn.Module, backend: Backend, features: ModelFeatures, incoming: Incoming | None = None
 ) -> Iterator[None]:
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
-    prepare = _Prepare(backend, features, incoming or Incoming())
+    base = text_model(model)
+    prepare = _Prepare(backend, features, base.config.get_text_config(), incoming or Incoming())
+    with shared(base, "_fastpack_feed", lambda: _hooked(base)) as feed:
+        feed.prepares.append(prepare)
+        try:
+            yield
+        finally:
+            feed.prepares.remove(prepare)
+            prepare.incoming.close()
+
+
+@contextlib.contextmanager
+def _hooked(base: nn.Module) -> Iterator[_Feed]:
+    feed = _Feed()
     # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
-    hooks = [module.register_forward_pre_hook(prepare, with_kwargs=True) for module in backbones(model)]
-    attentions = attention_modules(model)
+    hooks = [module.register_forward_pre_hook(feed, with_kwargs=True) for module in backbones(base)]
+    attentions = attention_modules(base)
     for module in attentions:
         module._fastpack_window = window_of(module)
     try:
-        yield
+        yield feed
     finally:
         for hook in hooks:
             hook.remove()
         for module in attentions:
             del module._fastpack_window
-        prepare.incoming.close()
+
+
+class _Feed:
+    """The hook; a class, so that a model can be pickled and copied while it is installed.
+
+    A trainer made in the middle of another's run prepares its own batches: the latest who asked does.
+    """
+
+    def __init__(self) -> None:
+        self.prepares: list[_Prepare] = []
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.prepares[-1](args, kwargs)
 
 
 class _Prepare:
-    """The hook; a class, so that a model can be pickled and copied while it is installed."""
+    """What one of them does with a batch."""
 
-    def __init__(self, backend: Backend, features: ModelFeatures, incoming: Incoming) -> None:
-        self.backend, self.features, self.incoming = backend, features, incoming
+    def __init__(self, backend: Backend, features: ModelFeatures, config: Any, incoming: Incoming) -> None:
+        self.backend, self.features, self.config, self.incoming = backend, features, config, incoming
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         if batch is None:
             return args, kwargs
         batch = self.incoming.accept(batch, args, kwargs)
         if batch is None:
             return args, kwargs
+        if self.config._attn_implementation != OVER[self.features.implementation]:
+            # Stock would read the mask below as full attention.
+            raise PackingError(
+                f"attn_implementation was set to {self.config._attn_implementation!r} while packed rows are trained: "
+                f"set it before, or set packed_attention='{RIGHT_PADDED}'"
+            )
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.

@@ -6,6 +6,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
+# "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
+OVER = {
+    "eager": "fastpack_over_eager",
+    "sdpa": "fastpack_over_torch",
+    "flash_attention_2": "fastpack_over_fa2",
+    "flash_attention_3": "fastpack_over_fa3",
+    "flash_attention_4": "fastpack_over_fa4",
+    "flex_attention": "fastpack_over_flex",
+}
+_UNDER = {ours: stock for stock, ours in OVER.items()}
+
+
+def stock_implementation(config: Any) -> str:
+    """The implementation of a text config, e.g. ``sdpa``: stock's also where ours is over it, as during a training."""
+    name = str(config._attn_implementation)
+    return _UNDER.get(name, name)
+
 
 def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
     """The function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).

@@ -22,6 +22,7 @@ from fastpack_trl.attention.model_features import (
     state_modules,
     text_model,
 )
+from fastpack_trl.attention.stock import stock_implementation
 
 
 def stock_leak(model: nn.Module) -> str:
@@ -32,7 +33,7 @@ def stock_leak(model: nn.Module) -> str:
 def _leaks(model: nn.Module) -> Iterator[str]:
     base = text_model(model)
     config = base.config.get_text_config()
-    family, implementation = config.model_type, str(config._attn_implementation)
+    family, implementation = config.model_type, stock_implementation(config)
     if is_prompt_learning(model):
         yield "prompt learning drops position_ids, by which stock tells documents apart"
     states = state_modules(base)

@@ -83,7 +83,7 @@ class LossForward:
         while forward is not None and not self.missing:
             if getattr(forward, "__func__", forward) is self._function:
                 return True
-            forward = getattr(forward, "__wrapped__", None)
+            forward = _inside(forward)
         return False
 
     def close(self) -> None:
@@ -103,6 +103,13 @@ def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
     if hasattr(weight, "full_tensor"):
         return "the head is a DTensor (FSDP2 or tensor parallel)"
     return weight, getattr(head, "bias", None)
+
+
+def _inside(forward: Any) -> Any:
+    """What a forward goes on to: a second trainer of the same model lays TRL's, and its own, around what is there."""
+    function = getattr(forward, "__func__", forward)
+    cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return cells.get("original_forward") or getattr(forward, "__wrapped__", None)
 
 
 def _read_constants(forward: Any) -> dict[str, Any] | str:
@@ -150,8 +157,10 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
     ) -> Any:
         labels: Any = kwargs.get("labels")
         shift_labels: Tensor | None = kwargs.get("shift_labels")
-        if loss_batch is None or (labels is None and shift_labels is None):
+        if loss_batch is None:
             return stock(self, *args, **kwargs)
+        if labels is None and shift_labels is None:
+            return stock(self, *args, **kwargs, fused_lm_head=True)
         kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_STOCK} | {"use_cache": False}
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -238,7 +247,8 @@ def batch_loss(
         inputs["output_router_logits"] = True
     batch = inputs["packed_batch"]
     loss_type = trainer.args.loss_type
-    outputs = model(**inputs, fused_lm_head=True, loss_batch=batch, loss_type=loss_type)
+    # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
+    outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
     sizes = _loss_tokens(batch, outputs)
     items: Any = max(1, sum(sizes))
     ranks = 1
