@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -103,6 +103,23 @@ def _is_bug(error: BaseException) -> bool:
 
 def _never() -> bool:
     return False
+
+
+@contextmanager
+def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
+    """An unexpected keyword argument is said with the setting that has it: ``{"lr_scheduler_kwargs": {"fo": 1}}``.
+
+    Raises:
+        UserError: for the TypeError of a call that one of the mappings was handed to.
+    """
+    try:
+        yield
+    except TypeError as error:
+        for name, value in settings.items():
+            for key in value if isinstance(value, Mapping) else ():
+                if f"unexpected keyword argument '{key}'" in str(error):
+                    raise UserError(f"{name}: unknown key {key!r}: {describe(error)}") from error
+        raise
 
 
 @contextmanager

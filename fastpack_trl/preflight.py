@@ -17,6 +17,7 @@ _COUNTS = {
     "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",
     "gradient_accumulation_steps": "micro-batches per optimizer step, 1 for no accumulation",
     "max_length": "tokens per row, or None for no limit",
+    "pad_to_multiple_of": "a number of tokens, or None",
 }
 _COUNTS_OF_EVALUATION = {
     "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.data import check_data_exists, data_name, load_data
-from fastpack_trl.errors import DataError, UserError, preparing, shown
+from fastpack_trl.errors import DataError, UserError, describe, naming_keys, preparing, shown
 from fastpack_trl.sft_arguments import SftArguments, make_parser, parse
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+    from trl import ModelConfig
 
     from fastpack_trl.trainer import FastSFTTrainer
 
@@ -130,6 +131,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
     training, model = arguments.training, arguments.model
     sft_checks.check_paths(training)
     sft_checks.check_reporters(training)
+    sft_checks.check_optimizer_arguments(training)
     check_data_exists(arguments.script, arguments.mixture)
     model.model_name_or_path = sft_checks.local_model(model)
     init = {
@@ -146,6 +148,8 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
     sft_checks.check_template(training)
     sft_checks.check_architecture(model.model_name_or_path, init)
     streaming = arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UserError("eval_on_start: nothing is evaluated: set eval_strategy to steps or epoch, or leave it out")
     if streaming and training.max_steps <= 0:
         raise UserError("streamed data has no known length: set max_steps, e.g. max_steps: 1000")
     return init
@@ -153,7 +157,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
 
 def _train(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None) -> FastSFTTrainer:
     training = arguments.training
-    with _nothing_left_behind(Path(str(training.output_dir))):
+    with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
         with preparing():
             trainer = make_trainer(arguments, callbacks)
         progress = _progress()
@@ -197,37 +201,51 @@ def make_trainer(
             sft_checks.check_rows(eval_dataset, "eval", training, processing_class)
         sft_checks.check_rows(train_dataset, "train", training, processing_class)
 
-    given = dict(training.model_init_kwargs or {})
+    given = {"model_init_kwargs": training.model_init_kwargs}
     training.model_init_kwargs = init
-    try:
-        with _of_data(named):
-            return (trainer_class or FastSFTTrainer)(
-                model=name,
-                args=training,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                callbacks=list(callbacks) if callbacks is not None else None,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-            )
-    except TypeError as error:
-        # from_pretrained passes what it does not know to the model class.
-        unknown = [key for key in given if f"unexpected keyword argument '{key}'" in str(error)]
-        if unknown:
-            raise UserError(
-                f"model_init_kwargs: unknown key {unknown[0]!r}: from_pretrained does not take it"
-            ) from error
-        raise
+    with _of_data(named), naming_keys(given), _lora_targets(model):
+        return (trainer_class or FastSFTTrainer)(
+            model=name,
+            args=training,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=list(callbacks) if callbacks is not None else None,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
 
 
 @contextmanager
 def _of_data(named: str) -> Iterator[None]:
     """What is wrong with rows is said with the name of the data."""
+    from jinja2 import TemplateError
+
     try:
         yield
     except DataError as error:
         raise UserError(f"data {shown(named)}: {error}") from error
+    except TemplateError as error:
+        # `datasets` does not say in which row.
+        raise UserError(
+            f"data {shown(named)}: the chat template cannot render a conversation: {describe(error)}: correct the "
+            "messages or the template (chat_template_path names another)"
+        ) from error
+
+
+@contextmanager
+def _lora_targets(model: ModelConfig) -> Iterator[None]:
+    """A LoRA that matches no module is said with its setting, and with what TRL makes of a single name."""
+    try:
+        yield
+    except ValueError as error:
+        targets = model.lora_target_modules
+        if not str(error).startswith("Target modules"):
+            raise
+        said = f"lora_target_modules {shown(targets)}: no module of the model is called so; "
+        if isinstance(targets, str):
+            said += f"TRL takes a single name for a regular expression of whole names: write '.*{targets}', say; "
+        raise UserError(f"{said}all-linear takes every linear layer") from error
 
 
 def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, shown
+from fastpack_trl.errors import UserError, did_you_mean, naming_keys, shown
 from fastpack_trl.sft_yaml import as_bool, check_entries, checked_value, load_config, member_types, set_environment
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launc
             "effect here: give them to the launcher"
         )
     words = _apply_config(parser, config, str(path), launch)
-    with _bf16_needs_a_gpu():
+    with _bf16_needs_a_gpu(), naming_keys(config):
         *parsed, unknown = parser.parse_args_into_dataclasses(
             args=own, return_remaining_strings=True, look_for_args_file=False
         )

@@ -36,6 +36,13 @@ def check_reporters(training: FastSFTConfig) -> None:
             raise UserError(f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'")
 
 
+def check_optimizer_arguments(training: FastSFTConfig) -> None:
+    """Raises: UserError: ``optim_args`` is not a list of names and values."""
+    given = training.optim_args
+    if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):
+        raise UserError(f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'")
+
+
 def check_paths(training: FastSFTConfig) -> None:
     """``output_dir`` can be made, and ``resume_from_checkpoint`` names something to resume from.
 

@@ -6,13 +6,12 @@ TRL turns YAML values into argparse defaults, which argparse does not check unle
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import types
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, one_line, shown
 
@@ -177,14 +176,17 @@ def check_entries(entries: object, path: str) -> None:
     """
     from trl.scripts.utils import DatasetConfig
 
-    names = [field.name for field in dataclasses.fields(DatasetConfig)]
+    hints = get_type_hints(DatasetConfig)
+    names = list(hints)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: datasets: {shown(entries)} is not a list of entries, e.g. `- path: data.jsonl`")
     for entry in entries:
-        for key in entry:
+        for key, value in entry.items():
             if key not in names:
                 raise UserError(
                     f"{path}: datasets: unknown key {shown(key)}{did_you_mean(key, names)} (keys: {', '.join(names)})"
                 )
+            if key != "path":
+                checked_value(key, value, hints[key], argparse.Action([], key), f"{path}: datasets")
         if not isinstance(entry.get("path"), str):
             raise UserError(f"{path}: datasets: entry {shown(entry)} has no path: add `path: data.jsonl` or a hub name")

@@ -64,7 +64,13 @@ YAML_TEXT = [
     ("model_init_kwargs: {atn_implementation: sdpa}", ["model_init_kwargs", "'atn_implementation'"]),
     ("model_init_kwargs: {quantization_config: {quant_method: mxfp5}}", ["quantization_config", "mxfp5"]),
     ("load_in_4bit: true\nload_in_8bit: true", ["4 bit", "8 bit"]),
-    ("use_peft: true\nlora_target_modules: [nowhere]", ["nowhere"]),
+    ("use_peft: true\nlora_target_modules: [nowhere]", ["lora_target_modules 'nowhere'", "'.*nowhere'", "all-linear"]),
+    ("use_peft: true\nlora_target_modules: [here, there]", ["lora_target_modules ['here', 'there']", "all-linear"]),
+    ("accelerator_config: {splt_batches: true}", ["accelerator_config: unknown key 'splt_batches'"]),
+    ("lr_scheduler_kwargs: {cycles: 2}", ["lr_scheduler_kwargs: unknown key 'cycles'"]),
+    ("optim_args: fused", ["optim_args 'fused' is not a list of names and values", "fused=True"]),
+    ("pad_to_multiple_of: 0", ["pad_to_multiple_of=0 is below 1"]),
+    ("eval_on_start: true", ["eval_on_start", "set eval_strategy"]),
     # Launching
     ("num_processes: [2]", ["num_processes", "[2] is not a single value"]),
     ("multi_gpu: perhaps", ["multi_gpu", "'perhaps' is not true or false"]),
@@ -86,6 +92,8 @@ YAML_TEXT = [
     ("datasets: [{path: absent.csv}]", ["data 'absent.csv' does not exist"]),
     ("datasets: [{pth: data.csv}]", ["unknown key 'pth'", "did you mean 'path'?"]),
     ("datasets: [{split: train}]", ["has no path"]),
+    ("datasets: [{path: json, data_files: 5}]", ["datasets: data_files", "5 is not text"]),
+    ("datasets: [{path: json, columns: [5]}]", ["datasets: columns", "[5] is not a list of names"]),
     ("dataset_text_field: body", ["columns text", "dataset_text_field (now 'body')", "prompt and completion"]),
     ("dataset_train_split: training", ["dataset_train_split='training'", "it has: train"]),
     ("eval_strategy: steps\neval_steps: 1", ["dataset_test_split='test'", "it has: train", "eval_strategy to 'no'"]),
@@ -302,6 +310,22 @@ def test_conversations_without_a_chat_template(material: Material, capsys: pytes
     data = write_jsonl(material.folder / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
     path = material.yaml(model_name_or_path=str(model), dataset_name=str(data))
     assert "set chat_template_path" in refused(material, capsys, "--config", path)
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [("{{ raise_exception('users alone') }}", "users alone"), ("{% for", "template"), ("{{ a.b.c }}", "undefined")],
+)
+def test_a_chat_template_that_cannot_render(
+    material: Material, capsys: pytest.CaptureFixture[str], template: str, part: str
+) -> None:
+    file = material.folder / "chat.jinja"
+    file.write_text(template, encoding="utf-8")
+    data = write_jsonl(material.folder / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
+    path = material.yaml(chat_template_path=str(file), dataset_name=str(data))
+    line = refused(material, capsys, "--config", path)
+    parts = [f"data {str(data)!r}: the chat template cannot render", part, "chat_template_path"]
+    assert all(part in line for part in parts), line
 
 
 @pytest.mark.parametrize("below", ["", "run/1"])
