@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -277,7 +278,10 @@ def test_a_hook_on_the_outputs_gets_those_of_stock(rows: str, tmp_path: Path) ->
         run(cls, tmp_path, trainer={"callbacks": [_Doubles()]}, **options) for cls in (FastSFTTrainer, SFTTrainer)
     )
     assert_same_run(ours, stock)
-    assert "loss and metrics as stock for a forward hook" in ours.fastpack_report["sync_free"].reason
+    assert (
+        "the model's outputs as stock for a forward hook on Qwen3ForCausalLM"
+        in ours.fastpack_report["sync_free"].reason
+    )
 
 
 # --- the other tensors of a batch ---
@@ -366,6 +370,15 @@ def test_without_position_ids_a_row_ends_as_in_stock(tmp_path: Path) -> None:
     compare(in_prediction_step, dropped, tmp_path, **ROWS["packed"])
 
 
+def test_labels_taken_out_by_a_hook_end_as_in_stock(tmp_path: Path) -> None:
+    def taken_out(inputs: dict[str, Any]) -> None:
+        del inputs["labels"]
+
+    for cls in (FastSFTTrainer, SFTTrainer):
+        with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
+            run(in_a_hook(cls, taken_out), tmp_path, **ROWS["packed"])
+
+
 def test_labels_of_another_length_are_named(tmp_path: Path) -> None:
     def cut_labels(inputs: dict[str, Any]) -> None:
         inputs["labels"] = inputs["labels"][:, :20]
@@ -392,6 +405,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "plain dict, deepcopy": lambda inputs: copy.deepcopy(dict(inputs)),
     "plain dict, pickle": lambda inputs: through_pickle(dict(inputs)),
     "as Trainer prepares": lambda inputs: type(inputs)(dict(inputs)),
+    "as DDP's wrapper moves": lambda inputs: _to_kwargs((), inputs, torch.device("cpu"), False)[1][0],
+    "as FSDP casts": lambda inputs: _apply_to_tensors(lambda tensor: tensor, inputs),
     "twice": lambda inputs: copy.deepcopy(through_pickle(inputs)).to("cpu"),
 }
 
@@ -417,6 +432,7 @@ def test_a_batch_is_as_it_was_made_until_it_is_edited_whichever_way_it_came(way:
 def test_tensors_without_a_counter_are_known_by_identity() -> None:
     with torch.inference_mode():
         inputs = copy.deepcopy(PackingCollator(pad_token_id=0)([ROW]))
+        assert inputs["labels"].is_inference()
         assert inputs["packed_batch"].counts(inputs["labels"])
         assert not inputs["packed_batch"].counts(inputs["labels"].clone())
 

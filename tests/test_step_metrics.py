@@ -28,7 +28,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return logs
 
 
-@pytest.mark.parametrize("case", ["accumulated", "one row per rank", "experts", "experts, three rows merged"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "accumulated", "one row per rank", "experts", "experts, three rows merged",
+        "hooks on one rank, three rows a step",
+    ],
+)  # fmt: skip
 def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_ranks: dict[str, Any]) -> None:
     ours, stock = two_ranks[case]
     assert sum("entropy" in row for row in stock) >= 3

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.moe.aux_loss import experts_named, load_balancing_loss
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 
@@ -160,7 +160,8 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         if loss_batch is None:
             return stock(self, *args, **kwargs)
         if labels is None and shift_labels is None:
-            return stock(self, *args, **kwargs, fused_lm_head=True)
+            kwargs["fused_lm_head"] = True  # taken out on the way: TRL's own says so
+            return stock(self, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_STOCK} | {"use_cache": False}
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -199,7 +200,7 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
     if next_tokens is None:
         next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if batch.parts:  # what comes after the last token of a micro-batch is of another one
-            next_tokens[:, [end - 1 for end in _ends(batch)]] = IGNORE_INDEX
+            next_tokens[:, [end - 1 for end in _ends(batch.parts)]] = IGNORE_INDEX
     if next_tokens.shape != hidden.shape[:2]:
         raise ValueError(
             f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(hidden.shape[:2])}: cut both alike"
@@ -209,47 +210,66 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
     return positions, next_tokens[positions]
 
 
-def _ends(batch: PackedBatch) -> list[int]:
+def _ends(parts: Sequence[Part]) -> list[int]:
     """Of each micro-batch in a merged row, in tokens."""
-    return list(itertools.accumulate(part.tokens for part in batch.parts))
+    return list(itertools.accumulate(part.tokens for part in parts))
 
 
-def _loss_tokens(batch: PackedBatch, outputs: ChosenLoss) -> list[int]:
+def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
     """How many positions of `outputs` each micro-batch of the row has; asks the device only after an edit."""
     assert outputs.entropy is not None
-    if not batch.parts:
+    if not parts:
         return [outputs.entropy.numel()]
     if outputs.positions is None:
-        return [part.loss_tokens for part in batch.parts]
-    ends = torch.tensor(_ends(batch), device=outputs.positions.device)
+        return [part.loss_tokens for part in parts]
+    ends = torch.tensor(_ends(parts), device=outputs.positions.device)
     sizes: list[int] = torch.bucketize(outputs.positions, ends, right=True).bincount(minlength=len(ends)).tolist()
     return sizes
 
 
+def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
+    """What TRL's forward returned, at the positions with a loss; asks the device."""
+    losses = -outputs.log_probs
+    if loss_type == "dft":
+        losses = losses * outputs.log_probs.exp().detach()
+    mask = outputs.label_mask
+    return ChosenLoss(
+        losses.sum(), outputs.log_probs[mask], outputs.entropy[mask], outputs.is_top1[mask], outputs.aux_loss
+    )
+
+
 def batch_loss(
-    trainer: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    num_items_in_batch: Tensor | int | None,
+    batch: PackedBatch | None,
 ) -> tuple[Tensor, Tensor, list[int], ChosenLoss]:
     """The loss of one micro-batch, normalised as in TRL's ``compute_loss``.
 
     Args:
         trainer: a `SFTTrainer` whose model has a `LossForward`.
         model: the model as accelerate wrapped it.
-        inputs: its keywords, with a `PackedBatch` that has `loss_positions`.
+        inputs: its keywords.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
+        batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
 
     Returns:
         The loss, () fp32; (num_parts,) fp32 without gradient, what each micro-batch of a merged row adds to it, which
-        is one for a row by itself; the tokens of each with a loss; and what the forward returned.
+        is one for a row by itself; the tokens of each with a loss; and the figures of each such token.
     """
     inputs["use_cache"] = False
     if trainer.aux_loss_enabled:
         inputs["output_router_logits"] = True
-    batch = inputs["packed_batch"]
-    loss_type = trainer.args.loss_type
-    # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
-    outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
-    sizes = _loss_tokens(batch, outputs)
+    loss_type, parts = trainer.args.loss_type, () if batch is None else batch.parts
+    outputs: Any
+    if batch is None:
+        outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
+    else:
+        # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
+        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
+    sizes = _loss_tokens(parts, outputs)
     items: Any = max(1, sum(sizes))
     ranks = 1
     if num_items_in_batch is not None:
@@ -266,7 +286,7 @@ def batch_loss(
             loss = loss * ranks
         return loss + trainer.router_aux_loss_coef * aux_loss / steps if trainer.aux_loss_enabled else loss
 
-    if not batch.parts:
+    if not parts:
         loss = normalised(outputs.total, outputs.aux_loss)
         return loss, loss.detach()[None], sizes, outputs
     aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None

@@ -41,38 +41,38 @@ class SyncFreeStep:
         self.reset = GradientReset(self._contents)
         self._forget_model()
 
-    def takes(self, trainer: Any, inputs: Any) -> bool:
-        """Whether this batch says where its loss is, in a row without padding."""
-        if not self.loss or inputs.get("attention_mask") is not None:
-            return False
-        batch = inputs.get("packed_batch")
-        missing = [name for name in ("position_ids", "labels") if inputs.get(name) is None]
-        missing += ["packed_batch"] if not isinstance(batch, PackedBatch) or batch.loss_positions is None else []
-        why = f"a batch without {', '.join(missing)}" if missing else ""
-        why = why or hook_on_the_outputs(trainer.model_wrapped)
-        if why:
-            trainer.fastpack_report.remark("sync_free", f"loss and metrics as stock for {why}")
-        return not why
+    def takes(self, inputs: Any) -> bool:
+        """Whether this batch is a row without padding, whose loss and metrics are made here."""
+        needed = inputs.get("labels") is not None and inputs.get("position_ids") is not None
+        return self.loss and needed and inputs.get("attention_mask") is None
 
     def batch_loss(self, trainer: Any, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         """The loss of a micro-batch; its metrics are kept for the next log."""
         mode: Mode = "train" if trainer.model.training else "eval"
-        batch = inputs["packed_batch"]
-        loss, losses, sizes, outputs = batch_loss(trainer, model, inputs, num_items_in_batch)
+        batch, why_stock = inputs.get("packed_batch"), ""
+        if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
+            batch, why_stock = None, "a batch without packed_batch"
+        elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
+            batch = None
+        # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
+        loss, losses, sizes, outputs = batch_loss(trainer, model, inputs, num_items_in_batch, batch)
+        if why_stock:
+            trainer.fastpack_report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
+        if outputs.positions is not None:
+            trainer.fastpack_report.remark("sync_free", _EDITED_LABELS)
         assert outputs.entropy is not None
         assert outputs.is_top1 is not None
+        parts = batch.parts if batch is not None else ()
         # As TRL counts them: a row may have been cut short.
-        capacities = [part.capacity for part in batch.parts] or [inputs["position_ids"].size(1)]
+        capacities = [part.capacity for part in parts] or [inputs["position_ids"].size(1)]
         aux_loss = outputs.aux_loss if trainer.aux_loss_enabled else None
-        aux_losses = aux_loss.unbind() if batch.parts and aux_loss is not None else [aux_loss] * len(sizes)
+        aux_losses = aux_loss.unbind() if parts and aux_loss is not None else [aux_loss] * len(sizes)
         figures = zip(
             outputs.entropy.split(sizes), outputs.is_top1.split(sizes), losses.unbind(), capacities, aux_losses,
             strict=True,
         )  # fmt: skip
         for entropy, is_top1, one, tokens, aux in figures:
             self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=tokens, aux_loss=aux)
-        if outputs.positions is not None:
-            trainer.fastpack_report.remark("sync_free", _EDITED_LABELS)
         return loss
 
     def logged_loss(self, trainer: Any, loss: Tensor, start: int) -> Tensor:

@@ -31,7 +31,7 @@ class SyncFreeTrainer(MergingTrainer):
         if inputs.get("position_ids") is None:
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         step = self.fastpack_step
-        if step is None or return_outputs or not step.takes(self, inputs):
+        if step is None or return_outputs or not step.takes(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return step.batch_loss(self, model, inputs, num_items_in_batch)
 
