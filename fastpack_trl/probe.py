@@ -42,7 +42,12 @@ class Probe:
         device = next(iter(model.parameters())).device
         generator = torch.Generator().manual_seed(seed)
         vocabulary = int(text_model(model).config.get_text_config().vocab_size)
-        self.ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator).to(device)
+        ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator)
+        # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
+        padding = getattr(text_model(model).get_input_embeddings(), "padding_idx", None)
+        if padding is not None:
+            ids[ids == padding] = (padding + 1) % vocabulary
+        self.ids = ids.to(device)
         self.documents = self.ids[0].split(lengths)
         self.batch = PackedBatch.from_lengths(lengths).to(device)
 

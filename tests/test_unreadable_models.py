@@ -12,7 +12,7 @@ from trainer_material import assert_same_log, make_dataset, make_tokenizer, sett
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, verify_packing
 from fastpack_trl.attention.model_features import layer_values, read_features
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.step.flops import model_flops
@@ -104,3 +104,19 @@ def test_a_model_whose_layers_differ_trains_as_stock(tmp_path: Path, packing: bo
     ours, stock = trainers
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     assert ours.fastpack_report["packed_attention"].path == "per_document"
+
+
+def test_a_norm_without_a_gradient_at_zero_is_no_leak() -> None:
+    """gemma3n, whose padding is a vector of zeros as long as nobody trained it."""
+    config = AutoConfig.for_model(
+        "gemma3n_text", vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        sliding_window=5, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    assert not model.get_input_embeddings().weight[0].any()
+    for seed in range(3):
+        proof = verify_packing(model, seed=seed)
+        assert proof.proven, proof

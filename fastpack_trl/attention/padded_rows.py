@@ -134,9 +134,10 @@ class _BackboneHooks:
         if args and args[0] is not None:  # falcon and bloom give their tokens by position
             args = (rows.unpack(args[0], 0), *args[1:])
         kwargs = _without_packed_keywords(kwargs, batch)
-        for name in ("input_ids", "inputs_embeds", "token_type_ids"):
+        # No padding is a vector of zeros: some norms (gemma3n) have no gradient there, and NaN goes past every mask.
+        for name, fill in (("input_ids", 0), ("inputs_embeds", 1), ("token_type_ids", 0)):
             if kwargs.get(name) is not None:
-                kwargs[name] = rows.unpack(kwargs[name], 0)
+                kwargs[name] = rows.unpack(kwargs[name], fill)
         kwargs["attention_mask"] = rows.attention_mask
         return args, kwargs
 
