@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 from trl import SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.module_hooks import GLOBAL_KINDS, hook_inside
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
 from fastpack_trl.step.watchers import BATCHES, own_methods
+from fastpack_trl.upstream import NEEDS, DataCollatorForLanguageModeling, found
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
@@ -43,7 +43,8 @@ _PRIVATE = (
 
 def missing_seams() -> str:
     """The private seams that the installed versions lack; empty where all are there. Without one, stock runs."""
-    return ", ".join(f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name))
+    missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
+    return ", ".join([*missing, *(path for path in NEEDS["batches"] if found(path) is None)])
 
 
 def is_stock_collator(collator: object) -> bool:

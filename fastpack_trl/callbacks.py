@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
-from trl.trainer.utils import get_peak_flops
 
 from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.step.flops import ModelFlops, model_flops
 from fastpack_trl.step.tokens import TokenCounter, TokenSums
+from fastpack_trl.upstream import NEEDS, CallbackHandler, found, lacks
 
 logger = logging.getLogger(__name__)
 
@@ -259,10 +258,11 @@ class ThroughputCallback(TrainerCallback):
         dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(text_model(model).dtype)[len("torch.") :]
         cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if cuda else self._device.type
-        peak: float | None = get_peak_flops(name, dtype)
+        missing = lacks("mfu")
+        peak: float | None = None if missing else found(*NEEDS["mfu"])(name, dtype)
         if peak is None:
-            remedy = "ThroughputCallback(peak_flops=...) sets it"
-            self._say(state, f"mfu, hfu: left out (no peak is known for {name} in {dtype}; {remedy})")
+            why = missing or f"no peak is known for {name} in {dtype}"
+            self._say(state, f"mfu, hfu: left out ({why}; ThroughputCallback(peak_flops=...) sets it)")
         return peak
 
     def _say(self, state: Any, message: str) -> None:

@@ -161,7 +161,8 @@ def _silent(*_args: Any, **_keywords: Any) -> None:
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread: a layer that is called now is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks it
+    running = getattr(torch._C, "_current_graph_task_id", None)  # as torch.utils.checkpoint asks it
+    return running is not None and running() != -1
 
 
 class SameInRecompute:

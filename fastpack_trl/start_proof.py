@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.attention.seam import PackedAttention
 from fastpack_trl.attention.stock_leak import stock_leak
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.verify import PackingProof, verify_packing
 
 logger = get_logger(__name__)

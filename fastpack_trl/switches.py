@@ -25,6 +25,7 @@ from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.step.accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
+from fastpack_trl.upstream import lacks
 
 logger = get_logger(__name__)
 
@@ -32,23 +33,28 @@ Switch = Callable[[Any], AbstractContextManager[None]]
 
 
 def enter(stack: ExitStack, switch: Switch, trainer: Any) -> None:
-    """Enter `switch` until `stack` closes; where it cannot read the model, that part runs as stock, named.
+    """Enter `switch` until `stack` closes; where it cannot read the model or lacks a name, stock runs, said once.
 
     Raises:
-        ValueError: it cannot read the model, and was switched on by name; or one of its own.
+        ValueError: the same, of what was switched on by name; or one of its own.
     """
+    name = str(getattr(switch, "__name__", switch))
+    cause: BaseException | None = None
+    reason = "" if name == "sync_free" else lacks(name)  # that one has host work to do all the same
     try:
-        stack.enter_context(switch(trainer))
+        if not reason:
+            stack.enter_context(switch(trainer))
+            return
     except (ValueError, torch.OutOfMemoryError):
         raise
-    except UNREADABLE as error:
-        name = str(getattr(switch, "__name__", switch))
-        kind, setting = type(text_model(trainer.model)).__name__, getattr(trainer.args, name, "auto")
-        reason = f"{kind} cannot be read: {type(error).__name__}: {error}"
-        if setting not in ("auto", "off"):
-            raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from error
-        trainer.fastpack_report.add(name, "stock", "stock", reason)
-        logger.warning(f"{name}: stock ({reason})")
+    except (*UNREADABLE, ImportError) as error:
+        cause = error
+        reason = f"{type(text_model(trainer.model)).__name__} cannot be read: {type(error).__name__}: {error}"
+    setting = getattr(trainer.args, name, "auto")
+    if setting not in ("auto", "off"):
+        raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from cause
+    trainer.fastpack_report.add(name, "stock", "stock", reason)
+    logger.warning(f"{name}: stock ({reason})")
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def test_every_field_of_the_config_has_a_help_text_and_is_in_the_readme() -> Non
 
 
 LEVELS = {
-    "kernels": 0, "host_syncs": 0, "testing": 0, "errors": 0, "operators": 0, "resume": 0,
+    "kernels": 0, "host_syncs": 0, "testing": 0, "errors": 0, "operators": 0, "resume": 0, "upstream": 0,
     "packing": 1, "preflight": 1, "attention": 1, "step": 1,
     "checkpointing": 1, "moe": 1, "lora": 1, "compile": 1, "config": 1, "features": 2, "batching": 2, "switches": 2,
     "callbacks": 3, "probe": 3, "verify": 3, "start_proof": 3, "trainer": 3, "module_hooks": 0,

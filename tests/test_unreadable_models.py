@@ -112,7 +112,7 @@ def test_a_norm_without_a_gradient_at_zero_is_no_leak() -> None:
         "gemma3n_text", vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
         intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         sliding_window=5, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
-        activation_sparsity_pattern=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
 from fastpack_trl.attention.model_features import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.upstream import lacks
 
 RIGHT_PADDED = "padded_rows"
 """Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""
@@ -71,8 +72,8 @@ class Varlen:
     name = "varlen"
 
     def refuses(self, features: ModelFeatures) -> str:
-        if features.gap:
-            return features.gap
+        if features.gap or (missing := lacks("varlen")):
+            return features.gap or missing
         low = features.capability is not None and features.capability < varlen.LEAST_CAPABILITY
         reasons = {
             f"needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
@@ -117,7 +118,8 @@ class PerDocument:
         return ""
 
     def reason(self, features: ModelFeatures) -> str:
-        return f"{features.device_type}; {_needs(features)}"
+        missing = lacks("per_document on the CPU") if features.device_type == "cpu" else ""
+        return "; ".join(filter(None, [features.device_type, _needs(features), missing and f"plain torch: {missing}"]))
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         return per_document.prepare(batch, features.windows, device)

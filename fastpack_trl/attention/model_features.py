@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.attention.stock import stock_implementation
+from fastpack_trl.upstream import lacks
 
 # Keywords of an attention call that do not change which key a query sees, or that the backends implement.
 _UNDERSTOOD_KEYWORDS = frozenset(
@@ -220,6 +221,8 @@ def window_of(module: nn.Module) -> int | None:
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
     """Reasons, first one first, why the interface cannot keep documents of this model apart."""
     family = config.model_type
+    if missing := lacks("packed_attention"):
+        yield missing
     if is_prompt_learning(model):
         yield "prompt learning prepends virtual tokens to each row, not to each document"
     if not attentions or not base._can_set_attn_implementation():

@@ -28,9 +28,11 @@ from fastpack_trl.attention.reference import (
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.upstream import NEEDS, found, lacks
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash_cpu, _flash_cpu_backward = (found(path) for path in NEEDS["per_document on the CPU"])
+_HAS_FLASH_CPU = not lacks("per_document on the CPU")
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
 class PerDocumentLayer(NamedTuple):
@@ -132,7 +134,7 @@ def _observed() -> bool:
     Otherwise the same functions run without the operator around them, which costs 0.4 ms of host time per layer forward
     and backward: more than the whole attention of a row of 256 tokens gains.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or _dispatch_modes is None or _dispatch_modes() > 0
 
 
 class _Eager(torch.autograd.Function):
@@ -204,7 +206,7 @@ def _forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    if query.device.type == "cpu" and softcap == NO_SOFTCAP:
+    if query.device.type == "cpu" and softcap == NO_SOFTCAP and _HAS_FLASH_CPU:
         return _flash_forward(query, key, value, cu_seqlens, sinks, band, window, scale)
     with torch.autocast(query.device.type, enabled=False):  # the reference chooses its own dtype: fp32
         return reference_forward(query, key, value, cu_seqlens, sinks, band, window, scale, softcap)
@@ -224,7 +226,7 @@ def _gradients(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if query.device.type == "cpu" and softcap == NO_SOFTCAP:
+    if query.device.type == "cpu" and softcap == NO_SOFTCAP and _HAS_FLASH_CPU:
         grads = _flash_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale)
     else:
         grads = reference_backward(grad_out, query, key, value, out, lse, cu_seqlens, band, window, scale, softcap)

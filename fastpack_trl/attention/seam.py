@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fastpack_trl.attention.backends import RIGHT_PADDED, Backend, Choice, choose
 from fastpack_trl.attention.incoming import Incoming
@@ -136,6 +135,8 @@ def _register(name: str, stock: str) -> None:
     It stays: without `packed_layer` it is stock's function, and a copy of the model that a callback took during
     training (an average of weights, say) goes on working afterwards.
     """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
     # With the attention alone transformers would skip masks altogether, and a left-padded batch would be wrong.
     AttentionInterface.register(name, partial(_attention, stock))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])

@@ -9,12 +9,10 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.seam import SEAM, Offload, offload_checkpoints
+from fastpack_trl.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 _PRODUCTS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm", "linear")

@@ -11,7 +11,6 @@ import psutil
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.attention.model_features import backbones, text_model
 from fastpack_trl.checkpointing.buffers import GIB
@@ -24,6 +23,7 @@ from fastpack_trl.config import setting_of
 from fastpack_trl.module_hooks import HookWatch
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
+from fastpack_trl.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
 from fastpack_trl.errors import shown
+from fastpack_trl.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts
 from fastpack_trl.module_hooks import users_hooks_off
+from fastpack_trl.upstream import GradientCheckpointingLayer, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""

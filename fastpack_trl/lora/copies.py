@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.upstream import Conv1D
 
 _SHARE_OF_FREE = 0.25
 

@@ -12,10 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from fastpack_trl.attention.model_features import backbones, text_model
@@ -26,6 +24,7 @@ from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
 from fastpack_trl.lora.report import LoraReport, declined
 from fastpack_trl.module_hooks import SameInRecompute, are_hooked, has_hooks
+from fastpack_trl.upstream import Conv1D, LoraLayer, LoraLinear
 
 logger = logging.get_logger(__name__)
 
@@ -184,14 +183,14 @@ def _autocasts(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta has no autocast: asking raises
 
 
-class FastLinear(FastLora, peft_layer.Linear):
+class FastLinear(FastLora, LoraLinear):
     """PEFT's LoRA layer over `nn.Linear` or `Conv1D`."""
 
 
 @cache
 def _fast_class(stock: Any) -> Any:
     """The class to set: static for dense layers; made on use over PEFT's bitsandbytes layers, which are optional."""
-    if stock is peft_layer.Linear:
+    if stock is LoraLinear:
         return FastLinear
     return type(f"Fast{stock.__name__}", (FastLora, stock), {"__module__": __name__, "__doc__": FastLora.__doc__})
 
@@ -207,7 +206,7 @@ def __getattr__(name: str) -> Any:
 
 def has_lora(model: nn.Module) -> bool:
     """Whether any layer of the model is one of PEFT's LoRA layers."""
-    return any(isinstance(module, peft_layer.LoraLayer) for module in model.modules())
+    return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def apply_lora(
@@ -261,7 +260,7 @@ def apply_lora(
 def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None) -> None:
     fast: list[Any] = []
     for name, module in model.named_modules():
-        if not isinstance(module, peft_layer.LoraLayer):
+        if not isinstance(module, LoraLayer):
             continue
         if isinstance(module, FastLora):
             report.already += 1
@@ -355,7 +354,7 @@ def _backbones(model: nn.Module) -> list[Any]:
 def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
     """Why this LoRA layer stays PEFT's for good; empty where the fast forward can serve it."""
     kind, base = type(module), module.base_layer
-    if kind is not peft_layer.Linear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
+    if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"
     base_kind = type(base)
     if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
@@ -364,7 +363,7 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
     if has_hooks(base) or hasattr(base, "_hf_hook"):
         return "hooks on the base layer"
-    if kind is peft_layer.Linear and type(base.weight.data) is not Tensor:
+    if kind is LoraLinear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"
     if base_kind.__name__ == "Linear4bit" and compute_dtype and base.compute_dtype not in (None, compute_dtype):
         return (

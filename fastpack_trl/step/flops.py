@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
 
 from fastpack_trl.attention.model_features import attention_modules, layer_value, layer_values, text_model, window_of
+from fastpack_trl.upstream import Conv1D, GradientCheckpointingLayer
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 # Products whose input is made by other products of the same block; the others read the input of the block.

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
+from fastpack_trl.upstream import NEEDS, found
+
+ChunkedLogProbFunction, chunked_logprob = (found(path) for path in NEEDS["sync_free"])
 LOSS_TYPES = ("nll", "dft")
 VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""

@@ -23,6 +23,7 @@ from fastpack_trl.moe.aux_loss import experts_named, load_balancing_loss
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
+from fastpack_trl.upstream import lacks
 
 _CONSTANTS = ("temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr")
 _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
@@ -61,11 +62,10 @@ class LossForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.missing = ""
         self._stock: Any = model.forward
-        constants = _read_constants(self._stock)
+        constants = lacks("sync_free") or _read_constants(self._stock)
+        self.missing = constants if isinstance(constants, str) else ""
         if isinstance(constants, str):
-            self.missing = constants
             return
         self._lacks_tiles = missing_tile_functions()
         self._function = _around(_knowing_experts(self._stock.__func__), constants, self._lacks_tiles)
@@ -135,7 +135,7 @@ def _knowing_experts(forward: Any) -> Any:
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values())
     )
     same.__kwdefaults__ = forward.__kwdefaults__
-    return functools.update_wrapper(same, forward.__wrapped__)
+    return functools.update_wrapper(same, forward)
 
 
 def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:

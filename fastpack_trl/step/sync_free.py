@@ -9,7 +9,6 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from fastpack_trl.attention.model_features import is_prompt_learning
 from fastpack_trl.moe.aux_loss import replaced_by
@@ -18,6 +17,7 @@ from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter,
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 from fastpack_trl.step.watchers import LOOP, hook_on_the_outputs, own_methods
+from fastpack_trl.upstream import found
 
 _PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
 _EDITED_LABELS = "labels were replaced or edited after collation: their positions are made again, which asks the device"
@@ -135,6 +135,7 @@ def why_stock_loss(trainer: Any) -> str:
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
     head = head_of(base_model(model))
+    zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
     reasons = {
         f"transformers or trl lacks {', '.join(lacks)}": bool(lacks),
         trainer.fastpack_report["batches"].reason: trainer.fastpack_report["batches"].status != "on",
@@ -143,7 +144,7 @@ def why_stock_loss(trainer: Any) -> str:
         "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
         "FSDP may shard the head": trainer.is_fsdp_enabled,
-        "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),
+        "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and (zero3 is None or zero3()),
         f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
         trainer.fastpack_step.forward.missing: bool(trainer.fastpack_step.forward.missing),
         "the model's forward was replaced": not trainer.fastpack_step.forward.in_place,
