@@ -19,6 +19,7 @@ from trl import SFTTrainer
 from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
 from fastpack_trl.attention.model_features import asked_for, read_features
 from fastpack_trl.attention.seam import PackedAttention, packed_attention
+from fastpack_trl.attention.trial import failure
 from fastpack_trl.batching import (
     fast_view,
     is_stock_collator,
@@ -108,6 +109,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             setting_of(self.args, "packed_attention"),
             read_features(self.model, self.fastpack_compute_dtype),
             stock_requested=asked_for(self.model, by_name if isinstance(given["model"], str) else None),
+            attempt=failure,
         )
         self._fastpack_describe()
 

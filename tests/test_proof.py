@@ -69,6 +69,30 @@ def test_windows_up_to_512_tokens_are_exercised_on_the_cpu() -> None:
     assert verify_packing(tiny_model("mistral", sliding_window=120)).not_exercised == ("window 120",)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("family", "window"), [("gpt_oss", 128), ("gemma3_text", 512), ("mistral", 1024)])
+def test_windows_are_exercised_and_told_apart_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, family: str, window: int
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = tiny_model(
+        family, sliding_window=window, max_position_embeddings=2048, hidden_size=64, head_dim=16,
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    for implementation in ("auto", "per_document", "sdpa", "padded_rows"):
+        proof = verify_packing(model, implementation=implementation)
+        assert proof.proven, (implementation, str(proof))
+        assert not proof.not_exercised
+        assert max(proof.past_window) > window + 1
+    for by in (-1, 1):
+        with monkeypatch.context() as patch:
+            widened(patch, by)
+            # 1,025 is past what is exercised; asked for by its lengths, it is all the same.
+            proof = verify_packing(model, lengths=(9, window + 16, 6))
+        assert not proof.proven
+        assert {(seen, right) for _, seen, right in proof.windows} == {(window + by, window)}
+
+
 def test_a_probe_that_costs_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastpack_trl import probe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -236,7 +237,17 @@ class Choice:
     backend: Backend | None = None
 
 
-def choose(requested: str, features: ModelFeatures, *, stock_requested: str | None = None) -> Choice:
+def _untried(_backend: Backend, _features: ModelFeatures) -> str:
+    return ""
+
+
+def choose(
+    requested: str,
+    features: ModelFeatures,
+    *,
+    stock_requested: str | None = None,
+    attempt: Callable[[Backend, ModelFeatures], str] = _untried,
+) -> Choice:
     """Pick the path for a model.
 
     Args:
@@ -244,6 +255,7 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
         features: what the model's attention needs.
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
+        attempt: why a backend that should be right fails on this machine; empty where it runs (`trial.failure`).
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
@@ -258,7 +270,7 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
                 f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, "
                 f"{RIGHT_PADDED}, off"
             )
-        refusal = BACKENDS[requested].refuses(features)
+        refusal = BACKENDS[requested].refuses(features) or attempt(BACKENDS[requested], features)
         if refusal:
             raise ValueError(
                 f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
@@ -269,7 +281,7 @@ def choose(requested: str, features: ModelFeatures, *, stock_requested: str | No
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
     for backend in AUTO:
-        refusal = backend.refuses(features)
+        refusal = backend.refuses(features) or attempt(backend, features)
         if not refusal:
             return Choice(backend.name, "; ".join([backend.reason(features), *asked, *refusals]), backend)
         refusals.append(refusal)

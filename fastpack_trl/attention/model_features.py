@@ -62,6 +62,8 @@ class ModelFeatures:
     """Compute capability of the CUDA device; None elsewhere."""
     gap: str
     """Why documents cannot be kept apart through the attention interface; empty where they can."""
+    kv_heads: int | None = None
+    """Heads of key and value; None: as many as of the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
     attentions = attention_modules(base)
     calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
     heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
+    kv_heads = min(int(count or max(heads)) for count in layer_values(config, "num_key_value_heads"))
     return {
         "windows": frozenset(filter(None, (window_of(module) for module in attentions))),
         "sinks": any("s_aux" in call.keywords for call in calls),
@@ -176,6 +179,7 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
         and any(cap is not None for cap in layer_values(config, "attn_logit_softcapping")),
         "dropout": max(float(rate or 0.0) for name in _DROPOUT_NAMES for rate in layer_values(config, name)),
         "num_heads": max(heads),
+        "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
         "head_dim": _head_dim(config, min(heads)),
         "gap": next(_gaps(model, base, config, attentions), ""),
     }

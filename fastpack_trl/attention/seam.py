@@ -28,6 +28,7 @@ from fastpack_trl.attention.model_features import (
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.shared import shared
 from fastpack_trl.attention.stock import OVER, stock_attention
+from fastpack_trl.attention.trial import failure
 from fastpack_trl.errors import PackingError
 
 
@@ -86,7 +87,8 @@ def packed_attention(
             be switched; names the remedy.
     """
     features = read_features(model, compute_dtype)
-    handle = PackedAttention(choose(implementation, features, stock_requested=stock_requested), features)
+    choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
+    handle = PackedAttention(choice, features)
     with contextlib.ExitStack() as stack:
         if handle.path == RIGHT_PADDED:
             handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.incoming))

@@ -1,0 +1,140 @@
+"""A backend is tried on the device before it is chosen: what fails, or sees a wrong token, is named and passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_material import assert_same_log, both, train
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention import per_document, trial
+from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.model_features import ModelFeatures, read_features
+from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import FAMILIES, tiny_model
+
+PLAIN = ModelFeatures(
+    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
+    dropout=0.0, num_heads=4, head_dim=16, compute_dtype=torch.float32, capability=None, gap="", kv_heads=2,
+)  # fmt: skip
+KINDS = {
+    "plain": PLAIN,
+    "window": replace(PLAIN, windows=frozenset({5, 4096})),
+    "sinks": replace(PLAIN, windows=frozenset({128}), sinks=True),
+    "softcap": replace(PLAIN, windows=frozenset({5}), softcap=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_trial_is_known() -> Iterator[None]:
+    trial._failure.cache_clear()
+    yield
+    trial._failure.cache_clear()
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream has renamed the operator of the CPU's backend."""
+
+    def absent(*_: Any) -> Any:
+        return torch.ops.aten._renamed_upstream
+
+    monkeypatch.setattr(per_document, "_flash_forward", absent)
+
+
+def test_where_an_operator_has_moved_auto_takes_the_next_and_says_so(
+    tmp_path: Path, moved: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, stock = both(tmp_path, packing=True)
+    assert isinstance(ours, FastSFTTrainer)
+    line = ours.fastpack_report["packed_attention"]
+    assert (line.status, line.path) == ("on", "sdpa")
+    assert "per_document failed its trial on this cpu (AttributeError: " in line.reason
+    assert "_renamed_upstream" in line.reason
+    assert ours.fastpack_proof is not None
+    assert ours.fastpack_proof.proven
+    assert_same_log(ours, stock)
+    assert caplog.text.count("failed its trial") == 1, "said once per process, not per run"
+
+
+def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, moved: None) -> None:
+    message = r"packed_attention='per_document' cannot be used here: .*_renamed_upstream.*; use packed_attention='auto'"
+    with pytest.raises(ValueError, match=message):
+        train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
+    with pytest.raises(ValueError, match=message), packed_attention(tiny_model("qwen3"), "per_document"):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.prepare
+    assert trial.failure(backend, features) == ""
+
+    def one_document(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+        return right(PackedBatch.from_lengths((batch.total_tokens,)), windows, device)
+
+    def without_window(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+        layer = right(batch, windows, device)
+        return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
+
+    for wrong in (one_document, without_window) if features.windows else (one_document,):
+        trial._failure.cache_clear()
+        monkeypatch.setattr(per_document, "prepare", wrong)
+        reason = trial.failure(backend, features)
+        assert reason == (
+            "per_document failed its trial on this cpu (a query sees other tokens than those before it in its document "
+            "and window)"
+        )
+        # transformers' sdpa leaves out the softcap: there documents become padded rows.
+        fallback = "padded_rows" if features.softcap else "sdpa"
+        assert choose("auto", features, attempt=trial.failure).path == fallback
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_on_the_path_that_is_chosen_without(family: str) -> None:
+    for dtype in (None, torch.bfloat16, torch.float16):
+        features = read_features(tiny_model(family), dtype)
+        assert choose("auto", features, attempt=trial.failure) == choose("auto", features)
+
+
+def test_a_trial_changes_no_random_state_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    for family in ("qwen3", "llama", "qwen3"):
+        assert choose("auto", replace(PLAIN, model_type=family), attempt=trial.failure).path == "per_document"
+    assert torch.equal(state, torch.get_rng_state())
+    assert trial._failure.cache_info().misses == 1
+
+
+CUDA = [
+    pytest.param(name, dtype, marks=pytest.mark.cuda) for name in KINDS for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CUDA)
+def test_backends_pass_on_cuda_and_a_missing_operator_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    features = replace(
+        KINDS[kind], device_type="cuda", compute_dtype=dtype, capability=torch.cuda.get_device_capability()
+    )
+    for name in ("varlen", "per_document", "flex"):
+        if not BACKENDS[name].refuses(features):
+            assert trial.failure(BACKENDS[name], features) == "", name
+    if BACKENDS["varlen"].refuses(features):
+        return
+    assert choose("auto", features, attempt=trial.failure).path == "varlen"
+    for operator in ("_flash_attention_forward", "_flash_attention_backward"):
+        trial._failure.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.aten, operator, None)
+            choice = choose("auto", features, attempt=trial.failure)
+        assert choice.path == "per_document"
+        assert "varlen failed its trial on this cuda" in choice.reason
