@@ -39,32 +39,34 @@ def _no_trial_is_known() -> Iterator[None]:
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream has renamed the operator of the CPU's backend."""
+def changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator of the CPU's backend takes other arguments than it did."""
 
-    def absent(*_: Any) -> Any:
-        return torch.ops.aten._renamed_upstream
+    def refuses(*_: Any, **_keywords: Any) -> Any:
+        raise TypeError("_scaled_dot_product_flash_attention_for_cpu() got an unexpected argument 'scale'")
 
-    monkeypatch.setattr(per_document, "_flash_forward", absent)
+    monkeypatch.setattr(per_document, "_flash_cpu", refuses)
 
 
-def test_where_an_operator_has_moved_auto_takes_the_next_and_says_so(
-    tmp_path: Path, moved: None, caplog: pytest.LogCaptureFixture
+def test_where_an_operator_has_changed_auto_takes_the_next_and_says_so(
+    tmp_path: Path, changed: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, stock = both(tmp_path, packing=True)
     assert isinstance(ours, FastSFTTrainer)
     line = ours.fastpack_report["packed_attention"]
     assert (line.status, line.path) == ("on", "sdpa")
-    assert "per_document failed its trial on this cpu (AttributeError: " in line.reason
-    assert "_renamed_upstream" in line.reason
+    assert "per_document failed its trial on this cpu (TypeError: " in line.reason
+    assert "unexpected argument 'scale'" in line.reason
     assert ours.fastpack_proof is not None
     assert ours.fastpack_proof.proven
     assert_same_log(ours, stock)
     assert caplog.text.count("failed its trial") == 1, "said once per process, not per run"
 
 
-def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, moved: None) -> None:
-    message = r"packed_attention='per_document' cannot be used here: .*_renamed_upstream.*; use packed_attention='auto'"
+def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, changed: None) -> None:
+    message = (
+        r"packed_attention='per_document' cannot be used here: .*unexpected argument.*; use packed_attention='auto'"
+    )
     with pytest.raises(ValueError, match=message):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
     with pytest.raises(ValueError, match=message), packed_attention(tiny_model("qwen3"), "per_document"):
