@@ -121,6 +121,11 @@ def test_every_name_is_there_and_lacks_says_which_is_not(monkeypatch: pytest.Mon
     )
 
 
+def test_every_name_is_in_the_documentation() -> None:
+    text = (PACKAGE.parent / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert [path for path in PATHS if f"`{path}`" not in text] == []
+
+
 def test_varlen_is_refused_by_name_where_torch_lacks_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     features = read_features(tiny_model("qwen3"))
     assert "needs CUDA" in BACKENDS["varlen"].refuses(features)

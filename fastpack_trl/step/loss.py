@@ -185,6 +185,8 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             else:
                 tokens = loss_batch.total_tokens - loss_batch.num_padding
                 aux_loss = load_balancing_loss(logits, top_k=top_k, rows=tokens)
+            if not isinstance(aux_loss, Tensor):  # 0, as in stock: this model records no router logits
+                aux_loss = loss.total.new_zeros(len(loss_batch.parts) or ())
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
 
     return forward
