@@ -52,6 +52,12 @@ def is_stock_collator(collator: object) -> bool:
     return type(collator) is DataCollatorForLanguageModeling
 
 
+def joins_documents(trainer: Any) -> bool:
+    """TRL's collator was set up without ``padding_free`` for packed rows: the model sees each row as one document."""
+    collator = trainer.data_collator
+    return bool(is_stock_collator(collator) and trainer.padding_free and not collator.padding_free)
+
+
 def plan_batches(trainer: Any, path: str) -> BatchPlan:
     """Decide from a constructed trainer and the attention path that was chosen for its model."""
     stock = _only_stock(trainer, path)
@@ -72,6 +78,7 @@ def _only_stock(trainer: Any, path: str) -> str:
         "packed_attention is off": path == "off",
         "vision data": getattr(trainer, "_is_vision_dataset", False),
         f"custom data collator {type(trainer.data_collator).__name__}": not is_stock_collator(trainer.data_collator),
+        "data_collator has padding_free=False, which makes a packed row one document": joins_documents(trainer),
         "context or sequence parallelism": parallelism is not None
         and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False)),
         "packing_strategy='wrapped' cuts documents: a row is one document": args.packing

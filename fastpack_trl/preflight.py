@@ -42,7 +42,9 @@ def check_given(given: Mapping[str, Any]) -> None:
     if isinstance(train_dataset, Dataset) and not len(train_dataset):
         raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
     if isinstance(model, PreTrainedModel) and not model.can_generate():
-        raise ValueError(f"{type(model).__name__} has no causal language model head: load an AutoModelForCausalLM")
+        raise ValueError(
+            f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"
+        )
     if isinstance(model, str):
         check_weights(model, getattr(args, "model_init_kwargs", None) or {})
 

@@ -9,6 +9,7 @@ from accelerate.logging import get_logger
 
 from fastpack_trl.attention.seam import PackedAttention
 from fastpack_trl.attention.stock_leak import stock_leak
+from fastpack_trl.batching import joins_documents
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.upstream import DataCollatorForLanguageModeling
@@ -44,10 +45,12 @@ def prove_stock(trainer: Any) -> None:
         PackingError: documents see each other; names the path, the leak and the remedy.
         ValueError: the proof cannot run, and ``verify_packing="on"`` insists.
     """
-    remedy = _remedy(trainer)
-    if not _due(trainer):
-        if setting_of(trainer.args, "verify_packing") == "off":
-            return
+    remedy, due = _remedy(trainer), _due(trainer)
+    if setting_of(trainer.args, "verify_packing") == "off":
+        return
+    if joins_documents(trainer):
+        raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {remedy}")
+    if not due:
         leak = stock_leak(trainer.model)
         if leak:
             raise PackingError(f"packed rows under stock: LEAK: {leak}; {remedy}")

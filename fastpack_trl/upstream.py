@@ -1,4 +1,4 @@
-"""Names of other libraries that are private or lie deep inside: looked up when they are needed, never at import.
+"""Names of other libraries that are private or lie deep inside, looked up without failing.
 
 Where a version has moved one, the part that needs it runs as stock, named; the rest of the package works.
 """

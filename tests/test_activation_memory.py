@@ -352,14 +352,24 @@ def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[
             calls.append(place)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    if place == "forward":
-        handle = layer.mlp.register_forward_pre_hook(fail)
-    else:
+    if place == "backward":
         handle = layer.mlp.register_full_backward_hook(fail)
+        try:
+            yield calls
+        finally:
+            handle.remove()
+        return
+    stock = layer.mlp.forward
+
+    def forward(*args: Any) -> Any:  # no hook: the plan would leave a hooked layer to its checkpoint
+        fail()
+        return stock(*args)
+
+    layer.mlp.forward = forward
     try:
         yield calls
     finally:
-        handle.remove()
+        del layer.mlp.forward
 
 
 def with_dropout(folder: Path) -> FastSFTTrainer:

@@ -24,7 +24,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackingCollator, packed_
 from fastpack_trl.testing import tiny_model
 
 Edit = Callable[[dict[str, Any]], None]
-EDITED = "labels were replaced or edited after collation"
+EDITED = "labels were moved, replaced or edited after collation"
 
 
 def replaced(inputs: dict[str, Any]) -> None:

@@ -283,3 +283,21 @@ def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(
     assert "what Own makes of them is not examined" in caplog.text
     with pytest.raises(PackingError, match="custom data collator Kind"):
         trained_with(Kind(pad_token_id=0, padding_free=True))
+
+
+def test_a_collator_that_makes_a_packed_row_one_document_stops_or_trains_as_in_stock(tmp_path: Path) -> None:
+    def trained(cls: Any, config: Any, **more: Any) -> Any:
+        trainer = cls(
+            tiny_model("qwen3"),
+            args=config(**settings(tmp_path / cls.__name__, packing=True, eval_strategy="no", **more)),
+            train_dataset=make_dataset("text"),
+            processing_class=make_tokenizer(),
+        )
+        trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0)
+        trainer.train()
+        return trainer
+
+    with pytest.raises(PackingError, match=r"LEAK: every row is one document .* padding_free=False"):
+        trained(FastSFTTrainer, FastSFTConfig)
+    ours = trained(FastSFTTrainer, FastSFTConfig, verify_packing="off")
+    assert_same_log(ours, trained(SFTTrainer, SFTConfig))

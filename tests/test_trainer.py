@@ -517,7 +517,7 @@ def test_attention_dropout_and_wrong_choices(tmp_path: Path) -> None:
         make_trainer(tmp_path, data, fast={"padded_rows_limit": "four"})
     with pytest.raises(ValueError, match="max_length=0 is below 1"):
         make_trainer(tmp_path, data, args={"max_length": 0})
-    with pytest.raises(ValueError, match="BertModel has no causal language model head"):
+    with pytest.raises(ValueError, match="BertModel cannot generate"):
         make_trainer(tmp_path, data, model=BertModel(BertConfig(hidden_size=8, num_attention_heads=1, vocab_size=96)))
     with pytest.raises(ValueError, match=r"padded_rows_limit=0\.5 is below 1"):
         make_trainer(tmp_path, data, fast={"padded_rows_limit": 0.5})

@@ -20,7 +20,9 @@ from fastpack_trl.step.watchers import LOOP, hook_on_the_outputs, own_methods
 from fastpack_trl.upstream import found
 
 _PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
-_EDITED_LABELS = "labels were replaced or edited after collation: their positions are made again, which asks the device"
+_EDITED_LABELS = (
+    "labels were moved, replaced or edited after collation: their positions are made again, which asks the device"
+)
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
 
 
