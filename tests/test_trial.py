@@ -127,7 +127,7 @@ def test_backends_pass_on_cuda_and_a_missing_operator_is_passed_over(
     features = replace(
         KINDS[kind], device_type="cuda", compute_dtype=dtype, capability=torch.cuda.get_device_capability()
     )
-    for name in ("varlen", "per_document", "flex"):
+    for name in ("varlen", "per_document"):
         if not BACKENDS[name].refuses(features):
             assert trial.failure(BACKENDS[name], features) == "", name
     if BACKENDS["varlen"].refuses(features):

@@ -24,7 +24,9 @@ _SHORT = (7, 5)  # tokens per document without one
 _FAILS = (
     RuntimeError, AttributeError, TypeError, ValueError, LookupError, ImportError, NotImplementedError, AssertionError,
 )  # fmt: skip
-_NEEDS_A_MODULE = ("sdpa",)  # stock's own function, which belongs to a model
+# sdpa is stock's own function, which belongs to a model. flex is compiled by torch on its first call: a trial would
+# compile a graph that the run cannot use, for a backend that `auto` never takes.
+_UNTRIED = ("sdpa", "flex")
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
@@ -32,7 +34,7 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
 
     Tried once per process and kind of attention. A backend that fails is logged.
     """
-    if backend.name in _NEEDS_A_MODULE or features.device_type == "meta":
+    if backend.name in _UNTRIED or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.
     return _failure(backend, replace(features, model_type="", implementation=""))  # type: ignore[arg-type]
