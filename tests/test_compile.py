@@ -96,9 +96,10 @@ def test_checkpointing_switched_on_or_off_inside_is_kept() -> None:
     with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
         expected = one_step(model, *row(0))
         checkpoint(model)
-        actual = one_step(model, *row(0))
+        # Where the checkpoint is above the call of a layer (transformers 5.17) it is seen in the first step after.
+        for actual in (one_step(model, *row(0)), one_step(model, *row(0))):
+            torch.testing.assert_close(actual, expected)
         assert backend.graphs == 2
-    torch.testing.assert_close(actual, expected)
     for layer in decoder_layers(model):
         assert layer._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
     assert layers.path == "compiled"
