@@ -69,9 +69,9 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    from benchmarks.lora_models import definitions
+    from benchmarks.model_shapes import build_model, shape_of
     from fastpack_trl import FastSFTConfig, FastSFTTrainer
-    from fastpack_trl.bench.lora_models import definitions
-    from fastpack_trl.bench.model_shapes import build_model, shape_of
 
     class Watch(TrainerCallback):
         """The end of each step, after the device."""
@@ -132,7 +132,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
 def _lora(case: Case, model: Any) -> Any:
     from peft import LoraConfig
 
-    from fastpack_trl.bench.lora_models import PROJECTIONS, RANK
+    from benchmarks.lora_models import PROJECTIONS, RANK
 
     if case.lora == "none":
         return None
@@ -215,7 +215,7 @@ def main() -> None:
     if options.train:
         train(cases[options.train[0]], options.train[1], options.device, options.json)
         return
-    from fastpack_trl.bench.record import make_record
+    from fastpack_trl.measure.record import make_record
 
     rows: dict[str, Any] = {}
     if options.json.exists():

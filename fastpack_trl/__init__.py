@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from fastpack_trl._version import __version__
 
 if TYPE_CHECKING:
-    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.attention.install import packed_attention
+    from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.callbacks import ThroughputCallback
     from fastpack_trl.checkpointing.callback import AsyncCheckpointCallback
     from fastpack_trl.config import FastSFTConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
     from fastpack_trl.trainer import FastSFTTrainer
-    from fastpack_trl.verify import verify_packing
 
 _HOME = {
     "AsyncCheckpointCallback": "checkpointing.callback",
@@ -30,8 +30,8 @@ _HOME = {
     "ThroughputCallback": "callbacks",
     "apply_lora": "lora.linear",
     "apply_moe": "moe.apply",
-    "packed_attention": "attention.seam",
-    "verify_packing": "verify",
+    "packed_attention": "attention.install",
+    "verify_packing": "attention.proof",
 }
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

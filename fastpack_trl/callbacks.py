@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from fastpack_trl.attention.model_features import text_model
+from fastpack_trl.measure.flops import ModelFlops, model_flops
+from fastpack_trl.measure.tokens import TokenCounter, TokenSums
+from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.upstream import NEEDS, CallbackHandler, found, lacks
 from fastpack_trl.packing.dataset import DatasetFacts
-from fastpack_trl.step.flops import ModelFlops, model_flops
-from fastpack_trl.step.tokens import TokenCounter, TokenSums
-from fastpack_trl.upstream import NEEDS, CallbackHandler, found, lacks
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trl import SFTConfig
 
-from fastpack_trl.checkpointing.seam import check_settings
+from fastpack_trl.checkpointing.offload import check_settings
 from fastpack_trl.errors import did_you_mean, shown
-from fastpack_trl.preflight import check_counts
+from fastpack_trl.model.preflight import check_counts
 
 PACKED_ATTENTION_CHOICES = (
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from fastpack_trl.attention.model_features import UNREADABLE, text_model
-from fastpack_trl.checkpointing.feature import activation_memory, checkpoint_offload
-from fastpack_trl.compile.feature import layer_compile
+from fastpack_trl.checkpointing.activation_memory import activation_memory, checkpoint_offload
+from fastpack_trl.compile.layer_compile import layer_compile
 from fastpack_trl.config import setting_of
 from fastpack_trl.lora.linear import apply_lora, has_lora
+from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.upstream import lacks
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.gains import measured, what_trains
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.step.accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
-from fastpack_trl.upstream import lacks
 
 logger = get_logger(__name__)
 

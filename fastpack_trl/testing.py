@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.host_syncs import HostSync, HostSyncs, count_host_syncs
+from fastpack_trl.measure.host_syncs import HostSync, HostSyncs, count_host_syncs
 
 __all__ = [
     "FAMILIES",

@@ -17,10 +17,20 @@ from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
-from fastpack_trl.attention.model_features import asked_for, read_features
-from fastpack_trl.attention.seam import PackedAttention, packed_attention
+from fastpack_trl.attention.install import PackedAttention, packed_attention
+from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.attention.start_proof import prove, prove_stock, stock_is_right
 from fastpack_trl.attention.trial import failure
-from fastpack_trl.batching import (
+from fastpack_trl.checkpointing.retry import RetryingTrainer
+from fastpack_trl.config import setting_of
+from fastpack_trl.errors import DataError, PackingError
+from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.model.facts import asked_for, read_features
+from fastpack_trl.model.preflight import check_given
+from fastpack_trl.model.saved import choose_checkpoint
+from fastpack_trl.moe.quantised import quantize_experts
+from fastpack_trl.packing import dataset as dataset_facts
+from fastpack_trl.packing.batching import (
     fast_view,
     is_stock_collator,
     missing_seams,
@@ -28,22 +38,12 @@ from fastpack_trl.batching import (
     plan_batches,
     vocabulary,
 )
-from fastpack_trl.checkpointing.retry import RetryingTrainer
-from fastpack_trl.config import setting_of
-from fastpack_trl.errors import DataError, PackingError
-from fastpack_trl.features import FeatureReport, disabled_by_environment
-from fastpack_trl.lora.report import LoraReport
-from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.source import check_source
-from fastpack_trl.preflight import check_given
-from fastpack_trl.resume import choose_checkpoint
-from fastpack_trl.start_proof import prove, prove_stock, stock_is_right
+from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES, enter
-from fastpack_trl.verify import PackingProof
 
 logger = get_logger(__name__)
 

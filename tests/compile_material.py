@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients, tiny_model

@@ -9,8 +9,8 @@ import torch
 from peft import get_peft_model
 from trl import get_peft_config
 
-from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model
-from fastpack_trl.sft_arguments import SftArguments
+from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from fastpack_trl.recipe.arguments import SftArguments
 
 GIB = 2**30
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.checkpointing.seam import Offload, checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 

@@ -20,13 +20,14 @@ from trainer_material import figures, make_dataset, make_tokenizer, settings, tr
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
-from fastpack_trl.attention.model_features import text_model
-from fastpack_trl.checkpointing import feature, memory
+from fastpack_trl.checkpointing import activation_memory as feature
+from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import Run, saved_bytes, trace_levels, training
+from fastpack_trl.model.facts import text_model
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
 

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from fastpack_trl import cli
-from fastpack_trl.bench import cases, command, packed_attention, record, steps
-from fastpack_trl.bench.packed_attention import ParityError, check_parity
-from fastpack_trl.bench.timing import WallClock, interleave, median_interval
-from fastpack_trl.bench.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
+from benchmarks import cases, packed_attention
+from benchmarks.packed_attention import ParityError, check_parity
+from benchmarks.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
+from fastpack_trl.bench import command, steps
+from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure import record
+from fastpack_trl.measure.timing import WallClock, interleave, median_interval
 from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(
@@ -438,7 +440,7 @@ def test_a_gpu_record_names_device_and_driver(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.bench.timing import CudaClock
+    from fastpack_trl.measure.timing import CudaClock
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

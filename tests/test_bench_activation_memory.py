@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, cli
-from fastpack_trl.bench.activation_memory import _different, measure
-from fastpack_trl.bench.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from benchmarks.activation_memory import _different, measure
+from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from benchmarks.lora_models import LoraModel, build, definitions
+from benchmarks.workload import Setting, trainer_arguments
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.command import table
-from fastpack_trl.bench.lora_models import LoraModel, build, definitions
 from fastpack_trl.bench.steps import Side, quiet
-from fastpack_trl.bench.timing import WallClock
-from fastpack_trl.bench.workload import Setting, trainer_arguments
 from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.timing import WallClock
 
 
 def test_sides_share_their_weights_compute_the_same_and_leave_the_layers_as_they_were() -> None:
@@ -81,8 +82,8 @@ def test_wrong_settings_are_one_line() -> None:
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
     """TRL logs through accelerate, whose state a trainer makes; on the CPU it may stop for another reason."""
     code = (
-        "from fastpack_trl.bench.activation_sides import TRL, side\n"
-        "from fastpack_trl.bench.lora_models import LoraModel, build\n"
+        "from benchmarks.activation_sides import TRL, side\n"
+        "from benchmarks.lora_models import LoraModel, build\n"
         "weights = build(LoraModel('small', 'fp32'), layers=2, positions=64, seed=0, device='cpu')\n"
         "try:\n"
         "    with side(TRL, weights, 'cpu'): print('made')\n"

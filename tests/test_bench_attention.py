@@ -16,15 +16,16 @@ from test_families import make_row, separate
 from test_seam import snapshot
 from torch import Tensor
 
-from fastpack_trl import cli
-from fastpack_trl.attention.seam import packed_attention
-from fastpack_trl.bench import attention, attention_sides, command, model_gate, model_steps
-from fastpack_trl.bench.attention import Configuration, Heads, Layer, Plan
-from fastpack_trl.bench.model_shapes import MODELS, ModelShape, build_model, shape_of
+from benchmarks import attention, attention_sides, model_gate, model_steps
+from benchmarks.attention import Configuration, Heads, Layer, Plan
+from benchmarks.model_shapes import MODELS, ModelShape, build_model, shape_of
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.bench import command
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
-from fastpack_trl.bench.record import OtherLoad
-from fastpack_trl.bench.rounds import attempt, take_turns
+from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.record import OtherLoad
+from fastpack_trl.measure.rounds import attempt, take_turns
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model

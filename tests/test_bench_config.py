@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sft_material import Material
 
-from fastpack_trl import cli
 from fastpack_trl.bench import ablation
 from fastpack_trl.bench.ablation import ALL, NEEDS, ablate, ablation_lines, features
 from fastpack_trl.bench.baselines import OURS
@@ -20,6 +19,7 @@ from fastpack_trl.bench.own_plan import Plan
 from fastpack_trl.bench.own_row import assemble
 from fastpack_trl.bench.own_run import builder, default_file, settings_of
 from fastpack_trl.bench.parity import LossParityError
+from fastpack_trl.cli import main as cli
 
 
 def _bench(material: Material, *words: str) -> list[str]:

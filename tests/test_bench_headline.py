@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastpack_trl.bench import command, headline, lora, plots, report
-from fastpack_trl.bench.headline import ENTRIES, FULL, TINY, Entry
-from fastpack_trl.bench.headline_table import gain_lines, gains_table
-from fastpack_trl.bench.lora_models import LoraModel
-from fastpack_trl.bench.moe_sides import SHAPES
-from fastpack_trl.bench.published import PUBLISHED, ROWS
+from benchmarks import headline, lora
+from benchmarks.headline import ENTRIES, FULL, TINY, Entry
+from benchmarks.headline_table import gain_lines, gains_table
+from benchmarks.lora_models import LoraModel
+from benchmarks.moe_sides import SHAPES
+from benchmarks.published import PUBLISHED, ROWS
+from fastpack_trl.bench import command, plots, report
 from fastpack_trl.bench.row_loop import ResultFile
 from fastpack_trl.bench.views import rows_of
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 
 TOKENS = 48

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fastpack_trl import cli
-from fastpack_trl.bench import host_overhead, packed_attention
+from benchmarks import host_overhead, packed_attention
+from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
+from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.command import table
 from fastpack_trl.bench.gpu_profile import covered
-from fastpack_trl.bench.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
-from fastpack_trl.bench.model_shapes import ModelShape
+from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 
 SHAPE = ModelShape(

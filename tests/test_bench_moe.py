@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastpack_trl.bench import command, moe, moe_counts, moe_sides, readme
-from fastpack_trl.cli import main
+from benchmarks import moe, moe_counts, moe_sides, readme
+from fastpack_trl.bench import command
+from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
 

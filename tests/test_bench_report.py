@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pictures import stale_pictures, text_of, write_pictures
+from benchmarks.readme import RESULTS, load_results
 from fastpack_trl.bench import plots
-from fastpack_trl.bench.pictures import stale_pictures, text_of, write_pictures
-from fastpack_trl.bench.readme import RESULTS, load_results
 from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, source_of, write_report
 from fastpack_trl.bench.views import no_gain, rows_of
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastpack_trl.bench import baselines, lora, row_loop, side_turns
-from fastpack_trl.bench.lora_models import LoraModel
+from benchmarks import lora, side_turns
+from benchmarks.lora_models import LoraModel
+from fastpack_trl.bench import baselines, row_loop
 from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.timing import WallClock
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.timing import WallClock
 
 
 class Rows:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fastpack_trl import __version__, cli
+from fastpack_trl import __version__
+from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import UserError, describe, did_you_mean, preparing
 
 
@@ -43,7 +44,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_a_misspelt_command_import_no_torch() -> None:
     code = (
-        "import sys; from fastpack_trl.cli import main; main(['--help']); main(['stf']); "
+        "import sys; from fastpack_trl.cli.main import main; main(['--help']); main(['stf']); "
         "assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl.bench.collator import measure, median_interval
+from benchmarks.collator import measure, median_interval
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 

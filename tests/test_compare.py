@@ -20,10 +20,10 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl.bench import compare as module
 from fastpack_trl.bench.compare import compare, table
 from fastpack_trl.bench.parity import LossParityError, check_loss, tolerance, without_dropout
-from fastpack_trl.bench.rounds import turn_order
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.rounds import turn_order
 from fastpack_trl.testing import tiny_model
 
 Build = Callable[..., Any]

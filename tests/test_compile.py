@@ -30,13 +30,13 @@ from trainer_material import figures, train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.backends import Varlen
-from fastpack_trl.attention.model_features import read_features
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocumentLayer
-from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.attention.varlen import VarlenLayer
-from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 

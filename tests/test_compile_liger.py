@@ -27,14 +27,14 @@ from compile_material import (
 )
 from torch import Tensor
 
-from fastpack_trl.attention.model_features import window_of
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile import liger
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.model.facts import window_of
 
 ROTARY = """
 import torch
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile import liger
 from fastpack_trl.compile.layers import decoder_layers
 from compile_material import make, one_step, row
@@ -124,7 +124,7 @@ def test_a_side_of_the_benchmark_has_ligers_kernels_and_the_files_of_transformer
     from transformers.models.qwen3 import modeling_qwen3
     from trl import SFTConfig, SFTTrainer
 
-    from fastpack_trl.bench.liger_side import liger_kernels
+    from benchmarks.liger_side import liger_kernels
 
     args = SFTConfig(**settings(tmp_path, packing=True, max_steps=1, eval_strategy="no"))
     model = make("qwen3", lora=True)

@@ -22,7 +22,7 @@ from compile_material import (
 )
 from torch import Tensor
 
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import gradients

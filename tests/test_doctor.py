@@ -16,7 +16,8 @@ import pytest
 import torch
 from sft_material import Material, write_jsonl
 
-from fastpack_trl import cli, doctor
+from fastpack_trl.cli import doctor
+from fastpack_trl.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,7 +186,7 @@ def test_a_step_that_fails_is_one_line_and_both_sides_are_kept(
 
 
 def test_one_side_that_fails_leaves_the_other(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastpack_trl import doctor_audit
+    from fastpack_trl.cli import doctor_audit
 
     class Failing(doctor_audit.SFTTrainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,9 +221,8 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argume
 
 
 def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys; from fastpack_trl.cli import main; main(['doctor', '--help']); assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from fastpack_trl.cli.main import main; main(['doctor', '--help']); "
+    code += "assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.examples import PUBLIC, choose_example
+from fastpack_trl.quickstart.examples import PUBLIC, choose_example
 
 STOPPED = ".small-qwen3.partial"
 

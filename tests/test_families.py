@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
-from fastpack_trl.verify import verify_packing
 
 LENGTHS = (9, 1, 14, 6)
 PER_DOCUMENT = (

@@ -10,7 +10,7 @@ import torch
 from test_families import LENGTHS, PADDED_ROWS, PER_DOCUMENT, packed, separate
 from torch import Tensor
 
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import tiny_model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from lora_material import adapted, any_ids, joint_error
 
+from benchmarks.launches import count_launches
+from benchmarks.lora_models import quantise
 from fastpack_trl import PackedBatch, apply_lora, packed_attention
-from fastpack_trl.bench.launches import count_launches
-from fastpack_trl.bench.lora_models import quantise
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = [

@@ -13,8 +13,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
-from fastpack_trl import module_hooks
-from fastpack_trl.module_hooks import HookWatch, hook_inside, users_hooks_off
+from fastpack_trl.model import hooks as module_hooks
+from fastpack_trl.model.hooks import HookWatch, hook_inside, users_hooks_off
 from fastpack_trl.testing import tiny_model
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_material import experts_of, input_ids, moe_model, routed
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.plans import PlanKeeper, PlanTape

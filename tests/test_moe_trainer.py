@@ -14,11 +14,11 @@ from trainer_material import assert_same_log, both, make_dataset, make_tokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
+from benchmarks.readme import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.readme import load_results
-from fastpack_trl.moe.aux_loss import load_balancing_loss
 from fastpack_trl.moe.gains import MEASURED, Gain
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.step.load_balancing import load_balancing_loss
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -235,7 +235,7 @@ def test_auxiliary_gradient_in_bf16_is_as_exact_as_stocks() -> None:
 def test_auxiliary_loss_of_many_layers_is_stacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = tuple(_logits(torch.float32, layers=7))
     whole = load_balancing_loss(logits, 8, 2)
-    monkeypatch.setattr("fastpack_trl.moe.aux_loss._CHUNK", 2 * logits[0].numel())
+    monkeypatch.setattr("fastpack_trl.step.load_balancing._CHUNK", 2 * logits[0].numel())
     assert float(load_balancing_loss(logits, 8, 2)) == pytest.approx(float(whole), rel=1e-6)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 import fastpack_trl
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.attention.model_features import read_features
+from fastpack_trl.model.facts import read_features
+from fastpack_trl.model.upstream import NEEDS, found, lacks
 from fastpack_trl.testing import tiny_model
-from fastpack_trl.upstream import NEEDS, found, lacks
 
 # In one process, a fork per name: what is removed was never seen by this package there.
 RUN = """

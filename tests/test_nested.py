@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model

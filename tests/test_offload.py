@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing.callback import offload_conflict
-from fastpack_trl.checkpointing.seam import (
+from fastpack_trl.checkpointing.offload import (
     checkpointed_layers,
     offload_unavailable,
     why_not_offloadable,
@@ -359,8 +359,8 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
 
 
 def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl.checkpointing import activation_memory as feature
     from fastpack_trl.checkpointing import callback as room
-    from fastpack_trl.checkpointing import feature
 
     monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
     monkeypatch.setattr(room, "offload_unavailable", lambda device: "")

@@ -11,8 +11,8 @@ import torch
 from offload_material import assert_same, enable
 from torch import Tensor, nn
 
+from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.offloader import Offloader
-from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import CudaStreams, TimedCudaStreams
 from fastpack_trl.testing import gradients, tiny_model
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.checkpointing.seam import checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.testing import gradients, tiny_model
 
 

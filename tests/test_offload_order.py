@@ -14,7 +14,7 @@ from recording_streams import COMPUTE, RaceError, RecordingStreams
 from torch import Tensor
 
 from fastpack_trl.checkpointing.buffers import buffers_per_slab, pinned_size, size_class
-from fastpack_trl.checkpointing.seam import Offload
+from fastpack_trl.checkpointing.offload import Offload
 
 LAYERS = 5
 

@@ -14,12 +14,15 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, cli, start_proof
-from fastpack_trl.attention import model_features, seam
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention import install as seam
+from fastpack_trl.attention import start_proof
+from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.attention.stock_leak import stock_leak
+from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.model import facts as model_features
 from fastpack_trl.testing import FAMILIES, tiny_model
-from fastpack_trl.verify import verify_packing
 
 OFF = {"packed_attention": "off"}
 
@@ -94,7 +97,7 @@ def test_windows_are_exercised_and_told_apart_on_cuda(
 
 
 def test_a_probe_that_costs_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl import probe
+    from fastpack_trl.attention import probe
 
     model = tiny_model("mistral", sliding_window=40)
     for name, bound in (("_MOST_OPERATIONS", {"cpu": 1e6}), ("_MOST_LOGITS", 1000)):

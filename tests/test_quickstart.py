@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fastpack_trl import corpus, quickstart, small_model
-from fastpack_trl.compare import Comparison, SideRun
 from fastpack_trl.errors import UserError
+from fastpack_trl.quickstart import corpus, small_model
+from fastpack_trl.quickstart import run as quickstart
+from fastpack_trl.quickstart.compare import Comparison, SideRun
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -56,7 +57,7 @@ def test_corpus_imports_none_of_what_it_reads():
     # A fresh interpreter: this one has imported half of the library already.
     code = (
         # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
-        "import sys, json, ast, inspect, tqdm.auto; from fastpack_trl import corpus;"
+        "import sys, json, ast, inspect, tqdm.auto; from fastpack_trl.quickstart import corpus;"
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
         "found = corpus.collect(progress=False);"
         "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]))"
@@ -71,7 +72,7 @@ def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, 
     splits = corpus.write_splits(text, tmp_path / "here", test_every=40)
     assert sum(splits.values()) == len(text.documents)
     code = (
-        "import sys; from pathlib import Path; from fastpack_trl import corpus;"
+        "import sys; from pathlib import Path; from fastpack_trl.quickstart import corpus;"
         "corpus.write_splits(corpus.collect(progress=False), Path(sys.argv[1]), test_every=40)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fastpack_trl.bench.pictures import FOLDER, picture_names, stale_pictures
-from fastpack_trl.bench.published import PUBLISHED, ROWS
-from fastpack_trl.bench.readme import BEGIN, END, GLANCE, RESULTS, load_results, numbers, with_numbers, without_gain
+from benchmarks.pictures import FOLDER, picture_names, stale_pictures
+from benchmarks.published import PUBLISHED, ROWS
+from benchmarks.readme import BEGIN, END, GLANCE, RESULTS, load_results, numbers, with_numbers, without_gain
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_readme_and_results_agree() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_numbers(readme, load_results()) == readme, "run: python -m fastpack_trl.bench.readme"
+    assert with_numbers(readme, load_results()) == readme, "run: python -m benchmarks.readme"
 
 
 def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
@@ -69,7 +69,7 @@ def test_without_results_nothing_is_claimed() -> None:
 
 def test_pictures_of_the_readme_were_drawn_from_the_results() -> None:
     results = load_results()
-    assert stale_pictures(results, RESULTS, ROOT / FOLDER) == [], "run: python -m fastpack_trl.bench.readme"
+    assert stale_pictures(results, RESULTS, ROOT / FOLDER) == [], "run: python -m benchmarks.readme"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"({FOLDER}/{picture})" in readme for picture in picture_names(results).values())
 

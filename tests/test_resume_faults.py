@@ -14,8 +14,8 @@ from test_sft_bad_input import refused
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.cli import main
-from fastpack_trl.resume import checkpoint_fault, choose_checkpoint, weights_fault
+from fastpack_trl.cli.main import main
+from fastpack_trl.model.saved import checkpoint_fault, choose_checkpoint, weights_fault
 
 Harm = Callable[[Path], object]
 
@@ -202,7 +202,7 @@ def test_an_output_dir_that_cannot_be_made_is_refused_before_the_data_are_read(
 
 
 def test_a_folder_that_is_only_read_will_do_for_a_run_that_saves_nothing() -> None:
-    from fastpack_trl.preflight import check_output_dir
+    from fastpack_trl.model.preflight import check_output_dir
 
     check_output_dir(SFTConfig(output_dir="/proc", save_strategy="no", bf16=False, use_cpu=True))
     with pytest.raises(ValueError, match="'/proc' is not writable"):

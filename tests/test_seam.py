@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention.backends import BACKENDS, choose
-from fastpack_trl.attention.model_features import ModelFeatures, asked_for, read_features
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.padded_rows import padding_cost
-from fastpack_trl.attention.seam import packed_attention
 from fastpack_trl.errors import PackingError
+from fastpack_trl.model.facts import ModelFeatures, asked_for, read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import FAMILIES, tiny_model
 
@@ -162,7 +162,7 @@ def test_lengths_must_add_up_to_the_row() -> None:
 
 def test_a_family_that_drops_keywords_after_all_is_named() -> None:
     """The guard behind the reading of the source: metadata that does not arrive must not be silently ignored."""
-    from fastpack_trl.attention.seam import _fed, switched
+    from fastpack_trl.attention.install import _fed, switched
 
     model = tiny_model("stablelm")
     features = replace(read_features(model), gap="")

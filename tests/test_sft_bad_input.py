@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sft_material import TEXT_ROWS, Material, make_tokenizer, save_model, write_jsonl
 
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 
 
 def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -345,8 +345,8 @@ def test_launch_flags_under_a_launcher(
 
 
 def test_train_launches_nothing(material: Material) -> None:
+    from fastpack_trl.cli.sft import train
     from fastpack_trl.errors import UserError
-    from fastpack_trl.sft import train
 
     with pytest.raises(UserError, match="--num_processes 4"):
         train(["--config", str(material.yaml()), "--num_processes", "4"])

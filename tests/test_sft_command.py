@@ -12,12 +12,12 @@ import pytest
 from ranks import run_ranks
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
-from fastpack_trl.cli import main
+from fastpack_trl.cli.main import main
 
 
 def run(*argv: object) -> Any:
     """Train in this process; the trainer."""
-    from fastpack_trl.sft import train
+    from fastpack_trl.cli.sft import train
 
     return train([str(word) for word in argv])
 
@@ -46,7 +46,7 @@ def test_train_returns_our_trainer_and_flags_win_over_the_yaml(material: Materia
 def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
     from trl.scripts.sft import make_parser as trl_parser
 
-    from fastpack_trl.sft_arguments import parse
+    from fastpack_trl.recipe.arguments import parse
 
     # Every option of TRL at its default, below those of the file.
     defaults = {action.dest: action.default for action in trl_parser()._actions if action.dest != "help"}
@@ -137,7 +137,7 @@ KINDS = ["json", "json.gz", "csv", "csv.gz", "parquet", "txt", "pattern", "folde
 def test_every_local_form_gives_the_same_rows(material: Material, kind: str, streaming: bool) -> None:
     from trl import DatasetMixtureConfig, ScriptArguments
 
-    from fastpack_trl.data import load_data
+    from fastpack_trl.recipe.data import load_data
 
     name = str(make_data(kind, material.folder))
     by_name = load_data(ScriptArguments(dataset_name=name, dataset_streaming=streaming), DatasetMixtureConfig())
@@ -198,7 +198,7 @@ def test_every_type_of_data_set_passes_the_checks(material: Material, row: dict[
     ids=lambda value: str(value).strip(),
 )
 def test_spellings_of_values(material: Material, text: str, flags: list[str], field: str, value: object) -> None:
-    from fastpack_trl.sft_arguments import parse
+    from fastpack_trl.recipe.arguments import parse
 
     without = {"max_steps": ..., "learning_rate": ..., "packing": ..., "max_length": ..., "report_to": ...}
     arguments = parse(["--config", str(material.yaml(text=text, **without)), *flags])
@@ -206,7 +206,7 @@ def test_spellings_of_values(material: Material, text: str, flags: list[str], fi
 
 
 def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.sft_arguments import parse
+    from fastpack_trl.recipe.arguments import parse
 
     monkeypatch.setenv("FASTPACK_TEST_VARIABLE", "before")
     text = (
@@ -227,8 +227,8 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
     from transformers import TrainerCallback
 
+    from fastpack_trl.cli.sft import train
     from fastpack_trl.errors import UserError
-    from fastpack_trl.sft import train
 
     class Fails(TrainerCallback):
         def on_step_end(self, *args: object, **kwargs: object) -> None:

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, ThroughputCallback
-from fastpack_trl.step.flops import attention_pairs, model_flops
-from fastpack_trl.step.tokens import TokenCounter
+from fastpack_trl.measure.flops import attention_pairs, model_flops
+from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.testing import tiny_model
 
 BOTH = pytest.mark.parametrize("cls", [SFTTrainer, FastSFTTrainer], ids=["stock", "ours"])

@@ -16,10 +16,11 @@ from trainer_material import assert_same_log, both, figures, make_dataset, make_
 from transformers import BertConfig, BertModel
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, batching
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl import trainer as trainer_module
-from fastpack_trl.attention import seam
+from fastpack_trl.attention import install as seam
 from fastpack_trl.errors import PackingError
+from fastpack_trl.packing import batching
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model

@@ -14,8 +14,8 @@ from trainer_material import assert_same_log, both, train
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention import per_document, trial
 from fastpack_trl.attention.backends import BACKENDS, choose
-from fastpack_trl.attention.model_features import ModelFeatures, read_features
-from fastpack_trl.attention.seam import packed_attention
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.model.facts import ModelFeatures, read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import FAMILIES, tiny_model
 

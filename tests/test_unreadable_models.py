@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, verify_packing
-from fastpack_trl.attention.model_features import layer_values, read_features
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.step.flops import model_flops
+from fastpack_trl.measure.flops import model_flops
+from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
     "switches.has_lora": "lora",
@@ -44,7 +44,7 @@ def test_what_a_reader_cannot_read_runs_as_stock_named(
     fast: dict[str, Any] = {"moe": "auto", "activation_memory_gib": 1.0}
     # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
     if feature == "layer_compile":
-        monkeypatch.setattr("fastpack_trl.compile.feature._not_compiled", lambda _: "")
+        monkeypatch.setattr("fastpack_trl.compile.layer_compile._not_compiled", lambda _: "")
     ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
     assert isinstance(ours, FastSFTTrainer)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)

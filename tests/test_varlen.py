@@ -230,7 +230,7 @@ class NoExperts(torch.nn.Module):
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
 def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> None:
-    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.packing.packed_batch import to_transformers_kwargs
     from fastpack_trl.testing import tiny_model
 
@@ -260,9 +260,9 @@ def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> N
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "afmoe"])
 def test_fp32_weights_under_autocast_are_proven_on_the_device(family: str) -> None:
-    from fastpack_trl.attention.seam import packed_attention
+    from fastpack_trl.attention.install import packed_attention
+    from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.testing import tiny_model
-    from fastpack_trl.verify import verify_packing
 
     model = tiny_model(family).cuda()
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):

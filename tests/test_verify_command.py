@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpack_trl import cli
+from fastpack_trl.cli import main as cli
 from fastpack_trl.testing import tiny_model
 
 
@@ -167,14 +167,14 @@ def test_a_model_that_refuses_packed_rows_is_one_line(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ValueError("cannot keep packed sequences apart")
 
-    monkeypatch.setattr("fastpack_trl.verify.verify_packing", refuse)
+    monkeypatch.setattr("fastpack_trl.attention.proof.verify_packing", refuse)
     assert verify(folder, "qwen3", "--attn", "off") == 2
     assert "do not run with --attn off: cannot keep packed sequences apart; use --attn auto" in capsys.readouterr().err
 
 
 def test_help_imports_no_torch() -> None:
     code = (
-        "import sys; from fastpack_trl.cli import main; main(['verify', '--help']); main(['bench', '--help']); "
+        "import sys; from fastpack_trl.cli.main import main; main(['verify', '--help']); main(['bench', '--help']); "
         "main(['bench', '--list']); assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

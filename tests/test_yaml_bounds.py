@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fastpack_trl.errors import UserError, shown
-from fastpack_trl.sft_yaml import load_config
+from fastpack_trl.recipe.yaml import load_config
 
 SECONDS = 60  # written out, the value of ten levels would take days
 
@@ -140,7 +140,7 @@ def test_a_value_given_in_python_is_bounded_too() -> None:
 
 
 def test_deep_json_of_a_flag_is_one_line() -> None:
-    from fastpack_trl.sft_arguments import parse
+    from fastpack_trl.recipe.arguments import parse
 
     for flag in ("--model_init_kwargs", "--accelerator_config"):
         with pytest.raises(UserError, match=f"{flag}.* is not JSON"):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
-from fastpack_trl.attention.model_features import ModelFeatures
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.upstream import lacks
 
 RIGHT_PADDED = "padded_rows"
 """Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""

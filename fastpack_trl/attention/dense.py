@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.stock import stock_attention
+from fastpack_trl.model.stock_attention import stock_attention
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.attention.incoming import Incoming
-from fastpack_trl.attention.model_features import backbones, is_prompt_learning, text_model
+from fastpack_trl.model.facts import backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
 DEFAULT_LIMIT = 4.0

@@ -26,9 +26,9 @@ from fastpack_trl.attention.reference import (
     segment_lengths,
 )
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
+from fastpack_trl.model.upstream import NEEDS, found, lacks
 from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.upstream import NEEDS, found, lacks
 
 _flash_cpu, _flash_cpu_backward = (found(path) for path in NEEDS["per_document on the CPU"])
 _HAS_FLASH_CPU = not lacks("per_document on the CPU")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack_trl.attention.model_features import attention_modules, text_model
+from fastpack_trl.model.facts import attention_modules, text_model
 
 Reach = dict[tuple[str, int], int]
 """Tokens that a query sees, itself included, by the name of the layer and the index of the query."""

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.attention.model_features import (
+from fastpack_trl.model.facts import (
     backbones,
     is_prompt_learning,
     source_tree,
     state_modules,
     text_model,
 )
-from fastpack_trl.attention.stock import stock_implementation
+from fastpack_trl.model.stock_attention import stock_implementation
 
 
 def stock_leak(model: nn.Module) -> str:

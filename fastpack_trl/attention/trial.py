@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from fastpack_trl.attention.backends import Backend
-from fastpack_trl.attention.model_features import ModelFeatures
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 logger = logging.getLogger(__name__)

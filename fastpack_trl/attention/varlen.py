@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
-from fastpack_trl.operators import differentiable, operator, signature_of
+from fastpack_trl.kernels.operators import differentiable, operator, signature_of
 from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 

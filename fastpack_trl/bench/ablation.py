@@ -10,8 +10,8 @@ from fastpack_trl.bench.baselines import OURS, SidePlan
 from fastpack_trl.bench.compare import NotAvailable, measure
 from fastpack_trl.bench.own_plan import Plan
 from fastpack_trl.bench.own_side import Build, Side
-from fastpack_trl.bench.tables import aligned, disturbances
 from fastpack_trl.config import _CHOICES, FastSFTConfig
+from fastpack_trl.measure.tables import aligned, disturbances
 from fastpack_trl.trainer import FastSFTTrainer
 
 OFF, ALL = "off", "all"

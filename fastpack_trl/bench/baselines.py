@@ -12,7 +12,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.flash_attention import missing
-from fastpack_trl.attention.seam import PackedAttention, packed_attention
+from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.trainer import FastSFTTrainer

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import CASES
+from benchmarks.headline_table import gain_lines, tiny_lines
 from fastpack_trl.bench import own_run
-from fastpack_trl.bench.cases import CASES
-from fastpack_trl.bench.headline_table import gain_lines, tiny_lines
-from fastpack_trl.bench.tables import (
+from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.tables import (
     aligned,
     attention_lines,
     disturbances,
@@ -20,7 +21,6 @@ from fastpack_trl.bench.tables import (
     overhead_lines,
     skipped,
 )
-from fastpack_trl.errors import UserError, did_you_mean
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
         raise UserError("--scale and --rows go with --case headline: leave them out")
     if args.case != "lora" and args.liger:
         raise UserError("--liger goes with --case lora: leave it out")
-    from fastpack_trl.bench.record import check_writable, write_json
+    from fastpack_trl.measure.record import check_writable, write_json
 
     if args.report is not None:
         _check_report(args)

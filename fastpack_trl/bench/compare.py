@@ -33,9 +33,9 @@ from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
 from fastpack_trl.bench.own_row import assemble, part_of
 from fastpack_trl.bench.own_side import Build, Side, one_bar
 from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
-from fastpack_trl.bench.record import OtherLoad, make_record
-from fastpack_trl.bench.rounds import FAILURES, attempt, describe_failure, free_memory, turn_order
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.record import OtherLoad, make_record
+from fastpack_trl.measure.rounds import FAILURES, attempt, describe_failure, free_memory, turn_order
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "Plan", "compare", "measure", "table"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastpack_trl.bench.gaps import gap_cells
 from fastpack_trl.bench.step_watch import PHASES
-from fastpack_trl.bench.tables import aligned, disturbances
+from fastpack_trl.measure.tables import aligned, disturbances
 
 _GIB = 1 << 30
 

@@ -36,7 +36,7 @@ def isolated(
     from fastpack_trl.bench.baselines import OURS, SIDES
     from fastpack_trl.bench.compare import bar, record_of
     from fastpack_trl.bench.own_row import assemble
-    from fastpack_trl.bench.record import OtherLoad
+    from fastpack_trl.measure.record import OtherLoad
 
     parts: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -139,7 +139,7 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
     from fastpack_trl.bench.own_run import builder
     from fastpack_trl.bench.own_side import Side, one_bar
     from fastpack_trl.bench.parity import without_dropout
-    from fastpack_trl.bench.rounds import FAILURES, describe_failure
+    from fastpack_trl.measure.rounds import FAILURES, describe_failure
 
     torch.set_num_threads(task["threads"])
     profile = task["plan"]["profile"]
@@ -174,7 +174,7 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(asked: str, answer: str) -> None:
     """Read a task, measure, write the answer."""
-    from fastpack_trl.bench.record import write_json
+    from fastpack_trl.measure.record import write_json
 
     write_json(Path(answer), measure_one(json.loads(Path(asked).read_text(encoding="utf-8"))))
 

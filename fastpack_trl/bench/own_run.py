@@ -87,7 +87,7 @@ def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
         UserError: a wrong option, a config that cannot be loaded, losses that differ, or no side that could run.
     """
     _check(args)
-    from fastpack_trl.bench.record import write_json
+    from fastpack_trl.measure.record import write_json
 
     file = _json_file(args)
     _make_folder(args.profile)
@@ -102,7 +102,7 @@ def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
 
 
 def _check(args: Namespace) -> None:
-    from fastpack_trl.features import disabled_by_environment
+    from fastpack_trl.report import disabled_by_environment
 
     for name in _OTHER_CASES:
         if getattr(args, name, None) not in (None, False):
@@ -122,8 +122,8 @@ def _check(args: Namespace) -> None:
 
 
 def _json_file(args: Namespace) -> ResultFile | None:
-    from fastpack_trl.bench.record import check_writable
     from fastpack_trl.bench.row_loop import ResultFile
+    from fastpack_trl.measure.record import check_writable
 
     return ResultFile(check_writable(args.json), again=getattr(args, "again", False)) if args.json else None
 
@@ -168,8 +168,8 @@ def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any
     """A `build` for `compare`: each call reads the YAML and loads its model and data anew."""
 
     def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
-        from fastpack_trl.doctor import load
-        from fastpack_trl.sft import make_trainer
+        from fastpack_trl.cli.doctor import load
+        from fastpack_trl.cli.sft import make_trainer
 
         words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         arguments = load(config, folder, *flags, "--output_dir", folder, *words)
@@ -183,7 +183,7 @@ def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dic
     """The record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
     from fastpack_trl.bench.compare import CASE, record_of
-    from fastpack_trl.doctor import load
+    from fastpack_trl.cli.doctor import load
 
     plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
     flags = [*args.more, *seed]
@@ -272,7 +272,7 @@ def _hash_of(config: str, flags: Sequence[str]) -> str:
 
 
 def _public(config: str, flags: Sequence[str]) -> dict[str, Any]:
-    from fastpack_trl.sft_yaml import load_config
+    from fastpack_trl.recipe.yaml import load_config
 
     values: dict[str, Any] = dict(load_config(config))
     name = ""
@@ -294,7 +294,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def default_file(record: Mapping[str, Any]) -> Path:
-    """``fastpack_trl/bench/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
+    """``benchmarks/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
 
     A file that exists is kept: the next gets ``_2`` behind its name.
     """

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from fastpack_trl.attention.model_features import text_model
 from fastpack_trl.bench.baselines import SidePlan
 from fastpack_trl.bench.own_plan import Plan
-from fastpack_trl.bench.rounds import attempt
 from fastpack_trl.bench.step_profile import StepProfile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.steps import quiet
-from fastpack_trl.bench.timing import Clock, CudaClock, WallClock
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
-from fastpack_trl.host_syncs import count_host_syncs
-from fastpack_trl.step.flops import ModelFlops, model_flops
-from fastpack_trl.step.tokens import TokenCounter
+from fastpack_trl.measure.flops import ModelFlops, model_flops
+from fastpack_trl.measure.host_syncs import count_host_syncs
+from fastpack_trl.measure.rounds import attempt
+from fastpack_trl.measure.timing import Clock, CudaClock, WallClock
+from fastpack_trl.measure.tokens import TokenCounter
+from fastpack_trl.model.facts import text_model
 
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.attention.dense import DenseLayer
-from fastpack_trl.attention.model_features import attention_modules, backbones, read_features, window_of
-from fastpack_trl.attention.seam import switched
+from fastpack_trl.attention.install import switched
+from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
 from fastpack_trl.packing.masks import band_mask
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.headline_table import LEGEND, gains_table
+from benchmarks.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.plots import GIB, figures, require_matplotlib, save
 from fastpack_trl.bench.views import Ratio, RowView, SideView, device_of, no_gain, rows_of
 from fastpack_trl.errors import UserError

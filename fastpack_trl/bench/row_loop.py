@@ -17,9 +17,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.record import date_now, finite, make_record, write_json
-from fastpack_trl.bench.rounds import attempt, free_memory
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.record import date_now, finite, make_record, write_json
+from fastpack_trl.measure.rounds import attempt, free_memory
 
 _SAME_RUN = ("schema", "case", "seed", "versions", "source", "machine")
 _SHOWN = 60  # characters of a value in an error

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.timing import Clock, CudaClock
+from fastpack_trl.measure.timing import Clock, CudaClock
+from fastpack_trl.measure.tokens import TokenCounter, TokenSums
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.step.tokens import TokenCounter, TokenSums
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 """``data``: from asking for batches until they are there. ``forward``: with loss and metrics. ``optimizer``: clipping,

@@ -14,8 +14,8 @@ import datasets
 import torch
 from trl import SFTTrainer
 
-from fastpack_trl.bench.timing import Clock, CudaClock, median_interval
 from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.measure.timing import Clock, CudaClock, median_interval
 
 PHASES = ("data", "forward", "backward", "optimizer")
 

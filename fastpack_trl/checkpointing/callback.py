@@ -15,8 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.checkpointing.buffers import HostUse
-from fastpack_trl.checkpointing.offloader import MIN_BYTES
-from fastpack_trl.checkpointing.seam import (
+from fastpack_trl.checkpointing.offload import (
     Mode,
     Offload,
     always,
@@ -25,6 +24,7 @@ from fastpack_trl.checkpointing.seam import (
     offload_checkpoints,
     offload_unavailable,
 )
+from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
 from fastpack_trl.errors import shown
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fastpack_trl.checkpointing.seam import SEAM, Offload, offload_checkpoints
-from fastpack_trl.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
+from fastpack_trl.checkpointing.offload import SEAM, Offload, offload_checkpoints
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 _PRODUCTS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm", "linear")

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastpack_trl.attention.model_features import backbones, text_model
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.callback import checkpointing_arguments, offload_conflict
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
+from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
-from fastpack_trl.checkpointing.seam import offload_unavailable
 from fastpack_trl.checkpointing.trace import Run, host_copy_seconds, trace_levels
 from fastpack_trl.config import setting_of
-from fastpack_trl.module_hooks import HookWatch
+from fastpack_trl.model.facts import backbones, text_model
+from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
-from fastpack_trl.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 

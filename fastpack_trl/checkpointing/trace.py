@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts
-from fastpack_trl.module_hooks import users_hooks_off
-from fastpack_trl.upstream import GradientCheckpointingLayer, tree_leaves
+from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.compile import recorded
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.upstream import GradientCheckpointingLayer
 
 # Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
 _UNREAD = frozenset(to_transformers_kwargs(PackedBatch.from_lengths((1,)))) - {"position_ids"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from fastpack_trl.module_hooks import HookWatch
+from fastpack_trl.model.hooks import HookWatch
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.attention.model_features import attention_modules, text_model, window_of
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import AS_THEY_ARE, LayerKind, Settings
-from fastpack_trl.upstream import GradientCheckpointingLayer
+from fastpack_trl.model.facts import attention_modules, text_model, window_of
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 
 class CompiledLayers:

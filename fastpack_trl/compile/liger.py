@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.module_hooks import has_global_hook, has_hooks
+from fastpack_trl.model.hooks import has_global_hook, has_hooks
 
 _ROWS = 64
 # Both sides round a handful of times; another formula (an offset, a casting order) is off by more than 1.

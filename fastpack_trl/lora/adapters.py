@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.module_hooks import in_backward
+from fastpack_trl.model.hooks import in_backward
 
 
 class CastAdapter(NamedTuple):

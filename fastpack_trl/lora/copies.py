@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
-from fastpack_trl.upstream import Conv1D
+from fastpack_trl.model.upstream import Conv1D
 
 _SHARE_OF_FREE = 0.25
 

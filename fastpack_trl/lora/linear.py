@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
-from fastpack_trl.attention.model_features import backbones, text_model
 from fastpack_trl.errors import shown
 from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
 from fastpack_trl.lora.report import LoraReport, declined
-from fastpack_trl.module_hooks import SameInRecompute, are_hooked, has_hooks
-from fastpack_trl.upstream import Conv1D, LoraLayer, LoraLinear
+from fastpack_trl.model.facts import backbones, text_model
+from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
+from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
 
 logger = logging.get_logger(__name__)
 

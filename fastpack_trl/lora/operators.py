@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.kernels.operators import differentiable, operator
 from fastpack_trl.lora.base_weight import BaseWeight, add_product, grad_input
-from fastpack_trl.operators import differentiable, operator
 
 _QUANTISED = (
     "Tensor weight, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.attention.model_features import text_model
-from fastpack_trl.lora.experts import expert_lora, router_adapters
+from fastpack_trl.model.facts import text_model
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, register
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
+from fastpack_trl.moe.lora import expert_lora, router_adapters
 from fastpack_trl.moe.plans import PlanKeeper, plans_kept
 
 

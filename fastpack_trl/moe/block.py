@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from fastpack_trl.module_hooks import SameInRecompute, are_hooked
+from fastpack_trl.model.hooks import SameInRecompute, are_hooked
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.plans import PlanKeeper

@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from fastpack_trl.lora.experts import has_expert_lora
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.lora import has_expert_lora
 
 Training = Literal["lora", "frozen", "full"]
 

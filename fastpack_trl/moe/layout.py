@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.kernels.gate import Gate, gate_forward, passes_at_bounds
-from fastpack_trl.module_hooks import users_hooks_off
+from fastpack_trl.model.hooks import users_hooks_off
 
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

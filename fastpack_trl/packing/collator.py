@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs
-from fastpack_trl.upstream import DataCollatorForLanguageModeling
 
 __all__ = ["PackedInputs", "PackingCollator"]
 

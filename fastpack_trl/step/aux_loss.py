@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int]) -> Tensor | int:
-    """`fastpack_trl.moe.aux_loss.load_balancing_loss` of each part of a row: (num_parts,) fp32.
+    """`fastpack_trl.step.load_balancing.load_balancing_loss` of each part of a row: (num_parts,) fp32.
 
     It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'.
 

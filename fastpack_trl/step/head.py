@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.upstream import NEEDS, found
+from fastpack_trl.model.upstream import NEEDS, found
 
 ChunkedLogProbFunction, chunked_logprob = (found(path) for path in NEEDS["sync_free"])
 LOSS_TYPES = ("nll", "dft")

@@ -10,14 +10,14 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer
 
-from fastpack_trl.attention.model_features import is_prompt_learning
-from fastpack_trl.moe.aux_loss import replaced_by
+from fastpack_trl.model.facts import is_prompt_learning
+from fastpack_trl.model.upstream import found
+from fastpack_trl.model.watchers import LOOP, hook_on_the_outputs, own_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
+from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
-from fastpack_trl.step.watchers import LOOP, hook_on_the_outputs, own_methods
-from fastpack_trl.upstream import found
 
 _PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
 _EDITED_LABELS = (

@@ -1,0 +1,1 @@
+"""In-house measurements, beside the package: not part of the wheel."""

@@ -1,0 +1,275 @@
+"""What a training step costs beside its arithmetic: the real loop of both trainers, LoRA, in turn in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.burst import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
+from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from benchmarks.packed_attention import ParityError, check_parity
+from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
+from fastpack_trl.bench.gpu_profile import GpuProfile
+from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
+from fastpack_trl.bench.steps import limited_threads, quiet
+from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.record import OtherLoad
+from fastpack_trl.measure.timing import Comparison, interleave, median_interval
+from fastpack_trl.trainer import FastSFTTrainer
+
+CASE = "host_overhead"
+DEFAULT_PAIRS, DEFAULT_THREADS = 7, 1
+OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
+"""On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
+
+_STEPS = 8  # per burst of either trainer, after `WARMUP_STEPS` that are not timed
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: a model by its shape, LoRA on all linear layers, documents packed into rows.
+
+    Attributes:
+        name: of the model.
+        shape: of the model, random weights.
+        documents: tokens of the shortest and of the longest document, uniform between.
+        rows: (tokens of a row, micro-batches of one row per optimizer step).
+        bf16: autocast to bf16; fp32 otherwise.
+    """
+
+    name: str
+    shape: ModelShape
+    documents: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]
+    bf16: bool
+    rank: int = 16
+
+
+CPU = Workload(
+    "qwen3, 28 layers of 32",
+    ModelShape(
+        "qwen3",
+        {
+            "num_hidden_layers": 28, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512, "tie_word_embeddings": True,
+        },
+    ),
+    (16, 64),
+    ((128, 1), (128, 4)),
+    bf16=False,
+)  # fmt: skip
+CUDA = Workload("qwen3-0.6b", MODELS["qwen3-0.6b"], (64, 512), ((1024, 1), (2048, 1), (1024, 8)), bf16=True)
+
+
+def measure(
+    *,
+    tokens: Sequence[int] | None = None,
+    pairs: int = DEFAULT_PAIRS,
+    threads: int = DEFAULT_THREADS,
+    device: str = "cpu",
+    seed: int = 0,
+    workload: Workload | None = None,
+    progress: bool = False,
+    file: ResultFile | None = None,
+) -> dict[str, Any]:
+    """Time bursts of training steps of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
+
+    Both train the same weights with LoRA on the same rows, at a learning rate of 0: so each burst computes the same
+    losses, and they are compared (`ParityError`). A step lasts from the end of one to the end of the next, and has
+    forward (the model's own call), backward (until its graph is freed), clipping, the optimizer (with the schedule and
+    the gradients set to None), and everything else, the batch included: the *overhead*.
+
+    Args:
+        tokens: row lengths in place of the workload's, one row per step.
+        pairs: timed bursts per side, of 8 steps each; 6 or more give an interval of 95 %.
+        threads: torch's intra-op threads.
+        device: ``cpu`` or ``cuda``. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one burst more per side under
+            torch.profiler.
+        seed: of weights, documents and order.
+        workload: `CPU` or `CUDA` by default.
+        progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
+
+    Returns:
+        A record (`make_record`). A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``,
+        ``phases`` and, on CUDA, ``gpu``: busy seconds, idle share, kernels and host microseconds per micro-step;
+        ``ratio``: stock's seconds / ours; ``overhead``: our overhead / stock's, burst by burst.
+
+    Raises:
+        UserError: a row shorter than the longest document, no pair, no thread, more than one CUDA device.
+        ParityError: the losses differ.
+    """
+    work = workload or (CUDA if device == "cuda" else CPU)
+    rows_of = tuple((length, 1) for length in tokens) if tokens else work.rows
+    if pairs < 1 or threads < 1:
+        raise UserError(f"pairs={pairs}, threads={threads}: each must be 1 or more")
+    if min(length for length, _ in rows_of) < work.documents[1]:
+        raise UserError(
+            f"tokens={min(rows_of)[0]} is shorter than the longest document: give {work.documents[1]} or more"
+        )
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        raise UserError(f"torch sees {torch.cuda.device_count()} CUDA devices: set CUDA_VISIBLE_DEVICES=0")
+    tasks = [
+        RowTask(
+            {"setting": _setting(work, micro_batches), "tokens": length, "micro_batches": micro_batches},
+            partial(_timed_row, work, length, micro_batches, pairs, device, seed),
+            empty={"target": None, "below_target": None},
+        )
+        for length, micro_batches in rows_of
+    ]
+    with limited_threads(threads), quiet():
+        return run_rows(
+            tasks,
+            case=CASE,
+            settings={
+                "model": work.name,
+                "shape": {"model_type": work.shape.model_type, **work.shape.fields},
+                "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
+                "bf16": work.bf16,
+                "lora_rank": work.rank,
+                "pairs": pairs,
+                "steps_per_burst": _STEPS,
+                "warmup_steps_per_burst": WARMUP_STEPS,
+                "learning_rate": 0.0,
+                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+            },
+            apart={},
+            device=device,
+            threads=threads,
+            seed=seed,
+            file=file,
+            loud=(ParityError,),
+            progress=progress,
+        )
+
+
+def _setting(work: Workload, ga: int) -> str:
+    return f"{work.name}, LoRA, {'bf16' if work.bf16 else 'fp32'}, {ga} micro-batch{'es' * (ga > 1)} per step"
+
+
+def _timed_row(
+    work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int, _seconds: float
+) -> dict[str, Any]:
+    return _measure_row(work, tokens, ga, pairs, device, seed)
+
+
+def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        trainers = _trainers(work, tokens, ga, device, seed, folder)
+
+        def burst(name: str) -> Callable[[], Burst]:
+            return lambda: _run(trainers[name], device)
+
+        load = OtherLoad()
+        found = interleave(
+            {name: burst(name) for name in (STOCK, OURS)},
+            pairs=pairs,
+            after_pair=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
+        )
+        other_load = load.cores()
+        profiles = {name: _profiled(trainers[name], device, ga) for name in (STOCK, OURS)} if device == "cuda" else {}
+        report = trainers[OURS].fastpack_report
+        paths = {line.feature: f"{line.status}: {line.path}" for line in report}
+    row = {
+        "setting": _setting(work, ga),
+        "tokens": tokens,
+        "micro_batches": ga,
+        "path": report["packed_attention"].path,
+        "features": paths,
+        "other_load": other_load,
+        "order": list(found.order),
+        **{name: _figures(found.results[name], ga, profiles.get(name)) for name in (STOCK, OURS)},
+    }
+    return row | _ratios(found) | _judged(row, _ratios(found), work)
+
+
+def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, folder: str) -> dict[str, Any]:
+    steps = WARMUP_STEPS + _STEPS
+    vocabulary = int(work.shape.fields["vocab_size"])
+    documents = random_documents(*work.documents, vocabulary, tokens * ga * (steps + 2), seed)
+    setting = Setting("", bf16=work.bf16, gradient_checkpointing=False)
+    arguments = trainer_arguments(setting, tokens, steps, device, seed, folder) | {
+        "gradient_accumulation_steps": ga, "learning_rate": 0.0, "logging_strategy": "no", "save_strategy": "no",
+    }  # fmt: skip
+    model = build_model(work.shape, positions=tokens, seed=seed, device=device)
+    sides: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        STOCK: (SFTTrainer, SFTConfig, {}),
+        # Each burst starts a training; its proof is no part of a step.
+        OURS: (FastSFTTrainer, FastSFTConfig, {"verify_packing": "off"}),
+    }
+    return {
+        name: trainer_class(
+            model=copy.deepcopy(model),
+            args=config_class(**arguments, **more),
+            train_dataset=documents,
+            processing_class=make_tokenizer(vocabulary),
+            peft_config=LoraConfig(target_modules="all-linear", r=work.rank, lora_dropout=0.0),
+        )
+        for name, (trainer_class, config_class, more) in sides.items()
+    }
+
+
+def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> Burst:
+    watch = BurstWatch(device, profile)
+    with watch.installed(trainer), contextlib.redirect_stdout(None):
+        result = trainer.train()
+    watch.burst.loss = float(result.training_loss)
+    return watch.burst
+
+
+def _check(pair: Mapping[str, Burst], tokens: int, bf16: bool) -> None:
+    check_parity(pair[STOCK].loss, pair[OURS].loss, tokens=tokens, bf16=bf16)
+
+
+def _profiled(trainer: Any, device: str, ga: int) -> dict[str, Any]:
+    profile = GpuProfile()
+    burst = _run(trainer, device, profile)
+    return profile.figures(micro_steps=len(burst.seconds) * ga)
+
+
+def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) -> dict[str, Any]:
+    step = median_interval([burst.total / len(burst.seconds) for burst in bursts])
+    rates = [burst.tokens / burst.total for burst in bursts]
+    inside = [parts for burst in bursts for parts in burst.inside]
+    overheads = [median(burst.outside) for burst in bursts]
+    out = {
+        "seconds": {**step.to_dict(), "values": [burst.seconds for burst in bursts]},
+        "overhead_seconds": {**median_interval(overheads).to_dict(), "values": overheads},
+        "tokens_per_second": median_interval(rates).to_dict(),
+        "phases": {name: median(parts[name] for parts in inside) for name in ARITHMETIC}
+        | {"overhead": median(overheads)},
+        "losses": [burst.loss for burst in bursts],
+    }
+    if gpu is None:
+        return out
+    # Kernels take as long without the profiler, the host does not: busy time against the step that was not profiled.
+    busy = gpu["busy_seconds_per_micro_step"]
+    return {**out, "gpu": {**gpu, "idle_share": max(0.0, 1 - busy * ga / step.median)}}
+
+
+def _ratios(found: Comparison[Burst]) -> dict[str, Any]:
+    pairs = list(zip(found.results[STOCK], found.results[OURS], strict=True))
+    steps = [stock.total / ours.total for stock, ours in pairs]
+    overheads = [median(ours.outside) / median(stock.outside) for stock, ours in pairs]
+    return {
+        "ratio": {**median_interval(steps).to_dict(), "values": steps},
+        "overhead": {**median_interval(overheads).to_dict(), "values": overheads},
+    }
+
+
+def _judged(row: Mapping[str, Any], ratios: Mapping[str, Any], work: Workload) -> dict[str, Any]:
+    if work is not CPU or row["micro_batches"] > 1:
+        return {"target": None, "below_target": None}
+    reached = ratios["overhead"]["median"] <= OVERHEAD_TARGET and ratios["ratio"]["median"] >= STEP_TARGET
+    return {"target": OVERHEAD_TARGET, "below_target": not reached}

@@ -1,0 +1,143 @@
+"""What the case ``moe`` puts side by side: models with experts, and the implementations that run them."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.layout import experts_modules
+
+STOCK, OURS, LOOP = "stock", "fastpack", "loop"
+MODES = ("lora", "frozen", "full")
+RANK = 16
+
+SMALL = {
+    "qwen3_moe-small": ModelShape(
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+            "num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+        },
+    ),
+    "gpt_oss-small": ModelShape(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3, "hidden_size": 320, "intermediate_size": 320, "num_local_experts": 16,
+            "num_experts_per_tok": 4, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64,
+            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "vocab_size": 512,
+        },
+    ),
+}  # fmt: skip
+"""For the CPU, in fp32."""
+
+PUBLIC = {name: MODELS[name] for name in ("gpt-oss-20b", "qwen3-30b-a3b", "tiny-gpt-oss")}
+SHAPES = {**SMALL, **PUBLIC}
+
+
+def make_model(shape: ModelShape, mode: str, *, tokens: int, seed: int, device: str) -> Any:
+    """A model with random weights in training mode.
+
+    Args:
+        shape: which; cut to the layers that are wanted.
+        mode: ``lora`` (rank 16 on both stacks of every layer), ``frozen`` (experts take no gradient, the rest of the
+            layer neither) or ``full`` (the expert stacks train).
+        tokens: of a row.
+        seed: of the weights.
+        device: ``cpu`` or ``cuda``.
+    """
+    model = build_model(shape, positions=tokens, seed=seed, device=device)
+    model.requires_grad_(False)
+    if mode == "full":
+        for module in experts_modules(model).values():
+            module.requires_grad_(True)
+    elif mode == "lora":
+        stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_parameters=stacks))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:  # zero at the start: the gradient of A would be nothing
+                    parameter.normal_(std=0.02)
+    return model.train()
+
+
+def routing(tokens: int, top_k: int, num_experts: int, skewed: bool, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    """(T, k) distinct expert ids and routing weights in fp32: uniform, or a few experts taking most tokens."""
+    generator = torch.Generator(device).manual_seed(seed)
+    scores = torch.randn(tokens, num_experts, generator=generator, device=device)
+    if skewed:
+        scores += torch.linspace(3, 0, num_experts, device=device)
+    weights, ids = scores.topk(top_k, dim=-1)
+    return ids, weights.softmax(-1)
+
+
+def sides(device: str) -> dict[str, Callable[[nn.Module], AbstractContextManager[Any]]]:
+    """Per name a context manager over a model; the kernels of others need CUDA."""
+    found: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+        STOCK: lambda model: contextlib.nullcontext(),
+        OURS: apply_moe,
+    }
+    if device == "cuda":
+        found |= {"sonicmoe": partial(implementation, name="sonicmoe"), "liger": _liger}
+    return found
+
+
+@contextlib.contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """One of transformers' experts implementations: ``eager`` (a loop over experts), ``grouped_mm``, ``sonicmoe``."""
+    configs = [module.config for module in experts_modules(model).values()]
+    before = [config._experts_implementation for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation_internal = name
+        yield
+    finally:
+        for config, earlier in zip(configs, before, strict=True):
+            config._experts_implementation_internal = earlier
+
+
+@contextlib.contextmanager
+def _liger(model: nn.Module) -> Iterator[None]:
+    """Liger's fused experts, in place of the forward of each module."""
+    from liger_kernel.transformers.swiglu import LigerExperts
+
+    modules = list(experts_modules(model).values())
+    if any(module.is_transposed or module.has_bias for module in modules):
+        raise ValueError("Liger's experts have neither biases nor transposed stacks")
+    for module in modules:
+        module.hidden_dim = module.gate_up_proj.shape[-1]
+        module.forward = types.MethodType(LigerExperts.forward, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def saved_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
+    """Bytes that a forward keeps for backward beside the parameters, each storage once."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = run()
+        total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    del out
+    return total

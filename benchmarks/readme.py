@@ -1,0 +1,262 @@
+"""Tables and pictures of the README from the JSON files of their runs: ``python -m benchmarks.readme``.
+
+Run in a checkout. Rewrites what stands between the marks; a test fails when README and files disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.headline_table import LEGEND, gains_table
+from benchmarks.pictures import FOLDER, picture_names, write_pictures
+from benchmarks.readme_cells import made_by, ratio_cell
+from benchmarks.readme_training import activation_table, glance, lora_table
+from fastpack_trl.bench.views import device_of, no_gain
+from fastpack_trl.measure.tables import NOISE_CORES
+
+BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+GLANCE = ("<!-- glance -->", "<!-- /glance -->")
+GLOSSARY = (
+    "A ratio is the median of stock's time over ours, pair by pair, so it is not the quotient of two columns; behind "
+    "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: "
+    "`trl.SFTTrainer` as installed (sdpa), unless a table says otherwise."
+)
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+
+def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
+    """Every record in `folder`, by file name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The Markdown between the marks: per case its tables and pictures, the published table, what does not help."""
+    parts = [GLOSSARY]
+    for case, table in _TABLES.items():
+        for name, record in results.items():
+            if record["case"] == case:
+                parts += [table(name, record) + _left_out(record), *_picture(name, record)]
+    if len(parts) == 1:
+        parts = ["Not measured yet."]
+    parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
+    return "\n\n".join([*parts, *without_gain(results)])
+
+
+def _left_out(record: Mapping[str, Any]) -> str:
+    """What the table of a record does not show: rows that were not reached, sides that did not run."""
+    rows = record["rows"]
+    skipped = sum(bool(row.get("skipped")) for row in rows)
+    said = f" Not measured yet: {skipped} of {len(rows)} rows, for want of time." if skipped else ""
+    said += "" if record["complete"] else " This run was stopped: rows after these are not measured yet."
+    failed: dict[str, str] = {}
+    for row in rows:
+        sides = row.get("sides")
+        for name, side in sides.items() if isinstance(sides, dict) else ():
+            if isinstance(side, dict) and side.get("failed"):
+                failed.setdefault(name, str(side["failed"]).partition(": ")[0])
+    listed = ", ".join(f"*{name}* ({reason})" for name, reason in failed.items())
+    return said + (f" Did not run: {listed}." if failed else "")
+
+
+def is_published_table(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of the published table in its public shapes, on a GPU."""
+    return bool(record["case"] == "headline" and record["settings"]["scale"] == "full")
+
+
+def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
+    head = "**What others have published, and the same here.** Random weights in public shapes."
+    parts = ["\n".join([f"{head} {LEGEND}", "", gains_table(results.values(), every_row=True)])]
+    command = "fastpack-trl bench --case headline --scale full --device cuda --json FILE"
+    parts.append(f"`{command}` measures what is missing and goes on with its file where it stopped.")
+    for name, record in results.items():
+        packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl"))
+        parts.append(f"{device_of(record)}, {packages}; `benchmarks/results/{name}`.")
+        parts += _picture(name, record)
+    return "\n\n".join(parts)
+
+
+def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
+    picture = picture_names({name: record}).get(name)
+    return [] if picture is None else [f"![{record['case']}, {device_of(record)}]({FOLDER}/{picture})"]
+
+
+def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table of the rows in which fastpack is slower than another side, or the interval leaves it open."""
+    lines = [
+        f"| {row.label}, {device_of(record)} | {ratio.over} | {ratio.by} | {ratio} | "
+        f"{'slower' if ratio.slower else 'not told apart'} |"
+        for name, record in results.items()
+        if record["case"] in _TABLES or is_published_table(record)
+        for row, ratio in no_gain(record)
+    ]
+    if not lines:
+        return []
+    head = "**Where it does not help.** Every row above whose interval does not lie above 1."
+    return [
+        "\n".join(
+            [head, "", "| row | beside | side of ours | ratio | so it is |", "| --- | --- | --- | ---: | --- |", *lines]
+        )
+    ]
+
+
+def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of the README with its numbers replaced.
+
+    Raises:
+        ValueError: the README lacks a mark.
+    """
+    return _between(_between(readme, BEGIN, END, numbers(results)), *GLANCE, glance(results))
+
+
+def _between(text: str, begin: str, end: str, new: str) -> str:
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise ValueError(f"the README has no {begin} ... {end}: put both marks where its numbers belong")
+    return f"{before}{begin}\n{new}\n{end}{after}"
+
+
+def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
+    if "models" in record["settings"]:
+        return _models(name, record)
+    work, documents = record["settings"], record["settings"]["documents"]
+    lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
+    coverage = min(row["ratio"]["coverage"] for row in record["rows"])
+    head = (
+        f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
+        f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
+        f"alternating pairs; ratio with its {coverage:.0%} interval."
+    )
+    lines = [
+        "| row, tokens | setting | stock, tokens/s | fastpack, tokens/s | ratio |",
+        "| ---: | --- | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
+    made = made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
+    return "\n".join([head, "", *lines, "", made])
+
+
+def _models(name: str, record: Mapping[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    coverage = min(ratio["coverage"] for row in record["rows"] for ratio in row["ratios"].values())
+    head = (
+        f"**Whole training step of public shapes (random weights) on one {machine['gpu']}.** One packed row per step; "
+        f"*stock*: as installed; *rebuild*: dense mask and metadata made again in each layer; ratio of step times with "
+        f"its interval of at least {coverage:.0%}; peak memory of both."
+    )
+    lines = [
+        head,
+        "",
+        "| model and setting | row, tokens | stock, tok/s | fastpack, tok/s | over stock | over rebuild | peak GiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        sides, ratios = row["sides"], row["ratios"]
+        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        peaks = " / ".join(f"{sides[side]['memory']['peak_bytes'] / 2**30:.1f}" for side in ("stock", "fastpack"))
+        cells = [*rates, *(ratio_cell(ratios[side]) for side in ("stock", "rebuild")), peaks]
+        lines.append(f"| {row['setting']} | {row['tokens']:,} | {' | '.join(cells)} |")
+    names = " ".join(record["settings"]["models"])
+    plain = "" if record["settings"]["checkpointing"] else " --no-checkpointing"
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
+    lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
+    command = f"fastpack-trl bench --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
+    commit = "" if record["source"]["commit"] else " Its commit was not recorded."
+    made = f"`{command}`: driver {machine['driver']}, {packages}; `benchmarks/results/{name}`.{commit}"
+    return "\n".join([*lines, "", made])
+
+
+def _collator(name: str, record: Mapping[str, Any]) -> str:
+    head = "**Fetching and collating packed rows, one core, `PackingCollator` beside TRL's collator.**"
+    lines = [
+        "| row, tokens | TRL, tokens/s | fastpack, tokens/s | ratio |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
+        lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
+    return "\n".join([head, "", *lines, "", made_by(name, record, "fastpack-trl bench --case collator")])
+
+
+def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
+    coverage = min(row[part]["coverage"] for row in record["rows"] for part in ("ratio", "overhead"))
+    head = (
+        "**Host work of a training step outside of forward, backward, clipping and optimizer.** Both trainers' own "
+        f"loops, micro-batches of one row; ratios with their intervals of at least {coverage:.0%}."
+    )
+    lines = [
+        "| setting | row, tokens | stock, ms | fastpack, ms | of stock's | whole step, ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
+        cells = [row["setting"], f"{row['tokens']:,}", *work, ratio_cell(row["overhead"]), ratio_cell(row["ratio"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    made = made_by(name, record, f"fastpack-trl bench --case host_overhead --device {record['machine']['device']}")
+    return "\n".join([head, "", *lines, "", made])
+
+
+def _moe(name: str, record: Mapping[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    timed = [row for row in record["rows"] if "stock" in row["ratios"]]
+    coverage = min(row["ratios"]["stock"]["seconds"]["coverage"] for row in timed)
+    head = (
+        f"**Mixture-of-experts, forward and backward: `grouped_mm` and PEFT (*stock*) beside fastpack, on "
+        f"{machine.get('gpu') or machine['processor']}.** Ratio of times with its interval of at least {coverage:.0%}; "
+        "memory that a forward keeps for backward."
+    )
+    lines = [
+        head,
+        "",
+        "| configuration | tokens | stock, tok/s | fastpack, tok/s | ratio | forward | backward | kept, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in timed:
+        sides, ratio = row["sides"], row["ratios"]["stock"]
+        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
+        parts = [f"{ratio[part]['median']:.2f}" for part in ("forward", "backward")]
+        kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in ("stock", "fastpack"))
+        cells = [row["setting"], f"{row['tokens']:,}", *rates, ratio_cell(ratio["seconds"]), *parts, kept]
+        lines.append(f"| {' | '.join(cells)} |")
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "peft"))
+    load = max(row.get("other_load") or 0.0 for row in timed)
+    beside = f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
+    threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
+    for row in timed:
+        for side, found in row["ratios"].items():
+            if side != "stock":
+                beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
+    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
+    command = (
+        f"fastpack-trl bench --case moe --device {machine['device']} --model {models} "
+        f"--pairs {record['settings']['rounds']}{threads}"
+    )
+    return "\n".join([*lines, "", f"`{command}`: {packages}; `benchmarks/results/{name}`.{beside}"])
+
+
+_TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "packed_attention": _packed_attention,
+    "lora": lora_table,
+    "activation_memory": activation_table,
+    "moe": _moe,
+    "host_overhead": _host_overhead,
+    "collator": _collator,
+}
+
+
+def main() -> None:
+    """Rewrite the numbers of this checkout's README, and draw its pictures."""
+    path = ROOT / "README.md"
+    results = load_results()
+    write_pictures(results, RESULTS, ROOT / FOLDER)
+    path.write_text(with_numbers(path.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

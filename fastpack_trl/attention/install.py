@@ -1,0 +1,291 @@
+"""The seam into transformers: one attention name for packed and ordinary batches, a pre-hook that skips mask creation.
+
+Ordinary batches (left-padded `generate`, padded evaluation) keep stock's mask and stock's function, so they stay equal
+bit for bit while the seam is in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from fastpack_trl.attention.backends import RIGHT_PADDED, Backend, Choice, choose
+from fastpack_trl.attention.incoming import Incoming
+from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
+from fastpack_trl.attention.shared import shared
+from fastpack_trl.attention.trial import failure
+from fastpack_trl.errors import PackingError
+from fastpack_trl.model.facts import (
+    ModelFeatures,
+    attention_modules,
+    backbones,
+    read_features,
+    text_model,
+    window_of,
+)
+from fastpack_trl.model.stock_attention import OVER, stock_attention
+
+
+class PackedAttention:
+    """What `packed_attention` yields.
+
+    Attributes:
+        choice: the path, its reason, its backend.
+        features: what was read from the model.
+        padded: running token counts of `padded_rows`, else None.
+        incoming: what looks at each batch, where a path of ours runs.
+    """
+
+    def __init__(self, choice: Choice, features: ModelFeatures) -> None:
+        self.choice = choice
+        self.features = features
+        self.padded: PaddedRows | None = None
+        self.incoming = Incoming()
+
+    @property
+    def path(self) -> str:
+        return self.choice.path
+
+
+@contextlib.contextmanager
+def packed_attention(
+    model: nn.Module,
+    implementation: str = "auto",
+    *,
+    padded_rows_limit: float = DEFAULT_LIMIT,
+    stock_requested: str | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Iterator[PackedAttention]:
+    """Keep packed documents apart in `model`, also with the stock `SFTTrainer`; the model is restored on exit.
+
+    Inside the context a forward that gets the keyword ``packed_batch`` (from `PackingCollator`) runs the chosen path;
+    every other forward runs stock's.
+
+    ```python
+    trainer = SFTTrainer(model, args=SFTConfig(packing=True), train_dataset=dataset)
+    trainer.data_collator = PackingCollator(pad_token_id=tokenizer.pad_token_id)
+    with packed_attention(trainer.model) as attention:
+        print(attention.path, attention.choice.reason)
+        trainer.train()
+    ```
+
+    Args:
+        model: a transformers causal language model, plain or inside PEFT.
+        implementation: a value of `FastSFTConfig.packed_attention`: ``auto``, ``varlen``, ``per_document``, ...
+        padded_rows_limit: highest ratio of padded to real tokens that ``padded_rows`` accepts for a batch.
+        stock_requested: the `attn_implementation` that the user asked for by name, which ``auto`` respects.
+        compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
+
+    Raises:
+        ValueError: the implementation does not exist or would be wrong for this model, or the model's attention cannot
+            be switched; names the remedy.
+    """
+    features = read_features(model, compute_dtype)
+    choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
+    handle = PackedAttention(choice, features)
+    with contextlib.ExitStack() as stack:
+        if handle.path == RIGHT_PADDED:
+            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.incoming))
+        elif handle.choice.backend is not None:
+            stack.enter_context(switched(model, features))
+            stack.enter_context(_fed(model, handle.choice.backend, features, handle.incoming))
+        yield handle
+
+
+def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
+    """Switch the text config to our name over its own implementation; restore every sub-config on exit."""
+    base = text_model(model)
+    return shared(base, "_fastpack_switched", lambda: _switch(base, features))
+
+
+@contextlib.contextmanager
+def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
+    stock = features.implementation
+    if stock not in OVER:
+        raise ValueError(
+            f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
+            f"set packed_attention='{RIGHT_PADDED}' or 'off'"
+        )
+    name = OVER[stock]
+    text = base.config.get_text_config()
+    snapshot = {id(config): (config, config._attn_implementation) for config in _configs(base)}
+    key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
+    _register(name, stock)
+    try:
+        # A composite model's vision tower keeps its own implementation.
+        base.set_attn_implementation(name if key is None else {key: name})
+        if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
+            raise ValueError(
+                f"{features.model_type} ignored the switch of its attention: set packed_attention='{RIGHT_PADDED}'"
+            )
+        yield
+    finally:
+        for config, implementation in snapshot.values():
+            # Written back directly: the public setter would check and load kernels again.
+            config._attn_implementation_internal = implementation
+
+
+def _register(name: str, stock: str) -> None:
+    """Register `name` as attention and as mask function, on first use.
+
+    It stays: without `packed_layer` it is stock's function, and a copy of the model that a callback took during
+    training (an average of weights, say) goes on working afterwards.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    # With the attention alone transformers would skip masks altogether, and a left-padded batch would be wrong.
+    AttentionInterface.register(name, partial(_attention, stock))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+
+
+@contextlib.contextmanager
+def _fed(
+    model: nn.Module, backend: Backend, features: ModelFeatures, incoming: Incoming | None = None
+) -> Iterator[None]:
+    """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
+    base = text_model(model)
+    prepare = _Prepare(backend, features, base.config.get_text_config(), incoming or Incoming())
+    with shared(base, "_fastpack_feed", lambda: _hooked(base)) as feed:
+        feed.prepares.append(prepare)
+        try:
+            yield
+        finally:
+            feed.prepares.remove(prepare)
+            prepare.incoming.close()
+
+
+@contextlib.contextmanager
+def _hooked(base: nn.Module) -> Iterator[_Feed]:
+    feed = _Feed()
+    # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
+    hooks = [module.register_forward_pre_hook(feed, with_kwargs=True) for module in backbones(base)]
+    attentions = attention_modules(base)
+    for module in attentions:
+        module._fastpack_window = window_of(module)
+    try:
+        yield feed
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in attentions:
+            del module._fastpack_window
+
+
+class _Feed:
+    """The hook; a class, so that a model can be pickled and copied while it is installed.
+
+    A trainer made in the middle of another's run prepares its own batches: the latest who asked does.
+    """
+
+    def __init__(self) -> None:
+        self.prepares: list[_Prepare] = []
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.prepares[-1](args, kwargs)
+
+
+class _Prepare:
+    """What one of them does with a batch."""
+
+    def __init__(self, backend: Backend, features: ModelFeatures, config: Any, incoming: Incoming) -> None:
+        self.backend, self.features, self.config, self.incoming = backend, features, config, incoming
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = kwargs.pop("packed_batch", None)
+        if batch is None:
+            return args, kwargs
+        batch = self.incoming.accept(batch, args, kwargs)
+        if batch is None:
+            return args, kwargs
+        if self.config._attn_implementation != OVER[self.features.implementation]:
+            # Stock would read the mask below as full attention.
+            raise PackingError(
+                f"attn_implementation was set to {self.config._attn_implementation!r} while packed rows are trained: "
+                f"set it before, or set packed_attention='{RIGHT_PADDED}'"
+            )
+        device = batch.device  # where the data loader put the batch; parameters may be offloaded
+        kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
+        # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
+        kwargs["attention_mask"] = batch.derive(
+            ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        )
+        return args, kwargs
+
+
+def _attention(
+    stock: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    packed_layer: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function behind our name: the packed path with `packed_layer`, the family's own function without."""
+    if packed_layer is None:
+        if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
+            raise PackingError(
+                f"{type(module).__name__} was not given the packed metadata: its layers drop keywords; set "
+                f"packed_attention='{RIGHT_PADDED}'"
+            )
+        return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
+    return _packed(module, query, key, value, packed_layer, **kwargs), None
+
+
+def _packed(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_layer: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **_ignored: Any,
+) -> Tensor:
+    dtype = _compute_dtype(value)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    attend: Callable[..., Tensor] = packed_layer.attend
+    return attend(
+        query,
+        key,
+        value,
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        window=module._fastpack_window,
+        sinks=None if s_aux is None else s_aux.to(dtype),
+        softcap=softcap,
+        dropout=dropout,
+        module=module,
+    )
+
+
+def _compute_dtype(value: Tensor) -> torch.dtype:
+    """The autocast dtype, else that of the value projection, which is the weights'.
+
+    Never the query's: rotary embeddings and norms return it in fp32 while the run computes in bf16.
+    """
+    device = value.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """The config of every sub-model, and the sub-configs that no sub-model owns."""
+    pending = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
+    seen: set[int] = set()
+    while pending:
+        config = pending.pop()
+        if id(config) in seen or not hasattr(config, "_attn_implementation"):
+            continue
+        seen.add(id(config))
+        yield config
+        pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]

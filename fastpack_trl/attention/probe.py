@@ -1,0 +1,160 @@
+"""The few tokens on which a proof runs a model: documents of a packed row, and each of them by itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.reach import Reach, measured_reach
+from fastpack_trl.model.facts import is_prompt_learning, text_model
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+
+DEFAULT_LENGTHS = (9, 1, 14, 6)
+"""Tokens per document: unequal, one of a single token, one longer than both of its neighbours."""
+LARGEST_WINDOW = {"cpu": 512, "cuda": 1024}
+"""Per device: the largest window or chunk, in tokens, that a document of the probe exceeds."""
+PAST = 16
+"""Tokens of that document past the window; of its logits only theirs are made."""
+
+_NEIGHBOURS = (9, 6)  # documents before and after it
+_LAST_PREDICTS_NOTHING = 1
+# What a probe past a window may cost, above which the window stays unexercised: operations, and bytes of logits.
+_MOST_OPERATIONS = {"cpu": 5e12, "cuda": 5e14}
+_MOST_LOGITS = 2**30
+
+
+class Probe:
+    """One packed row of random tokens.
+
+    Args:
+        model: a transformers causal language model, plain or inside PEFT.
+        attention: what `packed_attention` yielded for it.
+        lengths: tokens per document.
+        seed: of the tokens.
+    """
+
+    def __init__(self, model: nn.Module, attention: PackedAttention, lengths: tuple[int, ...], seed: int) -> None:
+        self.model, self.attention, self.lengths = model, attention, lengths
+        device = next(iter(model.parameters())).device
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = int(text_model(model).config.get_text_config().vocab_size)
+        ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator)
+        # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
+        padding = getattr(text_model(model).get_input_embeddings(), "padding_idx", None)
+        if padding is not None:
+            ids[ids == padding] = (padding + 1) % vocabulary
+        self.ids = ids.to(device)
+        self.documents = self.ids[0].split(lengths)
+        self.batch = PackedBatch.from_lengths(lengths).to(device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings as a leaf that takes a gradient, for every comparison.
+
+        On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
+        training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
+        """
+        embedding: Any = text_model(self.model).get_input_embeddings()
+        embeddings: Tensor = embedding(ids).detach().requires_grad_()
+        return embeddings
+
+    def packed(self, leaf: Tensor, last: int) -> Tensor:
+        """Logits of the `last` tokens of the packed row, (last, vocabulary)."""
+        kwargs = to_transformers_kwargs(self.batch)
+        if self.attention.path != "off":
+            kwargs["packed_batch"] = self.batch
+        return self._logits(leaf, last, **kwargs)
+
+    def separate(self, document: int, last: int) -> Tensor:
+        """Of one document by itself, without gradient: without `packed_batch` the model runs stock's own attention."""
+        return self._logits(self.embed(self.documents[document][None]), last).detach()
+
+    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
+        if last < leaf.shape[1] and keeps_logits(self.model):
+            kwargs["logits_to_keep"] = last
+        with torch.enable_grad():
+            # A copy: some families scale their embeddings in place.
+            logits: Tensor = self.model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs).logits[0]
+        return logits[-last:]  # prompt learning puts its virtual tokens before
+
+    def loss(self, document: int, logits: Tensor) -> float:
+        """Sum of the losses that `logits`, of the last tokens of a document, give to the tokens after them."""
+        labels = self.documents[document][len(self.documents[document]) - len(logits) + 1 :].to(logits.device)
+        return float(nn.functional.cross_entropy(logits.detach()[:-1].double(), labels, reduction="sum"))
+
+    def reach(self, last: int) -> tuple[Reach, Reach, list[tuple[float, float]]]:
+        """What the last token of each document sees, packed and separate, in each layer.
+
+        Args:
+            last: tokens of the row whose logits are compared as well.
+
+        Returns:
+            The reach, packed and separate, by layer and document; per document that `last` reaches, the sums of
+            losses, packed and separate.
+        """
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+
+        def packed_queries(hidden: Tensor) -> list[tuple[int, int]]:
+            rows, tokens = hidden.shape[:2]
+            if rows > 1:  # padded on the right
+                return [(row, tokens - max(self.lengths) + length - 1) for row, length in enumerate(self.lengths)]
+            return [(0, tokens - ends[-1] + end - 1) for end in ends]
+
+        with measured_reach(self.model, packed_queries) as packed:
+            logits = self.packed(self.embed(self.ids), last).detach()
+        separate: Reach = {}
+        losses = []
+        for document, length in enumerate(self.lengths):
+            compared = min(length, last - sum(self.lengths[document + 1 :]))
+            with measured_reach(self.model, lambda hidden: [(0, hidden.shape[1] - 1)]) as found:
+                alone = self.separate(document, max(1, compared))
+            separate |= {(layer, document): tokens for (layer, _), tokens in found.items()}
+            if compared > 1:
+                end = len(logits) - sum(self.lengths[document + 1 :])
+                in_row = logits[end - compared : end]
+                losses.append((self.loss(document, in_row), self.loss(document, alone)))
+        return packed, separate, losses
+
+
+def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
+    """Windows and chunks of a model in tokens, by what the report calls them."""
+    chunk = getattr(text_model(model).config.get_text_config(), "attention_chunk_size", None)
+    found = {f"window {size}": size for size in sorted(attention.features.windows)}
+    return found | ({f"chunk {chunk}": int(chunk)} if chunk is not None else {})
+
+
+def exceeds(length: int, span: int) -> bool:
+    """Whether a document has a prediction that sees less than all before it."""
+    return length > span + _LAST_PREDICTS_NOTHING
+
+
+def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
+    """Tokens per document of a probe that exceeds the largest of `sizes` that is affordable; empty where none is.
+
+    Too large is a window for the model's positions, for `LARGEST_WINDOW`, or for what the start of a run may cost.
+    """
+    config: Any = text_model(model).config.get_text_config()
+    device = next(iter(model.parameters())).device.type
+    positions = getattr(config, "max_position_embeddings", None) or 2**62
+    most = min(LARGEST_WINDOW.get(device, LARGEST_WINDOW["cpu"]), positions - PAST)
+    size = max((size for size in sizes if size <= most), default=0)
+    lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
+    logits = last_past(lengths) if keeps_logits(model) else sum(lengths)
+    operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
+    affordable = operations <= _MOST_OPERATIONS.get(device, _MOST_OPERATIONS["cpu"])
+    affordable = affordable and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
+    return lengths if size and affordable else ()
+
+
+def last_past(lengths: tuple[int, ...]) -> int:
+    """Tokens at the end of such a row whose logits are compared: those past the window, and the document after it."""
+    return PAST + lengths[-1]
+
+
+def keeps_logits(model: nn.Module) -> bool:
+    """Whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
+    parameters = inspect.signature(type(text_model(model)).forward).parameters
+    return not is_prompt_learning(model) and "logits_to_keep" in parameters

@@ -1,0 +1,281 @@
+"""Run-time proof that packed documents do not see each other."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpack_trl.attention.install import PackedAttention, packed_attention
+from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans
+from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.hooks import users_hooks_off
+
+# Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
+_ULPS = 4
+_FP32_EPSILON = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True, slots=True)
+class PackingProof:
+    """What was shown.
+
+    Attributes:
+        path: how documents were kept apart, e.g. ``per_document``; ``stock`` where nothing of ours ran.
+        lengths: tokens of each document of the probe.
+        leaks: ``(i, j, gradient)`` for every pair in which document j's logits depend on document i's embeddings, with
+            the largest absolute gradient. Empty is the proof.
+        packed_loss, separate_loss: mean loss per token, packed and document by document under stock attention.
+        budget: how far the two may be apart; None where the difference is reported only (experts below fp32, whose
+            routing may flip on rounding).
+        not_exercised: windows and chunks that no document of the probe exceeds.
+        past_window: tokens of each document of a second row, with one that exceeds the model's windows; empty where
+            none was needed or affordable.
+        windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
+            number of tokens in the packed row than in the document by itself. Empty is right.
+    """
+
+    path: str
+    lengths: tuple[int, ...]
+    leaks: tuple[tuple[int, int, float], ...]
+    packed_loss: float
+    separate_loss: float
+    budget: float | None
+    not_exercised: tuple[str, ...] = ()
+    past_window: tuple[int, ...] = ()
+    windows: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def difference(self) -> float:
+        return abs(self.packed_loss - self.separate_loss)
+
+    @property
+    def proven(self) -> bool:
+        return not self.leaks and not self.windows and (self.budget is None or self.difference <= self.budget)
+
+    def __str__(self) -> str:
+        if self.leaks:
+            source, target, size = max(self.leaks, key=lambda leak: leak[2])
+            pairs = len(self.lengths) * (len(self.lengths) - 1)
+            return (
+                f"LEAK: {len(self.leaks)} of {pairs} pairs; document {target} depends on document {source} ({size:.2g})"
+            )
+        if self.windows:
+            layer, packed, separate = self.windows[0]
+            return (
+                f"WINDOW: attention layers that see another number of tokens than in separate documents: "
+                f"{len({name for name, *_ in self.windows})}; {layer} sees {packed}, not {separate}"
+            )
+        loss = f"loss differs by {self.difference:.1e} from separate documents"
+        bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
+        skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
+        verdict = "proven: no document sees another" if self.proven else "FAILED: packed is not what it must be"
+        return f"{verdict}; {loss} ({bound}){skipped}"
+
+    def raise_if_failed(self, remedy: str = "") -> PackingProof:
+        """Return self, or raise.
+
+        Args:
+            remedy: what to do instead; default: the attention that would be right.
+
+        Raises:
+            PackingError: a leak, a wrong window or a loss over the budget; names the remedy.
+        """
+        if self.proven:
+            return self
+        settings = {"stock": "packed_attention='auto'", "padded_rows": "packing=False"}
+        setting = settings.get(self.path, "packed_attention='padded_rows'")
+        raise PackingError(f"packing proof with {self.path}: {self}; {remedy or f'set {setting}'}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "difference": self.difference, "proven": self.proven}
+
+
+def verify_packing(
+    model: nn.Module,
+    *,
+    implementation: str = "auto",
+    lengths: Sequence[int] | None = None,
+    attention: PackedAttention | None = None,
+    padded_rows_limit: float = float("inf"),
+    seed: int = 0,
+) -> PackingProof:
+    """Prove on a few tokens that no packed document of `model` depends on another.
+
+    (1) For every pair i != j the gradient of document j's logits with respect to document i's input embeddings is
+    exactly zero. (2) The packed loss is that of the documents run one by one under the model's stock attention.
+    (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document by
+    itself, in a row with a document that exceeds the window.
+
+    Runs in evaluation mode, without the module hooks of the user; modes, random states and every ``.grad`` are as
+    before afterwards.
+
+    Args:
+        model: a transformers causal language model, plain or inside PEFT.
+        implementation: as in `packed_attention`; ``off`` examines stock.
+        lengths: tokens per document of the probe, at least two documents; None: `DEFAULT_LENGTHS`, and for windows that
+            these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
+        attention: what `packed_attention` yielded, when the model is already inside of it.
+        padded_rows_limit: as in `packed_attention`; the probe's own padding says nothing about the data.
+        seed: of the probe's tokens.
+
+    Raises:
+        ValueError: fewer than two documents, or an implementation that is wrong for the model.
+        NonFiniteError: the model's own results are NaN or infinite; a ValueError that names the parameter.
+    """
+    if lengths is not None and len(lengths) < 2:
+        raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: give at least two, e.g. 9 1 14 6")
+    with contextlib.ExitStack() as stack:
+        if attention is None:
+            attention = stack.enter_context(
+                packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
+            )
+        stack.enter_context(_undisturbed(model))
+        probe = Probe(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
+        leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
+        past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
+    # The losses of the second row count as those of the first.
+    predictions = sum(length - 1 for length in probe.lengths)
+    if losses:
+        predictions += last_past(past) - 2
+        packed, separate = packed + sum(one for one, _ in losses), separate + sum(other for _, other in losses)
+    predictions = max(1, predictions)
+    exercised = max(probe.lengths + past)
+    return PackingProof(
+        path=attention.path if attention.path != "off" else "stock",
+        lengths=probe.lengths,
+        leaks=tuple(leaks),
+        packed_loss=packed / predictions,
+        separate_loss=separate / predictions,
+        budget=_budget(model, separate / predictions),
+        not_exercised=tuple(name for name, size in spans(attention, model).items() if not exceeds(exercised, size)),
+        past_window=past,
+        windows=windows,
+    )
+
+
+def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, float]], float, float]:
+    """Gradients from document to document that are not zero, and the sums of losses, packed and separate.
+
+    Raises:
+        NonFiniteError: the model is not finite on separate documents either.
+    """
+    directions = torch.Generator().manual_seed(seed)
+    leaf = probe.embed(probe.ids)
+    leaks = []
+    try:
+        documents = probe.packed(leaf, sum(probe.lengths)).split(probe.lengths)
+    finally:
+        probe.batch.clear_derived()
+    for target, document in enumerate(documents):
+        direction = torch.randn(document.shape, generator=directions).to(document)
+        (gradient,) = torch.autograd.grad((document * direction).sum(), leaf, retain_graph=True)
+        for source, part in enumerate(gradient[0].split(probe.lengths)):
+            largest = float(part.abs().max())
+            if source != target and largest != 0.0:  # exactly zero; a NaN is a leak too
+                leaks.append((source, target, largest))
+    packed = sum(probe.loss(index, logits) for index, logits in enumerate(documents))
+    finite = math.isfinite(packed) and all(math.isfinite(size) for *_, size in leaks)
+    if not finite:
+        _check_weights(probe.model)
+    separate = sum(probe.loss(index, probe.separate(index, length)) for index, length in enumerate(probe.lengths))
+    if not finite and not math.isfinite(separate):
+        raise NonFiniteError("the loss of separate documents under stock is not finite, though every parameter is")
+    return leaks, packed, separate
+
+
+def _past_windows(
+    probe: Probe, seed: int, *, fixed: bool
+) -> tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], list[tuple[float, float]]]:
+    """What layers see in a row that exceeds the model's windows.
+
+    Args:
+        probe: the row that was examined so far.
+        seed: of the tokens of another.
+        fixed: whether no other row may be taken.
+
+    Returns:
+        The documents of that row where it is another than `probe`, `PackingProof.windows`, and its losses.
+    """
+    model, attention = probe.model, probe.attention
+    sizes = list(spans(attention, model).values())
+    larger = [size for size in sizes if not exceeds(max(probe.lengths), size)]
+    past = lengths_past(model, larger) if larger and not fixed else ()
+    # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
+    if not sizes or (not past and _compute_dtype(model) == torch.float16):
+        return (), (), []
+    row = Probe(model, attention, past, seed) if past else probe
+    try:
+        packed, separate, losses = row.reach(last_past(past) if past else 1)
+    except torch.OutOfMemoryError:
+        return (), (), []
+    finally:
+        row.batch.clear_derived()
+    wrong = tuple(
+        (layer, seen, separate[layer, document])
+        for (layer, document), seen in packed.items()
+        if separate.get((layer, document), seen) != seen
+    )
+    return past, wrong if _compute_dtype(model) != torch.float16 else (), losses
+
+
+def _budget(model: nn.Module, loss: float) -> float | None:
+    dtype = _compute_dtype(model)
+    if _has_experts(text_model(model).config.get_text_config()) and torch.finfo(dtype).eps > _FP32_EPSILON:
+        return None
+    return _ULPS * _epsilon(dtype, next(iter(model.parameters())).device) * max(1.0, abs(loss))
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Look for what makes a model's results NaN or infinite.
+
+    Raises:
+        NonFiniteError: a parameter or buffer has non-finite values; names the first.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if not tensor.is_floating_point():
+                continue
+            bad = int((~torch.isfinite(tensor.detach().float())).sum())
+            if bad:
+                raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    device = next(iter(model.parameters())).device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
+    """Relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return max(torch.finfo(dtype).eps, 2.0**-10 if tf32 and dtype == torch.float32 else 0.0)
+
+
+def _has_experts(config: Any) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, unseen by hooks of the user; afterwards modes and random states are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with users_hooks_off(model), torch.random.fork_rng(devices=devices):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training

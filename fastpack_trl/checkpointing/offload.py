@@ -1,0 +1,285 @@
+"""Checkpointed layers of a model, with their inputs in host memory while the context is open.
+
+transformers gives every `GradientCheckpointingLayer` a `_gradient_checkpointing_func`. Around it, and only while it
+stores the layer's inputs, stand saved-tensor hooks of ours; the checkpoint itself, its `context_fn` included, is the
+one that was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fastpack_trl.checkpointing.buffers import GIB, HostUse
+from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
+from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.errors import shown
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["double_buffer", "single_buffer"]
+
+SEAM = "_gradient_checkpointing_func"
+"""Where transformers keeps the checkpoint function of a layer."""
+
+
+def offload_unavailable(device: torch.device) -> str:
+    """Why layer inputs gain nothing from host memory on `device`; empty where they may."""
+    if device.type != "cuda":
+        return f"the model is on {device}: there is no device memory to spare and no copy engine"
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
+    return ""
+
+
+def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of `model` that are checkpointed in training, first to last."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and hasattr(module, SEAM)
+    ]
+
+
+def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
+    """Why the inputs of these layers cannot be taken to the host, with the remedy; empty where they can."""
+    layers = list(layers)
+    if not layers:
+        return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
+    for layer in layers:
+        inner = getattr(layer, SEAM)
+        keywords = inner.keywords if isinstance(inner, functools.partial) else {}
+        if keywords.get("use_reentrant", inner is checkpoint):
+            return (
+                "use_reentrant=True stores layer inputs where no hook sees them: set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        if isinstance(inner, functools.partial) and inner.func is not checkpoint:
+            return (
+                f"layers are checkpointed by {getattr(inner.func, '__qualname__', inner.func)}, not by "
+                "torch.utils.checkpoint: leave out 'offload' in gradient_checkpointing_kwargs"
+            )
+    return ""
+
+
+class Offload:
+    """The offload of one model while it is installed.
+
+    Attributes:
+        mode: ``double_buffer``, or ``single_buffer`` (each input fetched when it is needed).
+        said: what fell back, each once, in order.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        budget_bytes: int,
+        min_bytes: int,
+        streams: Callable[[torch.device], Streams],
+        active: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self.mode = mode
+        self.said: list[str] = []
+        self._budget_bytes, self._min_bytes = budget_bytes, min_bytes
+        self._streams, self._active, self._tell = streams, active, say
+        self._offloaders: dict[torch.device, Offloader] = {}
+        self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
+        self._local = threading.local()
+        self._closed = False
+
+    @property
+    def use(self) -> HostUse:
+        """Host memory of all devices now. Leases and leased bytes are 0 when no graph is alive."""
+        uses = [offloader.use for offloader in self._offloaders.values()]
+        return HostUse(
+            *(sum(getattr(use, name) for use in uses) for name in ("leases", "leased", "most_leased")),
+            *(sum(getattr(use, name) for use in uses) for name in ("pinned", "pageable")),
+        )
+
+    def offloaders(self) -> list[Offloader]:
+        return list(self._offloaders.values())
+
+    def trim(self) -> None:
+        """Give back host memory that no graph needs."""
+        for offloader in self._offloaders.values():
+            offloader.trim()
+
+    def say(self, message: str) -> None:
+        if message not in self.said:
+            self.said.append(message)
+            self._tell(f"checkpoint_offload: {message}")
+
+    def close(self) -> None:
+        """From here on every layer is left as it is: whoever wrapped our function may still call it."""
+        self._closed = True
+        self.trim()
+
+    def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
+        """What this call may offload; None where it is none of ours: no gradients, a nested layer, not training."""
+        inside = getattr(self._local, "inside", False)
+        if self._closed or inside or not torch.is_grad_enabled() or not self._active():
+            return None
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not first.is_floating_point():
+            return None
+        # What several layers share (masks, positions) is not freed by a copy: only what carries a gradient goes.
+        offered = [first, *(arg for arg in args[1:] if isinstance(arg, Tensor) and arg.requires_grad)]
+        device = first.device
+        offloader = self._offloaders.get(device)
+        if offloader is None:
+            offloader = self._offloaders[device] = Offloader(
+                self._streams(device),
+                budget_bytes=self._budget_bytes,
+                say=self.say,
+                prefetch=self.mode == "double_buffer",
+                min_bytes=self._min_bytes,
+            )
+        ref = self._before.get(device)
+        before = None if ref is None else ref()
+        if before is not None and before.index >= index:
+            before = None  # another forward began: its graph is differentiated at another time
+        inputs = LayerInputs(offloader, index, [] if kept else offered, before)
+        self._before[device] = weakref.ref(inputs)
+        return inputs
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
+        outside = getattr(self._local, "inside", False)
+        self._local.inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._local.inside = outside
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class OffloadedCheckpoint:
+    """Stands in for a layer's checkpoint function. A copy or a pickle of the model gets the one that was there."""
+
+    def __init__(self, offload: Offload, inner: Callable[..., Any], index: int, kept: bool) -> None:
+        self.inner = inner
+        self._offload = offload
+        self._index, self._kept = index, kept
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.inner,)
+
+    @torch.compiler.disable
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = self._offload.inputs(self._index, self._kept, args)
+        if inputs is None:
+            return self.inner(function, *args, **kwargs)
+        # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            return self.inner(functools.partial(self._offload.run, function), *args, **kwargs)
+
+
+def default_budget_bytes() -> int:
+    """Pinned memory to take at most: half of the host's free memory, shared by the processes of this host."""
+    return int(psutil.virtual_memory().available * 0.5 / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def always() -> bool:
+    """For `active`."""
+    return True
+
+
+@contextmanager
+def offload_checkpoints(
+    layers: Iterable[GradientCheckpointingLayer],
+    mode: Mode = "double_buffer",
+    *,
+    offload_budget_gib: float | None = None,
+    keep_last_layers: int = 1,
+    min_bytes: int = MIN_BYTES,
+    streams: Callable[[torch.device], Streams] = CudaStreams,
+    active: Callable[[], bool] = always,
+    say: Callable[[str], None] = logger.warning,
+) -> Iterator[Offload]:
+    """Keep the inputs of checkpointed layers in host memory while the context is open.
+
+    Stored bit for bit in their own dtype: loss and gradients are those of the same checkpointing without it. On the
+    device remain the input in use, the next one, and those of the last layers.
+
+    Args:
+        layers: in the order of the forward pass; each is checkpointed, without reentry (`why_not_offloadable`).
+        mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
+        offload_budget_gib: most pinned memory in GiB; None: half of what is free. Past it memory is pageable.
+        keep_last_layers: inputs of that many last layers stay on the device: they are needed again at once.
+        min_bytes: smaller inputs stay on the device.
+        streams: makes the streams of a device, when its first input comes.
+        active: asked at every checkpointed forward; where False, it is left as it is.
+        say: called once per fallback.
+
+    Raises:
+        ValueError: a budget not above 0, fewer than 0 layers to keep, layers that cannot be offloaded.
+    """
+    check_settings(offload_budget_gib, keep_last_layers)
+    layers = list(layers)
+    why = why_not_offloadable(layers)
+    if why:
+        raise ValueError(f"checkpoint_offload={mode!r}: {why}")
+    total = psutil.virtual_memory().total
+    budget = default_budget_bytes() if offload_budget_gib is None else int(offload_budget_gib * GIB)
+    offload = Offload(
+        mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, say=say
+    )
+    if budget > total:
+        offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")
+    if any(_compiled_around(layer) for layer in layers):
+        offload.say("layers compiled around their checkpoint run eagerly: compile what is inside of it")
+    installed: list[tuple[GradientCheckpointingLayer, OffloadedCheckpoint]] = []
+    try:
+        for index, layer in enumerate(layers):
+            inner = getattr(layer, SEAM)
+            ours = OffloadedCheckpoint(offload, inner, index, kept=index >= len(layers) - keep_last_layers)
+            setattr(layer, SEAM, ours)
+            installed.append((layer, ours))
+        yield offload
+    finally:
+        for layer, ours in installed:
+            if getattr(layer, SEAM, None) is ours:  # else checkpointing was switched on anew meanwhile
+                setattr(layer, SEAM, ours.inner)
+        offload.close()
+
+
+def _compiled_around(layer: nn.Module) -> bool:
+    """Whether the whole layer is compiled, by something else than `layer_compile`, which compiles what we run."""
+    call = layer._compiled_call_impl
+    return call is not None and not type(call).__module__.startswith("fastpack_trl.")
+
+
+def check_settings(offload_budget_gib: float | None, keep_last_layers: int) -> None:
+    """Check the fields that have no choices.
+
+    Raises:
+        ValueError: names the value and the remedy.
+    """
+    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
+        raise ValueError(
+            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
+            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
+        )
+    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
+        raise ValueError(
+            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
+            "stay on the device"
+        )

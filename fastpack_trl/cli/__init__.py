@@ -1,0 +1,1 @@
+"""Commands of ``fastpack-trl``, alone on top: nothing imports them."""

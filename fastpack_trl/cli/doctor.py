@@ -1,0 +1,281 @@
+"""``fastpack-trl doctor``: what this machine has, what a config would run and why, and where its steps wait."""
+
+from __future__ import annotations
+
+import io
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import metadata
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import UserError, describe, preparing
+from fastpack_trl.recipe.options import add_json, json_file
+
+if TYPE_CHECKING:
+    from fastpack_trl.recipe.arguments import SftArguments
+
+EXTRAS = {
+    "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
+    "xformers": ("xformers", "packed_attention='xformers'"),
+    "liger": ("liger_kernel", "use_liger_kernel"),
+    "plots": ("matplotlib", "plots of training and benchmark figures"),
+    "notebooks": ("nbclient", "running the notebooks from the command line"),
+}
+"""Extra of this package -> the module that it brings, and what needs it."""
+
+_PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "triton")
+_OPTIONAL = ("bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
+_TRANSFER_BYTES = 256 << 20
+_TRANSFER_ROUNDS = 5
+_DEFAULT_STEPS = 4
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Options of ``fastpack-trl doctor``; imports nothing heavy."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
+    add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
+    add(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=_DEFAULT_STEPS,
+        help=f"optimizer steps that --audit counts, after two that it does not (default: {_DEFAULT_STEPS})",
+    )
+    add_json(parser, "everything")
+
+
+def run(args: Namespace) -> int:
+    """Print what is found, section by section; write the JSON, also of what was found before an error.
+
+    Returns:
+        0: a missing package is a finding, not a failure.
+
+    Raises:
+        UserError: a config that cannot be loaded or whose steps fail, ``--audit`` without a config, a step count below
+            1, a JSON path that cannot be written.
+    """
+    if args.audit and not args.config:
+        raise UserError("--audit trains a few steps of a config: give --config FILE")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps} counts nothing: give 1 or more")
+    from fastpack_trl.measure.record import write_json
+
+    file = json_file(args)
+    record: dict[str, Any] = {"error": None}
+    try:
+        if args.config:
+            from fastpack_trl.recipe.yaml import load_config
+
+            load_config(args.config)  # a wrong name is said before the machine is looked at
+        _machine(record)
+        if args.config:
+            with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
+                _config(record, args.config, folder)
+                if args.audit:
+                    _audit(record, args.config, folder, args.steps)
+    except UserError as error:
+        record["error"] = describe(error)
+        raise
+    finally:
+        if file is not None:
+            write_json(file, record)
+    return 0
+
+
+def _machine(record: dict[str, Any]) -> None:
+    record |= {"versions": _versions(), "device": _device(), "attention": _attention(), "missing": _missing()}
+    _section("versions", record["versions"])
+    _section("device", record["device"])
+    _section("attention, for a plain causal model", record["attention"])
+    rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
+    _section("missing", rows or {"nothing": "every extra is installed"})
+
+
+def _section(title: str, rows: dict[str, Any]) -> None:
+    width = max(map(len, rows))
+    print("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items()), ""]), flush=True)
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    from fastpack_trl import __version__
+    from fastpack_trl.measure.record import version_of
+
+    found = {"python": platform.python_version(), "fastpack_trl": __version__, "torch": version_of("torch")}
+    found |= {name: _version(name) for name in _PACKAGES}
+    return found | {name: _version(name) for name in _OPTIONAL if find_spec(name) is not None}
+
+
+def _version(module: str) -> str:
+    if find_spec(module) is None:
+        return "not installed"
+    try:
+        return metadata.version(module.replace("_", "-"))
+    except metadata.PackageNotFoundError:  # a module that was not installed as a package
+        return "unknown"
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    from fastpack_trl.measure.record import machine
+
+    facts = {name: value for name, value in machine("cuda" if torch.cuda.is_available() else "cpu").items() if value}
+    facts["threads"] = torch.get_num_threads()
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts["devices"] = torch.cuda.device_count()
+        facts["compute capability"] = f"{properties.major}.{properties.minor}"
+        facts["memory"] = f"{properties.total_memory / (1 << 30):.1f} GiB"
+        facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+        facts |= transfer_rates(torch.device("cuda"))
+    return facts
+
+
+def transfer_rates(device: Any) -> dict[str, str]:
+    """Copies of 256 MiB between host and a CUDA device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
+
+    Pinned memory is what the loader and offloading copy from; where it cannot be had the reason stands in its place.
+    """
+    import torch
+
+    block = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8)
+    on_device = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
+    sources = {"pageable": block}
+    rates: dict[str, str] = {}
+    try:
+        sources["pinned"] = block.pin_memory()
+    except RuntimeError as error:
+        rates["pinned"] = f"not available: {describe(error)}"
+    for name, host in sources.items():
+        rates[f"{name} to device"] = f"{_copy_rate(host, on_device):.1f} GB/s"
+        rates[f"device to {name}"] = f"{_copy_rate(on_device, host):.1f} GB/s"
+    return rates
+
+
+def _copy_rate(source: Any, target: Any) -> float:
+    """10^9 bytes per second; the median of `_TRANSFER_ROUNDS` copies after one that is not counted."""
+    import statistics
+
+    import torch
+
+    seconds = []
+    for _ in range(1 + _TRANSFER_ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return float(source.numel() / statistics.median(seconds[1:]) / 1e9)
+
+
+def _attention() -> dict[str, str]:
+    """Per backend whether it runs here, for heads of 128 without windows, sinks or softcap."""
+    import torch
+
+    from fastpack_trl.attention.backends import BACKENDS
+    from fastpack_trl.model.facts import ModelFeatures
+
+    cuda = torch.cuda.is_available()
+    features = ModelFeatures(
+        model_type="plain",
+        implementation="sdpa",
+        device_type="cuda" if cuda else "cpu",
+        windows=frozenset(),
+        sinks=False,
+        softcap=False,
+        dropout=0.0,
+        num_heads=32,
+        head_dim=128,
+        compute_dtype=torch.bfloat16 if cuda else torch.float32,
+        capability=torch.cuda.get_device_capability() if cuda else None,
+        gap="",
+    )
+    return {name: backend.refuses(features) or "available" for name, backend in BACKENDS.items()}
+
+
+def _missing() -> list[dict[str, str]]:
+    """What could be installed, what needs it, and the command; packages older or newer than needed come first."""
+    rows = _out_of_range()
+    for extra, (module, needed_for) in EXTRAS.items():
+        if find_spec(module) is None:
+            rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
+    if find_spec("triton") is None:
+        needed_for = "our Triton kernels; without it their torch twins run"
+        rows.append({"name": "triton", "needed_for": needed_for, "install": "pip install triton"})
+    return rows
+
+
+def _out_of_range() -> list[dict[str, str]]:
+    from packaging.requirements import Requirement
+
+    try:
+        lines: Sequence[str] = metadata.requires("fastpack-trl") or ()
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return []
+    rows = []
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            found = ""
+        if not found or not requirement.specifier.contains(found, prereleases=True):
+            needed_for = f"fastpack-trl needs {requirement.name}{requirement.specifier}, found {found or 'none'}"
+            install = f"pip install '{requirement.name}{requirement.specifier}'"
+            rows.append({"name": requirement.name, "needed_for": needed_for, "install": install})
+    return rows
+
+
+def load(config: str, folder: str, *flags: str) -> SftArguments:
+    """The arguments of a YAML for a short run that writes to `folder` only, reports to nobody and never evaluates.
+
+    Raises:
+        UserError: as `fastpack_trl.cli.sft` does for that YAML.
+    """
+    from fastpack_trl.recipe.arguments import parse
+
+    own = {
+        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+        "eval_on_start": "False",
+        "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
+    }  # fmt: skip
+    words = [word for name, value in own.items() for word in (f"--{name}", value)]
+    with preparing():
+        arguments = parse(["--config", config, *words, *flags], may_launch=False)
+    arguments.training.resume_from_checkpoint = None
+    return arguments
+
+
+def _config(record: dict[str, Any], config: str, folder: str) -> None:
+    from fastpack_trl.cli.sft import make_trainer
+
+    arguments = load(config, folder)
+    record["config"] = {"not_used": arguments.launch}
+    if arguments.launch:
+        print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
+    # The banner is printed below, also where fastpack is disabled and the trainer prints none.
+    with preparing(), redirect_stdout(io.StringIO()):
+        trainer = make_trainer(arguments)
+        with trainer._fastpack_features(announce=True):
+            report = trainer.fastpack_report
+    record["config"] |= report.to_dict()
+    print(f"{report.table()}\n", flush=True)
+
+
+def _audit(record: dict[str, Any], config: str, folder: str, steps: int) -> None:
+    from fastpack_trl.cli import doctor_audit
+
+    audit = record["audit"] = doctor_audit.audit(config, folder, steps)
+    print(doctor_audit.table(audit), flush=True)
+    failed = {side: facts["error"] for side, facts in audit["sides"].items() if facts["error"]}
+    if failed:
+        which = "; ".join(f"{side}: {error}" for side, error in failed.items())
+        raise UserError(f"{config} cannot be audited: {which}")

@@ -1,0 +1,155 @@
+"""A few steps of a config under stock and under fastpack: what makes the host wait, at which line, how often."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from fastpack_trl.errors import SETTING_ERRORS, UserError, describe
+from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
+from fastpack_trl.measure.tables import aligned
+
+# What a step raises that this model, data or machine cannot run; out of memory is a RuntimeError.
+_FAILS = (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError)
+_WARM_UP = 2  # optimizer steps: states are made, kernels are chosen, the loader fills
+_LIBRARIES = str(Path(sysconfig.get_path("purelib")).resolve())
+_SHOWN = 70  # characters of a source line
+
+
+class _Window(TrainerCallback):
+    """Counts from the end of one optimizer step to the end of a later one: fetching, logging and callbacks included."""
+
+    def __init__(self, steps: int) -> None:
+        self.first, self.last = _WARM_UP, _WARM_UP + steps
+        self.syncs: HostSyncs | None = None
+        self.complete = False
+        self._stack = ExitStack()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.first:
+            self.syncs = self._stack.enter_context(count_host_syncs(device=args.device))
+        elif state.global_step == self.last:
+            self.close()
+            self.complete = True
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
+    """Train ``2 + steps`` optimizer steps of a YAML with stock's trainer, then with ours; count in the last `steps`.
+
+    Args:
+        config: a YAML of ``fastpack-trl sft``.
+        folder: where a run may write.
+        steps: optimizer steps to count.
+
+    Returns:
+        ``{"steps", "micro_batches_per_step", "backend", "sides": {"stock" | "fastpack": {"error", "total", "entries"}},
+        "calls": [...]}`` with one of ``calls`` per call site: both sides' counts per optimizer step. A side that failed
+        has its message under ``error``; the other side is there all the same.
+
+    Raises:
+        UserError: the config, its model or its data cannot be loaded.
+    """
+    from fastpack_trl.trainer import FastSFTTrainer
+
+    figures: dict[str, Any] = {"steps": steps, "micro_batches_per_step": None, "backend": None, "sides": {}}
+    for side, trainer_class in (("stock", SFTTrainer), ("fastpack", FastSFTTrainer)):
+        figures["sides"][side] = _side(trainer_class, config, folder, steps, figures)
+        gc.collect()  # the model of one side has to go before the next is loaded
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    figures["calls"] = _calls(figures["sides"])
+    return figures
+
+
+def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int, figures: dict[str, Any]) -> Any:
+    from fastpack_trl.cli.doctor import load
+    from fastpack_trl.cli.sft import make_trainer
+    from fastpack_trl.errors import preparing
+
+    window = _Window(steps)
+    out: dict[str, Any] = {"error": None, "total": None, "entries": []}
+    with _quiet():
+        arguments = load(config, folder, "--max_steps", str(window.last))
+        figures["micro_batches_per_step"] = arguments.training.gradient_accumulation_steps
+        with preparing():
+            trainer = make_trainer(arguments, [window], trainer_class)
+        try:
+            trainer.train()
+        except UserError:
+            raise
+        except _FAILS as error:
+            out["error"] = f"{type(error).__name__}: {describe(error)}"
+        finally:
+            window.close()
+    if out["error"] is None and not window.complete:
+        out["error"] = f"training ended after {trainer.state.global_step} of {window.last} steps"
+    if window.syncs is not None and window.complete:
+        figures["backend"] = window.syncs.backend
+        out["total"] = window.syncs.total / steps
+        for entry in window.syncs.to_dict()["entries"]:
+            count = entry.pop("count")
+            out["entries"].append({**entry, "file": short(entry["file"]), "count": count, "per_step": count / steps})
+    return out
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with redirect_stdout(io.StringIO()):  # the banner and the log of either side
+        yield
+
+
+def short(file: str) -> str:
+    """``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``; relative to here else."""
+    path = Path(file).resolve()
+    for root in (_LIBRARIES, str(Path(__file__).resolve().parents[2]), str(Path.cwd())):
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return str(path)
+
+
+def _calls(sides: Mapping[str, Any]) -> list[dict[str, Any]]:
+    merged: dict[tuple[str, int, str, str], dict[str, Any]] = {}
+    for side, facts in sides.items():
+        for entry in facts["entries"]:
+            call = {name: entry[name] for name in ("file", "line", "op", "kind", "code")}
+            key = (entry["file"], entry["line"], entry["op"], entry["kind"])
+            merged.setdefault(key, call | dict.fromkeys(sides, 0.0))[side] = entry["per_step"]
+    order = {"sync": 0, "copy": 1, "host": 2}
+    return sorted(merged.values(), key=lambda call: (order[call["kind"]], -call["stock"], call["file"], call["line"]))
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The audit for people: one row per call site that waits, the totals, and what was left out of them."""
+    sides = figures["sides"]
+    failed = {side for side, facts in sides.items() if facts["total"] is None}
+
+    def cell(side: str, value: float) -> str:
+        return "failed" if side in failed else f"{value:g}"
+
+    waits = [call for call in figures["calls"] if call["kind"] != "host"]
+    how = "torch's sync debug mode" if figures["backend"] == "cuda" else "operations that would wait on CUDA"
+    head = f"host waits per optimizer step ({figures['micro_batches_per_step']} micro-batches; "
+    out = [f"{head}mean of {figures['steps']} steps; {how})"]
+    rows = [["call site", "operation", "kind", *sides, "code"]]
+    for call in waits:
+        values = [cell(side, call[side]) for side in sides]
+        rows.append([f"{call['file']}:{call['line']}", call["op"], call["kind"], *values, call["code"][:_SHOWN]])
+    rows.append(["total", "", "", *(cell(side, sides[side]["total"] or 0.0) for side in sides), ""])
+    out += aligned(rows)
+    hosts = {side: sum(call[side] for call in figures["calls"] if call["kind"] == "host") for side in sides}
+    if any(hosts.values()):
+        counts = ", ".join(f"{side} {cell(side, value)}" for side, value in hosts.items())
+        out.append(f"not counted: reads of tensors that stay on the host (collator, optimizer counters): {counts}")
+    return "\n".join(out)

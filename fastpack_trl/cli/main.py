@@ -1,0 +1,159 @@
+"""Entry point of ``fastpack-trl``. Each command is imported when it is called, so that ``--help`` imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn
+
+from fastpack_trl._version import __version__
+from fastpack_trl.errors import UserError, describe, did_you_mean
+
+PROG = "fastpack-trl"
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for ``sft``."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
+    "sft": Command("fastpack_trl.cli.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
+    "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other"),
+    "doctor": Command(
+        "fastpack_trl.cli.doctor", "what this machine has, what a config would run and why, where it waits"
+    ),
+    "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine"),
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports a wrong argument as `UserError` (one line) where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises: UserError, always."""
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def _show_traceback(arguments: Sequence[str]) -> bool:
+    wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
+    return wanted or "--traceback" in arguments
+
+
+def _parser(chosen: str | None) -> CommandParser:
+    parser = CommandParser(
+        prog=PROG,
+        description="Faster packed supervised fine-tuning for Hugging Face TRL.",
+        epilog=f"`{PROG} COMMAND --help` lists the options of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
+    parser.add_argument("--traceback", action="store_true", help=traceback_help)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        subparser.add_argument("--traceback", action="store_true", help=traceback_help)
+        if name == chosen:
+            import_module(command.module).add_arguments(subparser)
+    return parser
+
+
+def _dispatch(arguments: list[str], chosen: str | None) -> int:
+    if chosen == "sft":
+        # TRL's parser must see these arguments: it builds its options from dataclasses and from the YAML.
+        from fastpack_trl.cli import sft
+
+        arguments.remove("sft")
+        return sft.main(arguments)
+    if chosen is not None and chosen not in COMMANDS:
+        raise UserError(
+            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+        )
+    parser = _parser(chosen)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
+        args.more, unknown = unknown, []  # `bench --config` hands them to the parser of `sft`
+    if unknown:
+        options = [word for word in _option_names(parser, chosen) if word.startswith("--")]
+        raise UserError(
+            f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], options)} "
+            f"(see `{' '.join(filter(None, [PROG, chosen]))} --help`)"
+        )
+    if chosen is None:
+        parser.print_help()
+        return 0
+    code: int = import_module(COMMANDS[chosen].module).run(args)
+    return code
+
+
+def _option_names(parser: CommandParser, chosen: str | None) -> list[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and chosen is not None:
+            return list(action.choices[chosen]._option_string_actions)
+    return list(parser._option_string_actions)
+
+
+def _rank_note() -> str:
+    # Under a launcher every process reports its own error; rank 0 alone speaks without a label.
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f" [rank {rank}]"
+
+
+@contextmanager
+def _without_kernel_advice() -> Iterator[None]:
+    """Drop what bitsandbytes says on import, whether or not anything is quantised: a CPU kernel is not on the hub.
+
+    trl and peft import it for commands that never use it.
+    """
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def others(record: logging.LogRecord) -> bool:
+        return "gemm_4bit_forward" not in str(record.msg)
+
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    0: done; 2: something the user has to change, one line on stderr; 130: interrupted. Any other error, a bug or one
+    raised by a training step, leaves with its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = _show_traceback(arguments)
+    chosen = next((word for word in arguments if word != "--traceback"), None)
+    chosen = None if chosen is None or chosen.startswith("-") else chosen
+    name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
+    try:
+        with _without_kernel_advice():
+            return _dispatch(arguments, chosen)
+    except UserError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"{name}: error{_rank_note()}: {describe(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except SystemExit as exit_request:  # argparse leaves this way after --help and --version
+        return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

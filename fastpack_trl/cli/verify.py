@@ -1,0 +1,255 @@
+"""``fastpack-trl verify``: loads a model and shows whether packed documents see each other in it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
+from fastpack_trl.recipe.options import add_json, json_file
+
+if TYPE_CHECKING:
+    from fastpack_trl.attention.proof import PackingProof
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+DEVICES = ("auto", "cpu", "cuda")
+_LARGEST_MATRIX = 10  # documents; above, the leaks are listed
+_LISTED_LEAKS = 20
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Options of ``fastpack-trl verify``; imports nothing heavy."""
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="folder of a causal language model, or its hub name")
+    add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
+    add(
+        "--attn",
+        metavar="NAME",
+        default="auto",
+        help="auto (what the trainer would choose), padded_rows, a backend such as per_document or sdpa, or off: "
+        "stock as it is, which shows where stock leaks (default: auto)",
+    )
+    add(
+        "--lengths",
+        metavar="N",
+        nargs="+",
+        type=int,
+        help="tokens of each document of the probe (default: 9 1 14 6, after one that exceeds the model's windows "
+        "where it costs little)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the weights; float32 gives the sharpest comparison and takes 4 bytes per parameter, auto is that of "
+        "the checkpoint (default: float32)",
+    )
+    add("--device", choices=DEVICES, default="auto", help="auto: CUDA where torch sees it, else the CPU")
+    add_json(parser, "the result")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
+
+
+def run(args: Namespace) -> int:
+    """Load, prove, print.
+
+    Returns:
+        0 when no document sees another and the packed loss is that of separate documents, else 1, with the remedy on
+        stderr.
+
+    Raises:
+        UserError: a folder, name or length that is wrong, a model without a causal language-model head, an attention
+            that this model cannot have, packed rows that the model refuses, a JSON path that cannot be written.
+    """
+    lengths = _checked_lengths(args.lengths)
+    if not args.model:
+        raise UserError("no model: give --model a folder or a hub name")
+    _check_folder("--model", args.model, "config.json")
+    if args.adapter:
+        _check_folder("--adapter", args.adapter, "adapter_config.json")
+    # Imported from here on: torch and transformers take seconds.
+    from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED
+    from fastpack_trl.attention.install import packed_attention
+    from fastpack_trl.attention.proof import verify_packing
+    from fastpack_trl.measure.record import write_json
+
+    names = ("auto", *BACKENDS, RIGHT_PADDED, "off")
+    if args.attn not in names:
+        raise UserError(
+            f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
+        )
+    file = json_file(args)
+    device = _device(args.device)
+    model = _load(args)
+    if next(iter(model.parameters())).device.type != device:  # a quantized model is where its kernels are
+        model = model.to(device)
+    if lengths is not None:
+        _check_positions(model, lengths)
+    with ExitStack() as stack:
+        with preparing():  # a backend that is wrong for this model is a setting
+            # The probe's own padding says nothing about the data: no limit.
+            attention = stack.enter_context(packed_attention(model, args.attn, padded_rows_limit=float("inf")))
+        try:
+            proof = verify_packing(model, attention=attention, lengths=lengths)
+        except NonFiniteError as error:
+            raise UserError(f"nothing can be shown with --model {args.model}: {error}") from error
+        except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
+            remedy = "auto" if args.attn == "off" else RIGHT_PADDED
+            raise UserError(
+                f"packed rows do not run with --attn {args.attn}: {describe(error)}; use --attn {remedy}"
+            ) from error
+    reason = attention.choice.reason
+    print(_table(model, proof, reason))
+    if file is not None:
+        write_json(file, _record(args, model, proof, reason))
+    if proof.proven:
+        return 0
+    print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn, proof)}", file=sys.stderr)
+    return 1
+
+
+def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
+    if len(lengths) < 2:
+        given = " ".join(map(str, lengths))
+        raise UserError(f"--lengths {given} is one document: give two or more, e.g. --lengths 9 1 14 6")
+    if min(lengths) < 1:
+        raise UserError(f"--lengths has a document of {min(lengths)} tokens: each has 1 or more")
+    return tuple(lengths)
+
+
+def _check_folder(option: str, name: str, needs: str) -> None:
+    """A name that is written as a path, or that exists here, is a folder with the file that makes it one."""
+    folder = Path(name).expanduser()
+    if not (name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or folder.exists()):
+        return  # a hub name
+    if not folder.is_dir():
+        raise UserError(f"{option} {name!r} is not a folder: name a folder with {needs}, or a hub name")
+    if not (folder / needs).is_file():
+        adapter = needs == "config.json" and (folder / "adapter_config.json").is_file()
+        hint = ": it is a PEFT adapter; give its base model to --model and this folder to --adapter" if adapter else ""
+        raise UserError(f"{option} {name!r} has no {needs}{hint}")
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _load(args: Namespace) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from fastpack_trl.recipe.checks import check_architecture
+
+    name = str(Path(args.model).expanduser()) if Path(args.model).expanduser().is_dir() else args.model
+    trust = {"trust_remote_code": args.trust_remote_code}
+    check_architecture(name, trust)
+    with preparing():
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **trust)
+    if not args.adapter:
+        return model
+    from peft import PeftModel
+
+    adapter = Path(args.adapter).expanduser()
+    with preparing():
+        return PeftModel.from_pretrained(model, str(adapter) if adapter.is_dir() else args.adapter)
+
+
+def _check_positions(model: Any, lengths: Sequence[int]) -> None:
+    from fastpack_trl.model.facts import text_model
+
+    most = getattr(text_model(model).config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and max(lengths) > most:
+        raise UserError(f"--lengths has a document of {max(lengths)} tokens, the model has {most} positions")
+
+
+def _remedy(requested: str, proof: PackingProof) -> str:
+    from fastpack_trl.attention.backends import RIGHT_PADDED
+
+    if requested == "off":
+        return "train with packed_attention='auto' (FastSFTTrainer's default), not with stock"
+    if proof.path != RIGHT_PADDED:
+        return f"set packed_attention='{RIGHT_PADDED}'"
+    return "set packing=False"
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    from fastpack_trl.model.facts import text_model
+
+    parameters = list(model.parameters())
+    config = text_model(model).config.get_text_config()
+    return {
+        "model_type": str(config.model_type),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
+        "device": str(parameters[0].device),
+        "stock_attention": str(config._attn_implementation),
+    }
+
+
+def _record(args: Namespace, model: Any, proof: PackingProof, reason: str) -> dict[str, Any]:
+    from fastpack_trl.measure.record import versions
+
+    plain = proof.to_dict()
+    plain["leaks"] = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
+    return {
+        "model": args.model,
+        "adapter": args.adapter,
+        "requested": args.attn,
+        "reason": reason,
+        **plain,
+        **_facts(model),
+        "versions": versions(),
+    }
+
+
+def _table(model: Any, proof: PackingProof, reason: str) -> str:
+    facts = _facts(model)
+    budget = "reported only: experts below fp32 may be routed differently" if proof.budget is None else "budget "
+    budget += "" if proof.budget is None else f"{proof.budget:.1e}"
+    rows = {
+        "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
+        f"{'/'.join(facts['dtypes'])} on {facts['device']}",
+        "path": f"{proof.path} ({reason})",
+        "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
+        "packed loss": f"{proof.packed_loss:.7f}",
+        "separate loss": f"{proof.separate_loss:.7f} (one by one, stock {facts['stock_attention']})",
+        "difference": f"{proof.difference:.1e} ({budget})",
+        "not exercised": ", ".join(proof.not_exercised) or "nothing",
+    }
+    width = max(map(len, rows))
+    out = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
+    out += ["", *_leak_lines(proof), "", str(proof)]
+    return "\n".join(out)
+
+
+def _leak_lines(proof: PackingProof) -> list[str]:
+    """Largest gradient of each document's logits with respect to each other document's embeddings."""
+    count = len(proof.lengths)
+    leaks = {(source, target): gradient for source, target, gradient in proof.leaks}
+    if count > _LARGEST_MATRIX:
+        worst = sorted(leaks.items(), key=lambda item: -item[1])[:_LISTED_LEAKS]
+        head = f"leaks: {len(leaks)} of {count * (count - 1)} pairs" + (", the largest:" if worst else "")
+        return [head, *(f"  from document {source} to {target}: {size:.1e}" for (source, target), size in worst)]
+    cells = [["", *(f"to {target}" for target in range(count))]]
+    for source in range(count):
+        cells.append(
+            [
+                f"from {source}",
+                *(
+                    "-" if source == target else f"{leaks.get((source, target), 0.0):.1e}".replace("0.0e+00", "0")
+                    for target in range(count)
+                ),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return ["leaks: largest gradient of a document's logits (to) at another's embeddings (from); 0 is exact", *lines]

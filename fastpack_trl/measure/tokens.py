@@ -1,0 +1,151 @@
+"""Tokens of the batches of some training steps, counted without asking the device before the figures are due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack_trl.measure.flops import attention_pairs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
+
+
+@dataclass(slots=True)
+class TokenSums:
+    """Sums over batches of one device.
+
+    Attributes:
+        capacity: positions handed to the model, padding included.
+        nonpad: of these, tokens of documents. TRL's own padding-free rows do not say what `pad_to_multiple_of` added:
+            there it counts as tokens.
+        loss: tokens that the loss counts; None where a batch came without labels.
+        scored: positions whose logits were made.
+        scored_once: of these, positions whose logits were not made again in the backward pass (`step.head`).
+        pairs: query-key pairs per head by sliding window, half of each squared length (`attention_pairs`).
+    """
+
+    capacity: float = 0.0
+    nonpad: float = 0.0
+    loss: float | None = 0.0
+    scored: float = 0.0
+    scored_once: float = 0.0
+    pairs: dict[int | None, float] = field(default_factory=dict)
+
+    def add(self, other: TokenSums) -> None:
+        self.capacity += other.capacity
+        self.nonpad += other.nonpad
+        self.loss = None if self.loss is None or other.loss is None else self.loss + other.loss
+        self.scored += other.scored
+        self.scored_once += other.scored_once
+        for window, pairs in other.pairs.items():
+            self.pairs[window] = self.pairs.get(window, 0.0) + pairs
+
+
+class TokenCounter:
+    """Counts batches as they reach the model; what only the device knows is summed there and read by `take`."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
+        self._clear()
+
+    def _clear(self) -> None:
+        self._host = TokenSums(pairs=dict.fromkeys(self.windows, 0.0))
+        self._device: dict[torch.device, Tensor] = {}
+
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        """Count one batch: the keywords of a call of the model.
+
+        A `PackedBatch` among them holds everything on the host. Of other batches shapes are read on the host, labels
+        and masks are summed on their device.
+        """
+        ids: Any = inputs.get("input_ids")
+        ids = ids if ids is not None else inputs["inputs_embeds"][..., 0]
+        host, labels = self._host, inputs.get("labels")
+        chunked_on_device = ids.device.type == "cuda" and bool(inputs.get("fused_lm_head"))
+        host.capacity += ids.numel()
+        batch = inputs.get("packed_batch")
+        if not isinstance(batch, PackedBatch) or not batch.describes(
+            ids, inputs.get("position_ids", batch.position_ids)
+        ):
+            batch = None  # what arrived was cut or edited since: counted as it is
+        ours = inputs.get("loss_batch") is not None
+        on_device = ours or chunked_on_device
+        # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
+        if not on_device:
+            host.scored += ids.numel() - ids.shape[0] if inputs.get("fused_lm_head") else ids.numel()
+        if batch is not None:
+            host.nonpad += batch.total_tokens - batch.num_padding
+            for window in self.windows:
+                host.pairs[window] += attention_pairs(batch.seq_lengths, window)
+            if batch.loss_positions is not None and batch.counts(labels) and host.loss is not None:
+                count = batch.loss_positions.numel()
+                host.loss += count
+                host.scored += count * on_device
+                host.scored_once += count * ours
+            else:
+                self._on_device(ids.device, loss=_loss_tokens(inputs, labels), scored=on_device, once=ours)
+            return
+        loss = _loss_tokens(inputs, labels)
+        positions: Any = inputs.get("position_ids")
+        mask: Any = inputs.get("attention_mask")
+        mask = mask if mask is not None and mask.dim() == 2 else None
+        if mask is None and positions is None:
+            host.nonpad += ids.numel()
+            for window in self.windows:
+                host.pairs[window] += attention_pairs([ids.shape[1]] * ids.shape[0], window)
+            self._on_device(ids.device, loss=loss, scored=on_device, once=ours)
+            return
+        real = mask.bool() if mask is not None else None
+        if positions is None:
+            place = mask.long().cumsum(-1)
+        else:
+            place = positions[0] + 1 if positions.dim() == 3 else positions + 1  # one row per axis of multimodal models
+        # The i-th token of a document sees min(i, window) keys; a half less while the window is not full.
+        doubled = [2 * place - 1 if w is None else 2 * place.clamp(max=w) - place.le(w).long() for w in self.windows]
+        sums = [(pairs if real is None else pairs * real).sum() for pairs in doubled]
+        if real is None:
+            host.nonpad += ids.numel()
+        self._on_device(ids.device, loss=loss, scored=on_device, once=ours, real=real, pairs=sums)
+
+    def _on_device(
+        self,
+        device: torch.device,
+        *,
+        loss: Tensor | None,
+        scored: bool,
+        once: bool,
+        real: Tensor | None = None,
+        pairs: list[Tensor] | None = None,
+    ) -> None:
+        if loss is None:
+            self._host.loss = None
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        loss = loss if loss is not None else zero
+        row = [loss, loss if scored else zero, loss if once else zero, real.sum() if real is not None else zero]
+        row += pairs if pairs is not None else [zero] * len(self.windows)
+        sums = torch.stack([value.to(torch.int64) for value in row])
+        self._device[device] = self._device[device] + sums if device in self._device else sums
+
+    def take(self) -> TokenSums:
+        """The sums since the last call. Reads the device, once: call it where the trainer reads its loss anyway."""
+        sums = self._host
+        for tensor in self._device.values():
+            loss, scored, once, nonpad, *pairs = tensor.tolist()
+            sums.loss = None if sums.loss is None else sums.loss + loss
+            sums.scored += scored
+            sums.scored_once += once
+            sums.nonpad += nonpad
+            for window, doubled in zip(self.windows, pairs, strict=True):
+                sums.pairs[window] += doubled / 2
+        self._clear()
+        return sums
+
+
+def _loss_tokens(inputs: Mapping[str, Any], labels: Tensor | None) -> Tensor | None:
+    """Labels that are predicted: the first of each row has nothing before it."""
+    if inputs.get("shift_labels") is not None:
+        return inputs["shift_labels"].ne(IGNORE_INDEX).sum()
+    return labels[..., 1:].ne(IGNORE_INDEX).sum() if labels is not None else None

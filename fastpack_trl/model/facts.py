@@ -1,0 +1,320 @@
+"""What a model's attention needs, and whether transformers' attention interface reaches all of its token mixing.
+
+Read from the config, the modules and the source of their forwards; transformers finds out in the same way whether a
+model can switch its implementation. A guard at run time and the packing proof stand behind this reading.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastpack_trl.model.stock_attention import stock_implementation
+from fastpack_trl.model.upstream import lacks
+
+# Keywords of an attention call that do not change which key a query sees, or that the backends implement.
+_UNDERSTOOD_KEYWORDS = frozenset(
+    {
+        "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "is_causal", "key",
+        "max_length_k", "max_length_q", "module", "output_attentions", "position_ids", "query", "s_aux", "scaling",
+        "sliding_window", "softcap", "value",
+    }
+)  # fmt: skip
+# Full causal attention under the names that configs use; "attention" is granitemoehybrid's.
+_FULL_LAYERS = frozenset({"full_attention", "attention"})
+_UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
+# Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
+_STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
+"""What a model raises whose modules or config are not as a reader takes them to be."""
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFeatures:
+    """The attention of one model, as a chooser needs it."""
+
+    model_type: str
+    implementation: str
+    """Stock's implementation of the text config, e.g. ``sdpa``."""
+    device_type: str
+    windows: frozenset[int]
+    """Sizes of the sliding windows, in tokens, the token itself included."""
+    sinks: bool
+    softcap: bool
+    dropout: float
+    num_heads: int
+    head_dim: int
+    """The widest of query, key and value."""
+    compute_dtype: torch.dtype
+    """What attention computes in: the autocast dtype of the run, else the weights'."""
+    capability: tuple[int, int] | None
+    """Compute capability of the CUDA device; None elsewhere."""
+    gap: str
+    """Why documents cannot be kept apart through the attention interface; empty where they can."""
+    kv_heads: int | None = None
+    """Heads of key and value; None: as many as of the query."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionCall:
+    keywords: frozenset[str]
+    passes_kwargs: bool
+
+
+def text_model(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT, DDP or compiled wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbones(model: nn.Module) -> list[Any]:
+    """The modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
+
+    Found as the inner models that hold the token embedding: usually one, `base_model`. Composite models make their
+    masks above the decoder; opt's head calls the decoder past the backbone; llama4_text's `base_model` is itself.
+    """
+    base = text_model(model)
+    embedding = base.get_input_embeddings()
+    return [
+        module
+        for module in base.modules()
+        if module is not base
+        and isinstance(module, PreTrainedModel)
+        and any(inner is embedding for inner in module.modules())
+    ]
+
+
+def is_prompt_learning(model: nn.Module) -> bool:
+    """Prompt, prefix or p-tuning: PEFT drops `position_ids` and prepends virtual tokens to each *row*."""
+    config = getattr(model, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of the text decoder that call transformers' attention interface."""
+    config = text_model(model).config.get_text_config()
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "config", None) is config and _attention_call(module.__class__) is not None
+    ]
+
+
+def state_modules(model: nn.Module) -> list[nn.Module]:
+    """Mixers that carry state from token to token, outside of attention."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Conv1d) or _STATE_MODULE.search(type(module).__name__)
+    ]
+
+
+def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
+    """The attention implementation that the user chose; None where it is transformers' own default.
+
+    Args:
+        model: a loaded model.
+        by_name: `attn_implementation` of `model_init_kwargs`, when the model was given by its name; it may name one
+            per sub-model.
+    """
+    base = text_model(model)
+    implementation = stock_implementation(base.config.get_text_config())
+    default = ("sdpa", "eager") if not getattr(base, "_supports_sdpa", False) else ("sdpa",)
+    if by_name is not None:
+        return by_name if isinstance(by_name, str) else implementation
+    return None if implementation in default else implementation
+
+
+def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
+    """Read what `model` (PEFT or plain) needs of a packed attention; what cannot be read is a `gap`.
+
+    Args:
+        model: a transformers causal language model.
+        compute_dtype: the autocast dtype that it will run in; default: that of its weights.
+    """
+    base = text_model(model)
+    device = next(iter(base.parameters())).device
+    config = base.config.get_text_config()
+    unread = ModelFeatures(
+        model_type=str(config.model_type),
+        implementation=stock_implementation(config),
+        device_type=device.type,
+        windows=frozenset(),
+        sinks=False,
+        softcap=False,
+        dropout=0.0,
+        num_heads=1,
+        head_dim=1,
+        compute_dtype=compute_dtype or base.dtype,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        gap="",
+    )
+    try:
+        return replace(unread, **_attention_facts(model, base, config))
+    except UNREADABLE as error:
+        return replace(unread, gap=f"{config.model_type}'s attention cannot be read ({type(error).__name__}: {error})")
+
+
+def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]:
+    attentions = attention_modules(base)
+    calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
+    heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
+    kv_heads = min(int(count or max(heads)) for count in layer_values(config, "num_key_value_heads"))
+    return {
+        "windows": frozenset(filter(None, (window_of(module) for module in attentions))),
+        "sinks": any("s_aux" in call.keywords for call in calls),
+        "softcap": any("softcap" in call.keywords for call in calls)
+        and any(cap is not None for cap in layer_values(config, "attn_logit_softcapping")),
+        "dropout": max(float(rate or 0.0) for name in _DROPOUT_NAMES for rate in layer_values(config, name)),
+        "num_heads": max(heads),
+        "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
+        "head_dim": _head_dim(config, min(heads)),
+        "gap": next(_gaps(model, base, config, attentions), ""),
+    }
+
+
+def _head_dim(config: Any, heads: int) -> int:
+    # Multi-head latent attention: queries and keys are wider than the rotary part that `head_dim` may name.
+    plain = [int(size or config.hidden_size // heads) for size in layer_values(config, "head_dim")]
+    latent = [layer_values(config, name) for name in ("qk_head_dim", "v_head_dim")]
+    return max(*plain, *(int(size or 0) for sizes in latent for size in sizes))
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """A field of a text config; one value per layer where its layers differ in it (gemma4), None where it has none."""
+    try:
+        return [getattr(config, name, None)]
+    except RuntimeError:  # what transformers raises where the config as a whole has no such field
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
+def layer_value(module: Any, name: str) -> Any:
+    """The field of a module's config that is its layer's."""
+    values = layer_values(module.config, name)
+    return values[module.layer_idx] if len(values) > 1 else values[0]
+
+
+def window_of(module: nn.Module) -> int | None:
+    """The window that stock's *mask* gives this layer, in tokens; None where it sees the whole document.
+
+    Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
+    """
+    config: Any = module.config
+    size = layer_value(module, "sliding_window")
+    layer_types = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if size is None:
+        return None
+    if layer_types is not None and layer is not None:
+        return int(size) if layer_types[layer] == "sliding_attention" else None
+    return int(size) if _masks_with_window(inspect.getmodule(type(module))) else None
+
+
+def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
+    """Reasons, first one first, why the interface cannot keep documents of this model apart."""
+    family = config.model_type
+    if missing := lacks("packed_attention"):
+        yield missing
+    if is_prompt_learning(model):
+        yield "prompt learning prepends virtual tokens to each row, not to each document"
+    if not attentions or not base._can_set_attn_implementation():
+        yield f"{family} does not call transformers' attention interface"
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _UNDERSTOOD_LAYERS)
+    if other:
+        yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
+    for module in state_modules(base):
+        yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
+    if _layers_without(attentions, base):
+        yield f"{family} has layers that mix tokens without the attention interface"
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        yield f"{family} attends in both directions (is_causal=False)"
+    parents = {id(child): (parent, name) for parent in base.modules() for name, child in parent.named_children()}
+    for module in attentions:
+        yield from _call_gaps(family, module, *parents[id(module)])
+
+
+def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
+    call = _attention_call(module.__class__)
+    if call is None or not call.passes_kwargs or not _hands_on_kwargs(parent.__class__, name):
+        yield f"{family} drops keywords on the way to attention"
+        return
+    unknown = sorted(call.keywords - _UNDERSTOOD_KEYWORDS)
+    if unknown:
+        yield f"{family} calls attention with {', '.join(unknown)}"
+    if window_of(module) is not None and "sliding_window" not in call.keywords:
+        yield f"{family} has a sliding window only in its mask"
+    if not getattr(module, "is_causal", True):
+        yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
+
+
+def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
+    """Whether a list of decoder layers has one without an interface attention (convolution, state space, ...)."""
+    known = {id(module) for module in attentions}
+    for stack in base.modules():
+        if not isinstance(stack, nn.ModuleList):
+            continue
+        has = [any(id(inner) in known for inner in layer.modules()) for layer in stack]
+        if any(has) and not all(has):
+            return True
+    return False
+
+
+def source_tree(function: Any) -> ast.Module | None:
+    """The parsed source of a function; None where it was built without (frozen applications, interactive classes)."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+@lru_cache(maxsize=256)
+def _attention_call(cls: Any) -> _AttentionCall | None:
+    """How the forward of `cls` calls the function it got from the attention interface; None if it does not."""
+    tree = source_tree(cls.forward) if hasattr(cls, "forward") and issubclass(cls, nn.Module) else None
+    if tree is None:
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "ALL_ATTENTION_FUNCTIONS":
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found: set[str] = set()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    for node in calls:
+        found |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+    passes = all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
+    return _AttentionCall(frozenset(found), passes) if calls else None
+
+
+@lru_cache(maxsize=256)
+def _hands_on_kwargs(parent: Any, child: str) -> bool:
+    """Whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt in another way."""
+    tree = source_tree(parent.forward)
+    calls = [
+        node
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
+    ]
+    return all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
+
+
+@lru_cache(maxsize=256)
+def _masks_with_window(module: Any) -> bool:
+    try:
+        return "create_sliding_window_causal_mask" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return True

@@ -1,0 +1,108 @@
+"""What is looked at before a trainer prepares anything: counts, the output folder, the model's files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from fastpack_trl.errors import shown
+from fastpack_trl.model.saved import weights_fault
+
+_COUNTS = {
+    "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",
+    "gradient_accumulation_steps": "micro-batches per optimizer step, 1 for no accumulation",
+    "max_length": "tokens per row, or None for no limit",
+    "pad_to_multiple_of": "a number of tokens, or None",
+}
+_COUNTS_OF_EVALUATION = {
+    "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",
+    "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
+}
+_OTHER_FILES = {"gguf_file", "subfolder", "use_safetensors", "variant"}
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Check what a trainer was given, before stock loads the model and prepares the data.
+
+    Args:
+        given: arguments of `SFTTrainer` by name.
+
+    Raises:
+        ValueError: names the value and the remedy.
+    """
+    args, model, train_dataset = given.get("args"), given.get("model"), given.get("train_dataset")
+    if args is not None:
+        check_counts(args)
+        check_output_dir(args)
+    if isinstance(train_dataset, Dataset) and not len(train_dataset):
+        raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
+    if isinstance(model, PreTrainedModel) and not model.can_generate():
+        raise ValueError(
+            f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"
+        )
+    if isinstance(model, str):
+        check_weights(model, getattr(args, "model_init_kwargs", None) or {})
+
+
+def check_counts(args: Any) -> None:
+    """Check the settings that count something. Those of evaluation matter only where the run evaluates.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    for name, meaning in (_COUNTS | _COUNTS_OF_EVALUATION if evaluates else _COUNTS).items():
+        value = getattr(args, name, None)
+        if isinstance(value, int | float) and not value >= 1:
+            raise ValueError(f"{name}={shown(value)} is below 1: give {meaning}")
+
+
+def check_output_dir(args: Any) -> None:
+    """Check that `output_dir` can be made and, in a run that saves, written to.
+
+    Raises:
+        ValueError: it cannot; names the path that is in the way.
+    """
+    folder = Path(str(args.output_dir))
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    if args.should_save and (saves or not folder.is_dir()) and (reason := unwritable(folder)):
+        raise ValueError(f"output_dir {str(folder)!r}: {reason}")
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be written to `folder`, which need not exist yet, and the remedy; empty where it can."""
+    place = folder
+    try:
+        for place in (folder, *folder.absolute().parents):
+            if place.is_symlink() and not place.exists():
+                return f"{str(place)!r} is a link to nothing: name a folder or a new path"
+            if not place.exists():
+                continue
+            if not place.is_dir():
+                return f"{str(place)!r} is a file: name a folder or a new path"
+            # Tried, not asked: root may write anywhere, but not on what is mounted read-only.
+            with tempfile.TemporaryFile(dir=place):
+                break
+    except OSError as error:
+        return f"{str(place)!r} is not writable ({error.strerror}): name a folder that is"
+    return ""
+
+
+def check_weights(name: str, init: Mapping[str, Any]) -> None:
+    """Check the headers of the weights in a local folder; a hub name passes.
+
+    Args:
+        name: of the model.
+        init: keywords of `from_pretrained`; some name other files, which are not checked.
+
+    Raises:
+        ValueError: a file was cut short, or is a pointer of git-lfs.
+    """
+    folder = Path(name)
+    if not set(init) & _OTHER_FILES and folder.is_dir() and (fault := weights_fault(folder)):
+        raise ValueError(f"model {name!r} cannot be loaded: {fault}; copy or download it again")

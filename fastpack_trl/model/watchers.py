@@ -1,0 +1,84 @@
+"""Code of the user that sees batches: where there is some, it gets them as stock makes them, one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+
+from fastpack_trl.model.hooks import is_users
+
+_EXEMPT = frozenset({"transformers", "trl", "accelerate", "fastpack_trl"})
+"""Packages whose callbacks do not look at gradients between two micro-batches, and whose methods are known."""
+
+LOOP = ("_inner_training_loop", "_run_epoch")
+BATCHES = (
+    *LOOP, "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
+    "get_batch_samples", "_prepare_input", "_prepare_inputs", "_prepare_context_parallel_inputs",
+)  # fmt: skip
+"""Methods of a trainer that are called in training with a batch, or once for each."""
+
+
+def own_methods(trainer: Any, names: Iterable[str]) -> str:
+    """Which of `names` a subclass of ours, or somebody on this trainer, has replaced; empty where none is."""
+    own = [name for name in names if hasattr(trainer, name) and _package(getattr(trainer, name)) not in _EXEMPT]
+    return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
+
+
+def hook_on_the_outputs(model: nn.Module) -> str:
+    """A forward hook of the user that is given what a call of `model` with labels returns; empty without one.
+
+    Args:
+        model: plain, or as PEFT, accelerate and torch wrap it.
+    """
+    dictionaries = [("all modules", getattr(torch_modules, "_global_forward_hooks", {}))]
+    for module in model.modules():  # the wrappers from the outside in, then the model that has the head
+        dictionaries.append((type(module).__name__, module._forward_hooks))
+        if isinstance(module, PreTrainedModel):
+            break
+    found = (name for name, hooks in dictionaries if any(map(is_users, hooks.values())))
+    return next((f"a forward hook on {name}" for name in found), "")
+
+
+def _package(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def callback_between(trainer: Any) -> str:
+    """Why a callback needs each micro-batch to have run when the next begins; empty where none does."""
+    for callback in trainer.callback_handler.callbacks:
+        method = getattr(callback, "on_substep_end", None)
+        if method is not None and _package(method) not in _EXEMPT:
+            return f"on_substep_end of {type(callback).__name__} comes after each micro-batch"
+    return ""
+
+
+def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
+    """Why the gradient of each micro-batch has to be made by itself: a hook on one of `parameters`; empty without.
+
+    Args:
+        model: whose name of the parameter is said.
+        parameters: looked at once per optimizer step, which costs a fraction of a microsecond each.
+    """
+    for parameter in parameters:
+        # The second is written by `register_post_accumulate_grad_hook`; both are None or a dictionary.
+        if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and parameter.requires_grad:
+            name = next((name for name, other in model.named_parameters() if other is parameter), "a parameter")
+            return f"a hook on the gradient of {name} runs once per backward pass"
+    return ""
+
+
+def once_per_micro_batch(hook: str) -> str:
+    """Why a module hook needs micro-batches by themselves; empty without one."""
+    return f"{hook} runs once per micro-batch" if hook else ""
+
+
+def trained_parameters(optimizer: Any) -> Iterable[nn.Parameter]:
+    """Of the optimizer as it is now."""
+    return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])

@@ -1,0 +1,180 @@
+"""LoRA on expert stacks (PEFT's `target_parameters`) as grouped low-rank products on the routed tokens.
+
+PEFT builds ``W + scale * B A`` for the whole stack in each forward, and a dense gradient of it in backward. Here the
+factors go to the experts function, which never makes either. PEFT's modules stay as they are, so adapters are saved,
+loaded, merged and switched by PEFT itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from fastpack_trl.kernels.grouped import aligned_rank
+from fastpack_trl.model.hooks import SameInRecompute, are_hooked
+from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
+from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
+
+logger = logging.get_logger(__name__)
+
+_BNB_CACHE = "bitsandbytes.nn.parametrize"
+
+
+@dataclass(slots=True)
+class ExpertLora:
+    """The LoRA of one experts module.
+
+    Attributes:
+        name: of the outermost PEFT wrapper.
+        wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
+        module: the experts module inside.
+        reason: why PEFT's own path runs; empty where ours does. Read again in each forward: adapters may be merged,
+            added or switched off at any time, hooks may come and go.
+        hooked: whether hooks ask for PEFT's path.
+    """
+
+    name: str
+    wrappers: list[Any]
+    module: Any
+    reason: str = ""
+    hooked: SameInRecompute = field(default_factory=SameInRecompute)
+
+
+@contextlib.contextmanager
+def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
+    """Run LoRA on the stacks of covered experts through the experts function; PEFT's forward is restored on exit.
+
+    Yields:
+        one entry per experts module with LoRA on its stacks.
+    """
+    found = list(_adapted(model))
+    with contextlib.ExitStack() as stack:
+        for adapter in found:
+            outer = adapter.wrappers[0]
+            adapter.reason = _reason_for_peft(adapter)
+            before = vars(outer).get("forward")
+            if before is not None and getattr(before, "func", None) is _forward:
+                continue  # applied before
+            if before is not None:
+                adapter.reason = "the wrapper's forward was replaced by somebody else"
+                continue
+            # On the instance: the class and everything that PEFT reads stay as they are.
+            outer.forward = partial(_forward, adapter)
+            stack.callback(delattr, outer, "forward")
+        yield found
+
+
+def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
+    inner: set[int] = set()
+    for name, module in model.named_modules():
+        if not _is_wrapper(module) or id(module) in inner:
+            continue
+        chain: list[Any] = []
+        base: Any = module
+        while _is_wrapper(base):
+            chain.append(base)
+            inner.add(id(base))
+            base = base.base_layer
+        if hasattr(base, "_fastpack_moe"):
+            yield ExpertLora(name, chain, base)
+
+
+def has_expert_lora(model: nn.Module) -> bool:
+    """Whether LoRA sits on an expert stack of this model."""
+    return any(_is_wrapper(module) and module.parameter_name in STACKS for module in model.modules())
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
+
+
+def _forward(adapter: ExpertLora, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
+    outer = adapter.wrappers[0]
+    reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
+    if reason != adapter.reason and not torch.compiler.is_compiling():
+        adapter.reason = reason
+        if reason:
+            logger.warning_once(f"expert LoRA: peft ({reason})")
+    # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
+    decoding = is_decoding(adapter.module, hidden) and read_stack(adapter.module, STACKS[0])[1] is None
+    if reason or decoding or not traceable(adapter.module._fastpack_moe):
+        out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
+        return out
+    factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}
+    ids, weights = args
+    gate_up, down = (factors.get(name) for name in STACKS)
+    return run_experts(adapter.module, hidden, ids, weights, gate_up, down)
+
+
+def _reason_for_peft(adapter: ExpertLora) -> str:
+    module = adapter.module
+    for wrapper in adapter.wrappers:
+        if wrapper.parameter_name not in STACKS:
+            return f"{wrapper.parameter_name} is adapted too"
+        if wrapper.disable_adapters:
+            return "adapters are disabled"
+        if wrapper.merged:
+            return "adapters are merged"
+        active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+        if len(active) != 1:
+            return f"{len(active)} adapters are active"
+        if wrapper.num_experts == 1:
+            return "a single expert"
+        if active[0] in getattr(wrapper, "lora_variant", {}):
+            return f"{active[0]!r} is a LoRA variant"
+        # Older PEFT always reads a stack as (experts, in, out), and so gives the factors the other way round.
+        if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
+            return "this PEFT stores the factors the other way round"
+    if adapter.hooked(_reached_by_hooks(adapter)):
+        if read_stack(module, STACKS[0])[1] is None:
+            return "hooks on the experts module, inside of it or on every module"
+        # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
+        logger.warning_once("expert LoRA: hooks on experts in four bits do not run: PEFT's own path cannot train them")
+    return ""
+
+
+def _reached_by_hooks(adapter: ExpertLora) -> bool:
+    """Whether PEFT's path would call a module with a hook that ours goes past."""
+    module = adapter.module
+    for inner in (module, *adapter.wrappers[1:]):
+        kinds = (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks)
+        # Those of bitsandbytes only cache a dense stack within a call, which our path does not make.
+        if any(getattr(hook, "__module__", "") != _BNB_CACHE for hooks in kinds for hook in hooks.values()):
+            return True
+    return are_hooked(*gate_modules(module))
+
+
+def low_rank(wrapper: Any, module: Any) -> LowRank:
+    """The active adapter of a PEFT wrapper as grouped factors, in the dtype of the stack.
+
+    PEFT stores A as (E * r, in), experts slowest, and B as (out, r * E), experts fastest. The rank is padded with
+    zeros to what torch's grouped GEMM can address.
+    """
+    (name,) = (active for active in wrapper.active_adapters if active in wrapper.lora_A)
+    experts, dtype = wrapper.num_experts, stack_dtype(module, wrapper.parameter_name)
+    weight_a, weight_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a = weight_a.to(dtype).view(experts, -1, weight_a.shape[1])
+    b = weight_b.to(dtype).view(weight_b.shape[0], -1, experts).permute(2, 1, 0)
+    missing = aligned_rank(a.shape[1], dtype) - a.shape[1]
+    if missing:
+        a, b = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (a, b))
+    return LowRank(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
+
+
+def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
+    """A warning where LoRA wraps the routers beside these experts: `target_modules="all-linear"` may do that."""
+    inside = {name.split(".base_layer")[0].rpartition(".")[0] for name in experts}
+    for name, module in model.named_modules():
+        parent, _, own = name.rpartition(".")
+        if parent in inside and own in ("gate", "router") and hasattr(module, "lora_A"):
+            said = f"LoRA wraps the router ({name}): routing changes with the adapter; "
+            return [said + "name target_modules and target_parameters instead of 'all-linear' unless that is meant"]
+    return []

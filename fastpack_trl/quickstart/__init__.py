@@ -1,0 +1,1 @@
+"""``fastpack-trl quickstart``: a run on real text, offline."""

@@ -1,0 +1,283 @@
+"""``fastpack-trl quickstart``: full fine-tune, LoRA and a comparison with stock TRL on real text; offline, on the CPU.
+
+Nothing is downloaded: the text is the standard library's own documentation (`corpus`), the model a few million random
+weights (`small_model`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from fastpack_trl.errors import UserError
+from fastpack_trl.recipe.options import add_json
+
+DEFAULT_FOLDER = "quickstart-output"
+MARKER = ".fastpack-quickstart"
+"""Its presence says that the folder and all of `OUR_NAMES` in it were written by the quickstart."""
+OUR_NAMES = {
+    "data": "the text: train.jsonl, test.jsonl",
+    "init": "tokenizer and random model",
+    "model": "the model after the full fine-tune",
+    "adapter": "the LoRA adapter",
+    "quickstart.yaml": "the LoRA run's settings; yours to change: fastpack-trl sft --config ...",
+    "quickstart.json": "every figure",
+    "loss.png": "both loss curves",
+    "cache": "tokenized rows",
+    "comparison": "working folder of the comparison",
+}
+
+MAX_LENGTH = 1_024
+TEST_EVERY = 40  # 2.5 % held out
+WARMUP_STEPS = 1  # the first step allocates memory and chooses algorithms
+PAIRS = 2  # runs of each side in the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line decides."""
+
+    folder: Path
+    json_file: Path | None
+    steps: int
+    lora_steps: int
+    compare_steps: int
+    seed: int
+    overwrite: bool
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Arguments of the full fine-tune and of both sides of the comparison."""
+        return {
+            "packing": True,
+            "packing_strategy": "bfd",
+            "max_length": MAX_LENGTH,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 3e-3,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": 3,
+            "seed": self.seed,
+            # float32 on the CPU: bf16, TRL's default, is emulated by most CPUs and keeps three digits, too few to tell
+            # rounding from a mistake when the losses are compared with stock.
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,  # memory is no concern at this size
+            "save_strategy": "no",
+            "report_to": "none",
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``fastpack-trl quickstart``."""
+    add = parser.add_argument
+    add("--output_dir", default=DEFAULT_FOLDER, metavar="DIR", help="folder for everything it writes (%(default)s)")
+    add_json(parser, "every figure, setting, version and logged loss")
+    add("--steps", type=int, default=60, metavar="N", help="optimizer steps of the full fine-tune (%(default)s)")
+    add("--lora_steps", type=int, default=30, metavar="N", help="optimizer steps of the LoRA run (%(default)s)")
+    compare_help = "timed steps per run of the comparison with stock TRL, four runs (%(default)s)"
+    add("--compare_steps", type=int, default=8, metavar="N", help=compare_help)
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and data order (%(default)s)")
+    overwrite_help = "write into a folder that holds other files; those stay as they are"
+    add("--overwrite", action="store_true", help=overwrite_help)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do all of it; 0 if every promise held, otherwise 1 and a line that says which did not.
+
+    Raises:
+        UserError: a wrong setting, or a folder that holds something else.
+    """
+    settings = _settings(args)
+    prepare_folder(settings.folder, overwrite=settings.overwrite)
+    start = perf_counter()
+    print(f"Writing to {settings.folder}/; offline, float32, CPU.")
+    with _environment(settings.folder / "cache"), _quiet():
+        from fastpack_trl.quickstart import report
+
+        results = _run_all(settings)
+        results.seconds["total"] = perf_counter() - start
+        plotted = report.plot(results, settings.folder / "loss.png")
+    text = json.dumps(results.to_dict(), indent=2, allow_nan=False) + "\n"
+    for path in filter(None, (settings.folder / "quickstart.json", settings.json_file)):
+        path.write_text(text, encoding="utf-8")
+    print(f"\n{report.table(results)}\n")
+    print(_files_text(settings.folder))
+    if not plotted:
+        print("No loss.png: pip install 'fastpack-trl[plots]' draws it.")
+    broken = [promise for promise in results.promises() if not promise.kept]
+    for promise in broken:
+        print(f"fastpack-trl quickstart: failed: {promise.text}")
+    return 1 if broken else 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    for name, least in {"steps": 2, "lora_steps": 1, "compare_steps": 1, "seed": 0}.items():
+        value = getattr(args, name)
+        if value < least:
+            raise UserError(f"--{name} {value} is below {least}")
+    json_file = Path(args.json).expanduser() if args.json else None
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        # Now, rather than after two minutes of training.
+        raise UserError(f"--json {json_file} cannot be written: it is a folder, or its folder does not exist")
+    folder = Path(args.output_dir).expanduser()
+    return Settings(folder, json_file, args.steps, args.lora_steps, args.compare_steps, args.seed, args.overwrite)
+
+
+def prepare_folder(folder: Path, *, overwrite: bool) -> None:
+    """An empty place for each of `OUR_NAMES` in `folder`; what an earlier quickstart left there is removed.
+
+    Raises:
+        UserError: `folder` is a file, or holds what the quickstart did not write. `overwrite` accepts other files
+            beside ours, but not in our places: they would have to be deleted.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose another --output_dir")
+    ours = (folder / MARKER).is_file()
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
+        if not overwrite:
+            raise UserError(
+                f"{folder} is not empty and was not written by the quickstart: choose another --output_dir, or "
+                "--overwrite to write beside what is there"
+            )
+        taken = [name for name in OUR_NAMES if (folder / name).exists()]
+        if taken:
+            raise UserError(
+                f"{folder} already has {', '.join(taken)}, not written by the quickstart: move it away or choose "
+                "another --output_dir"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in OUR_NAMES:
+            path = folder / name
+            if path.is_symlink() or path.is_file():
+                path.unlink()  # a link: what it points to is not ours
+            elif path.is_dir():
+                shutil.rmtree(path)
+        (folder / MARKER).write_text("Written by `fastpack-trl quickstart`, which replaces it.\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+
+
+def yaml_text(folder: Path | None = None) -> str:
+    """The LoRA run's settings as the package ships them; with `folder` its paths lead there."""
+    text = files("fastpack_trl").joinpath("configs/quickstart.yaml").read_text(encoding="utf-8")
+    if folder is None:
+        return text
+
+    def moved(match: re.Match[str]) -> str:
+        # A JSON string is a YAML string, whatever characters the path has.
+        return match[1] + json.dumps(str(folder / match[2]), ensure_ascii=False)
+
+    return re.sub(rf"(?m)^(\w+: ){DEFAULT_FOLDER}/(\S+)", moved, text)
+
+
+def _run_all(settings: Settings) -> Any:
+    from fastpack_trl.quickstart import phases
+    from fastpack_trl.quickstart.compare import compare_with_stock
+    from fastpack_trl.quickstart.report import Results
+
+    folder = settings.folder.resolve()
+    results = Results.start(settings)
+    yaml_file = folder / "quickstart.yaml"
+    yaml_file.write_text(yaml_text(settings.folder), encoding="utf-8")
+
+    with _stage("1/5 Data, tokenizer and model", results):
+        results.data, results.model = phases.make_inputs(folder, settings, test_every=TEST_EVERY)
+    with _stage("2/5 Full fine-tune from random weights", results):
+        results.full, rows = phases.full_fine_tune(folder, settings)
+    with _stage("3/5 LoRA: fastpack-trl sft --config quickstart.yaml", results):
+        results.lora, trained = phases.lora(folder, yaml_file, settings)
+    with _stage("4/5 The adapter in fresh objects", results):
+        results.answer = phases.answer_with_adapter(folder, trained, seed=settings.seed)
+    with _stage("5/5 The same steps with stock TRL and with fastpack", results):
+        results.comparison = compare_with_stock(
+            folder / "model",
+            rows,
+            settings.training,
+            work_folder=folder / "comparison",
+            steps=settings.compare_steps,
+            warmup=WARMUP_STEPS,
+            pairs=PAIRS,
+        )
+    return results
+
+
+@contextmanager
+def _stage(title: str, results: Any) -> Iterator[None]:
+    print(f"\n== {title}", flush=True)
+    start = perf_counter()
+    yield
+    results.seconds[title] = perf_counter() - start
+
+
+@contextmanager
+def _environment(cache: Path) -> Iterator[None]:
+    """No network, no telemetry, the data cache inside our folder; threads that wait without spinning.
+
+    The libraries read these variables when they are imported, so this comes before their import.
+    """
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DATASETS_CACHE": str(cache.resolve()),
+        # On a machine with other work, an OpenMP thread that spins at a barrier keeps the one it waits for from
+        # running: steps then take several times as long.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings and errors from the libraries, without the known noise; progress bars and the trainer's banner stay.
+
+    (Not errors alone: transformers takes that level for a wish to have no progress bars.)
+    """
+    import logging
+
+    # bitsandbytes announces an optional kernel it could not load, although nothing here is quantised.
+    noisy = logging.getLogger("bitsandbytes")
+    before = noisy.level
+    noisy.setLevel(logging.ERROR)
+    import datasets
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity(), datasets.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    datasets.logging.set_verbosity_warning()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults use names that transformers renames
+            yield
+    finally:
+        noisy.setLevel(before)
+        transformers.logging.set_verbosity(verbosity[0])
+        datasets.logging.set_verbosity(verbosity[1])
+
+
+def _files_text(folder: Path) -> str:
+    width = max(map(len, OUR_NAMES))
+    lines = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
+    return "\n".join([f"Files in {folder}/", *lines])

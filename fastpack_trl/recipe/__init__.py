@@ -1,0 +1,1 @@
+"""From a YAML or flags to a trainer."""

@@ -1,0 +1,281 @@
+"""What ``fastpack-trl sft`` checks before the model is loaded: paths, architecture, tokenizer, columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import UserError, describe, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from fastpack_trl.config import FastSFTConfig
+
+_REPORTERS = (
+    "clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+"""Targets of `report_to` that are the name of a package."""
+
+
+def check_reporters(training: FastSFTConfig) -> None:
+    """What `report_to` names is installed; transformers says so only after the model and the data were prepared.
+
+    Raises:
+        UserError: names the target and the command that installs it.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+
+    available = get_available_reporting_integrations()
+    for name in training.report_to or ():
+        if name in _REPORTERS and name not in available and find_spec(name) is None:
+            raise UserError(f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'")
+
+
+def check_optimizer_arguments(training: FastSFTConfig) -> None:
+    """Raises: UserError: ``optim_args`` is not a list of names and values."""
+    given = training.optim_args
+    if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):
+        raise UserError(f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'")
+
+
+def check_paths(training: FastSFTConfig) -> None:
+    """``output_dir`` can be made, and ``resume_from_checkpoint`` names something to resume from.
+
+    Raises:
+        UserError: ``output_dir`` is or lies below a file or is not writable; there is no such checkpoint.
+        ValueError: no checkpoint there is complete.
+    """
+    from fastpack_trl.model.preflight import unwritable
+    from fastpack_trl.model.saved import choose_checkpoint
+
+    output = Path(str(training.output_dir))
+    if training.should_save and (reason := unwritable(output)):
+        raise UserError(f"output_dir {str(output)!r}: {reason}")
+    resume: object = training.resume_from_checkpoint
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        # The command line hands over text; the trainer takes the boolean ("the last checkpoint in output_dir").
+        resume = resume.lower() == "true"
+        training.resume_from_checkpoint = resume
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
+    if resume is True and not any(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint-*")):
+        raise UserError(f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}")
+    choose_checkpoint(resume, str(output))  # what it says is said when training starts
+
+
+def local_model(model: ModelConfig) -> str:
+    """``model_name_or_path`` with ``~`` expanded.
+
+    Raises:
+        UserError: it is not set, or is written as a path where no folder is.
+    """
+    name = model.model_name_or_path
+    if not name:
+        raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
+    path = Path(name).expanduser()
+    if name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or path.exists():
+        if not path.is_dir():
+            raise UserError(
+                f"model_name_or_path {shown(name)} is not a folder (looked for {path.absolute()}): it needs "
+                "config.json, weights and tokenizer"
+            )
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise UserError(
+                f"model_name_or_path {name!r} is a PEFT adapter: name its base model, or merge the adapter into it"
+            )
+        return str(path)
+    return name
+
+
+def check_architecture(name: str, init: Mapping[str, Any]) -> None:
+    """The checkpoint is a causal language model, by its ``config.json``.
+
+    Raises:
+        UserError: no configuration there or on the hub, or an architecture without a causal language-model head.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            name, revision=init.get("revision"), trust_remote_code=init.get("trust_remote_code", False)
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model_name_or_path {name!r} cannot be used: {describe(error)}") from error
+    architectures = config.architectures or []
+    if not architectures:
+        raise UserError(
+            f"model {name!r}: config.json (model_type {config.model_type!r}) names no architecture; a causal language "
+            "model is needed: save it with AutoModelForCausalLM"
+        )
+    architecture = architectures[0]
+    fitting = {
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+        *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
+    }
+    # A class that transformers does not know comes with the checkpoint; its `auto_map` says what it is.
+    remote = {"AutoModelForCausalLM", "AutoModelForImageTextToText"} & set(getattr(config, "auto_map", None) or ())
+    unknown = getattr(transformers, architecture, None) is None
+    known_type = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if getattr(config, "is_encoder_decoder", False) or not (
+        architecture in fitting or (unknown and (remote or known_type))
+    ):
+        raise UserError(
+            f"model {name!r} is a {architecture} (model_type {config.model_type!r}): a causal language model "
+            "(...ForCausalLM) is needed for supervised fine-tuning"
+        )
+
+
+def check_attention(name: object) -> None:
+    """``attn_implementation`` exists and can run here. ``None`` and mappings (one name per sub-model) pass.
+
+    Raises:
+        UserError: no such implementation, or one whose package is not installed.
+    """
+    from transformers import AttentionInterface
+
+    if not isinstance(name, str) or "/" in name or name.startswith("paged|"):
+        return  # a hub kernel or a paged implementation: transformers decides when the model is made
+    known = sorted({"eager", *AttentionInterface._global_mapping})
+    if name not in known:
+        raise UserError(
+            f"attn_implementation {shown(name)} does not exist{did_you_mean(name, known)}: use sdpa or eager, or "
+            "leave it out"
+        )
+    package = {
+        "flash_attention_2": "flash_attn",
+        "flash_attention_3": "flash_attn_interface",
+        "flash_attention_4": "flash_attn",
+    }.get(name)
+    # transformers takes the kernel from the hub when `kernels` is installed and the package is not.
+    if package is not None and find_spec(package) is None and find_spec("kernels") is None:
+        raise UserError(
+            f"attn_implementation {name!r} needs the package {package}, which is not installed: install it, or leave "
+            "attn_implementation out"
+        )
+
+
+def quantization(given: object) -> Any:
+    """``{"quant_method": "mxfp4", "dequantize": True}`` as an object of transformers' class; others as they are.
+
+    For a checkpoint that is quantised itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
+
+    Raises:
+        UserError: no such method, or a package that it needs is not installed.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return AutoQuantizationConfig.from_dict(dict(given))
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(
+            f"model_init_kwargs: quantization_config: {shown(given)} cannot be used: {describe(error)}"
+        ) from error
+
+
+def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) -> Any:
+    """The processing class as TRL loads it, after a check of the tokens that training needs.
+
+    Raises:
+        UserError: no tokenizer, a ``pad_token`` or ``eos_token`` outside its vocabulary, or no padding token at all.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        processing_class = AutoProcessor.from_pretrained(
+            name, revision=init.get("revision"), trust_remote_code=training.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model {name!r} has no tokenizer that can be loaded: {describe(error)}") from error
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    vocabulary = tokenizer.get_vocab()
+    for field in ("pad_token", "eos_token"):
+        token = getattr(training, field)
+        if token is not None and token not in vocabulary:
+            raise UserError(
+                f"{field} {shown(token)} is not in the vocabulary of the tokenizer of {name!r}: choose one that is "
+                f"(special tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
+            )
+    pad_token = training.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if pad_token is None or pad_token not in vocabulary:
+        raise UserError(
+            f"the tokenizer of {name!r} has no padding token ({pad_token!r}): set pad_token to a token of its "
+            "vocabulary"
+        )
+    return processing_class
+
+
+def check_template(training: FastSFTConfig) -> None:
+    """Raises: UserError: ``chat_template_path`` is written as a path where nothing is."""
+    path = training.chat_template_path
+    if path is None:
+        return
+    written_as_path = path.startswith(("./", "../", "/", "~")) or path.endswith((".jinja", ".j2"))
+    if written_as_path and not Path(path).exists():
+        raise UserError(
+            f"chat_template_path {shown(path)} does not exist (looked for {Path(path).absolute()}): name a .jinja file "
+            "or a tokenizer"
+        )
+
+
+def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") -> Any:
+    """The split `name`; `field` is the setting that chose it.
+
+    Raises:
+        UserError: no such split, or it has no rows.
+    """
+    if name not in splits:
+        raise UserError(
+            f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
+            "of them" + (", or eval_strategy to 'no'" if why else "")
+        )
+    split = splits[name]
+    if not any(True for _ in islice(split, 1)):
+        raise UserError(f"split {name!r} of the data is empty (0 rows): check the file, or choose another with {field}")
+    return split
+
+
+def check_rows(split: Any, name: str, training: FastSFTConfig, processing_class: Any) -> None:
+    """The columns of `split` make it one of the data set types that TRL trains on; of a stream, in the first row.
+
+    Args:
+        name: ``train`` or ``eval``, for the message.
+
+    Raises:
+        DataError: no such column, or a row that holds something else.
+        UserError: a tokenizer that cannot make tokens of it.
+    """
+    from datasets import Dataset
+
+    from fastpack_trl.packing.source import CONVERSATIONS, TEXT, TOKENS, check_row, check_source
+
+    if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    text_field = training.dataset_text_field
+    if isinstance(split, Dataset):
+        check_source(split, text_field, formatted=False, name=name)
+    kinds = set(check_row(next(iter(split)), text_field, name).values())
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if kinds != {TOKENS} and not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
+            f"{len(tokenizer)}): its files are missing there; save it beside the model"
+        )
+    if kinds & CONVERSATIONS:
+        templates = (training.chat_template_path, processing_class.chat_template, tokenizer.chat_template)
+        if not any(templates):
+            raise UserError(
+                f"the {name} data set holds conversations, but the tokenizer has no chat template: set "
+                "chat_template_path to a .jinja file or to a model that has one"
+            )
+    elif kinds == {TEXT} and training.eos_token is None and tokenizer.eos_token is None:
+        raise UserError("the tokenizer has no end-of-sequence token: set eos_token to a token of its vocabulary")

@@ -1,0 +1,209 @@
+"""Training data by name: a hub data set, a local file, a folder of files, or a folder made by `save_to_disk`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import UserError, describe, shown
+from fastpack_trl.recipe.data_faults import first_fault
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    Splits = Mapping[str, Dataset | IterableDataset]
+
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+"""Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
+
+_COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
+
+
+def builder_of(path: str) -> str | None:
+    """``"a/b.jsonl.gz"`` -> ``"json"``; ``None`` for a name without the suffix of a data file."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    return BUILDERS.get(suffixes[-1]) if suffixes else None
+
+
+def looks_local(name: str) -> bool:
+    """Whether `name` can only be meant as a path: it exists, is written as one, or has the suffix of a data file.
+
+    ``"./corpus"``, ``"~/corpus"``, ``"data.jsonl"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False`` unless there is
+    such a folder.
+    """
+    if "://" in name:
+        return False
+    # A hub name has one slash at most.
+    written = name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or "\\" in name
+    return written or builder_of(name) is not None or Path(name).exists()
+
+
+def _is_pattern(name: str) -> bool:
+    return any(mark in name for mark in "*?[")
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(
+            f"data {shown(name)} does not exist (looked for {path.absolute()}): relative paths start at the working "
+            "directory, not at the YAML"
+        )
+    return path
+
+
+def local_source(name: str) -> tuple[str, Any]:
+    """How `datasets.load_dataset` reads the local data `name`: the builder and its ``data_files``.
+
+    ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files -> ``(folder, None)``; a folder made by
+    `save_to_disk` -> ``("arrow", ...)``.
+
+    Raises:
+        UserError: nothing is there, the file is empty, or its suffix is none of `BUILDERS`.
+    """
+    builder = builder_of(name)
+    if _is_pattern(name) and builder is not None:
+        if not _files(name):
+            raise UserError(f"no file matches {shown(name)} (looked in {Path.cwd()}): correct the pattern")
+        return builder, str(Path(name).expanduser())
+    path = _existing(name)
+    if path.is_dir():
+        saved = _saved_files(path)
+        return ("arrow", saved) if saved else (str(path), None)
+    if builder is None:
+        raise UserError(f"data file {shown(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
+    if path.stat().st_size == 0:
+        raise UserError(f"data file {shown(name)} is empty")
+    return builder, str(path)
+
+
+def _files(name: str) -> list[Path]:
+    """The data files that a local name, pattern or folder stands for, as far as their suffix says so."""
+    path = Path(name).expanduser()
+    if _is_pattern(name):
+        found = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+    else:
+        found = path.rglob("*")
+    return sorted(
+        file for file in ([path] if path.is_file() else found) if file.is_file() and builder_of(str(file)) is not None
+    )
+
+
+def _saved_files(folder: Path) -> Any:
+    """``data_files`` of a folder made by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; ``None`` for others."""
+    if (folder / "state.json").is_file():
+        return str(folder / "*.arrow")
+    if (folder / "dataset_dict.json").is_file():
+        return {child.name: str(child / "*.arrow") for child in sorted(folder.iterdir()) if child.is_dir()}
+    return None
+
+
+def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
+    import datasets
+
+    if "://" in name and not name.startswith("hf://"):
+        raise UserError(
+            f"dataset_name {shown(name)} is a URL, which has no builder: give it as "
+            f"`datasets: [{{path: {builder_of(name) or 'json'}, data_files: {name}}}]`"
+        )
+    if not looks_local(name):
+        return datasets.load_dataset(name, name=config, streaming=streaming)
+    path = Path(name).expanduser()
+    if path.is_dir() and _saved_files(path):
+        # Read in place: the arrow builder would copy the files into the cache.
+        loaded = datasets.load_from_disk(str(path))
+        splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
+        return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
+    source, data_files = local_source(name)
+    return datasets.load_dataset(source, name=config, data_files=data_files, streaming=streaming)
+
+
+def _load_mixture(mixture: DatasetMixtureConfig) -> Splits:
+    from trl import get_dataset
+
+    if mixture.streaming and mixture.test_split_size is not None:
+        raise UserError(
+            f"test_split_size={mixture.test_split_size} needs the number of rows, which a stream does not have: remove "
+            "it or set streaming: false"
+        )
+    return get_dataset(replace(mixture, datasets=[_local_entry(entry) for entry in mixture.datasets]))
+
+
+def _local_entry(entry: Any) -> Any:
+    # `path` may also be the name of a builder ("json") beside `data_files`: then the user has said it all.
+    if entry.data_files is not None or entry.data_dir is not None or not looks_local(entry.path):
+        return entry
+    source, data_files = local_source(entry.path)
+    return replace(entry, path=source, data_files=data_files)
+
+
+def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
+    """The data as the user named them: ``"data.jsonl"``, or ``"a.jsonl, owner/b"`` for a mixture."""
+    return ", ".join(str(entry.path) for entry in mixture.datasets) or str(script.dataset_name)
+
+
+def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) -> None:
+    """The part of `load_data` that costs nothing: is there a name, and are its local files there?
+
+    Raises:
+        UserError: neither ``dataset_name`` nor ``datasets``, or a local file or folder that cannot be read.
+    """
+    if not script.dataset_name and not mixture.datasets:
+        raise UserError(
+            "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
+            "entries with path: ...)"
+        )
+    names = [entry.path for entry in mixture.datasets if entry.data_files is None and entry.data_dir is None]
+    for name in names if mixture.datasets else [script.dataset_name]:
+        if name is not None and looks_local(name):
+            local_source(name)
+
+
+def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
+    """The splits of the data set that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
+
+    Raises:
+        UserError: no data set named, nothing at that path or on the hub, or files that cannot be read.
+    """
+    from datasets.exceptions import DatasetsError
+
+    check_data_exists(script, mixture)
+    named = data_name(script, mixture)
+    try:
+        if mixture.datasets:
+            return _load_mixture(mixture)
+        return _load_named(str(script.dataset_name), script.dataset_config, script.dataset_streaming)
+    except UserError:
+        raise
+    except (DatasetsError, ValueError, OSError, StopIteration) as error:
+        names = [str(entry.path) for entry in mixture.datasets] or [str(script.dataset_name)]
+        raise UserError(f"data {shown(named)} cannot be loaded: {_reason(error, names)}") from error
+
+
+def _reason(error: BaseException, names: Sequence[str]) -> str:
+    """Why these data cannot be loaded, with the line where it is in a file."""
+    for name in names:
+        for file in _files(name) if looks_local(name) else ():
+            builder = str(builder_of(str(file)))
+            if file.suffix.lower() in BUILDERS and builder != "parquet" and (fault := first_fault(file, builder)):
+                return fault if str(file) == name else f"{file}: {fault}"
+    if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+        return "it holds no rows"
+    # A malformed row arrives as "An error occurred while generating the dataset"; its cause says what and where.
+    reason = describe(error.__cause__ or error)
+    missing = [name for name in names if not looks_local(name) and "://" not in name]
+    if missing:
+        return f"{reason}; nor is there a file or folder {str(Path(missing[0]).absolute())!r}"
+    return reason
