@@ -24,6 +24,7 @@ from fastpack_trl.attention.trial import failure
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import DataError, PackingError
+from fastpack_trl.features import EARLY_SWITCHES, SWITCHES, enter
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.model.preflight import check_given
@@ -43,7 +44,6 @@ from fastpack_trl.packing.source import check_source
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
-from fastpack_trl.switches import EARLY_SWITCHES, SWITCHES, enter
 
 logger = get_logger(__name__)
 

@@ -18,8 +18,8 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.checkpointing.plan import Plan
+from fastpack_trl.features import cache_dequantized, lora
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.switches import cache_dequantized, lora
 
 GIB = 2**30
 # 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.

@@ -64,7 +64,7 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")
 
-    monkeypatch.setattr("fastpack_trl.switches.experts_modules", unreadable)
+    monkeypatch.setattr("fastpack_trl.features.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='off'"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
 

@@ -261,7 +261,7 @@ class MergingTrainer(SFTTrainer):
 
 @contextlib.contextmanager
 def merge_accumulation(trainer: Any) -> Iterator[None]:
-    """The switch: micro-batches of an optimizer step run as fewer, longer rows (`fastpack_trl.switches`).
+    """The switch: micro-batches of an optimizer step run as fewer, longer rows (`fastpack_trl.features`).
 
     Entered after `sync_free`, whose losses and metrics it needs.
     """

@@ -112,7 +112,7 @@ class SyncFreeStep:
 
 @contextlib.contextmanager
 def sync_free(trainer: Any) -> Iterator[None]:
-    """The switch: no device-to-host sync between two logs (`fastpack_trl.switches`)."""
+    """The switch: no device-to-host sync between two logs (`fastpack_trl.features`)."""
     report, step = trainer.fastpack_report, trainer.fastpack_step
     if step is None:
         report.add("sync_free", "off", "stock", "switched off")
