@@ -22,8 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A machine that only runs the tests of a device may lack what the others need.
 collect_ignore = [
-    file.name
-    for file in Path(__file__).parent.glob("test_*.py")
+    str(file.relative_to(Path(__file__).parent))
+    for file in Path(__file__).parent.rglob("test_*.py")
     if find_spec("hypothesis") is None and "from hypothesis import" in file.read_text(encoding="utf-8")
 ]
 

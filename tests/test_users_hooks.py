@@ -13,7 +13,7 @@ from compile_material import Counting, make, one_step, row
 from lora_material import adapted, any_ids
 from lora_material import step as lora_step
 from moe_material import moe_model
-from test_module_hooks import REGISTER, REGISTER_GLOBAL
+from test_hooks import REGISTER, REGISTER_GLOBAL
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from trainer_material import train

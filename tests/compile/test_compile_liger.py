@@ -56,7 +56,8 @@ print("agreed")
 def test_ligers_rotary_embedding_is_set_on_single_attentions_and_taken_away() -> None:
     """In Triton's interpreter, which runs this one of Liger's kernels."""
     pytest.importorskip("liger_kernel")
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "tests" / "support"), str(root)])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", ROTARY], capture_output=True, text=True, env=environment)
     assert run.stdout.endswith("agreed\n"), run.stderr

@@ -66,7 +66,7 @@ def test_the_command_ends_with_one_line(tmp_path: Path, key: str, value: str) ->
     path = tmp_path / "sft.yaml"
     path.write_text(key.format(value), encoding="utf-8")
     command = [sys.executable, "-m", "fastpack_trl", "sft", "--config", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).parents[1])
+    run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).parents[2])
     assert run.returncode == 2
     assert run.stderr.startswith("fastpack-trl sft: error: config file ")
     assert len(run.stderr.splitlines()) == 1

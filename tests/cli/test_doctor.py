@@ -19,7 +19,7 @@ from sft_material import Material, write_jsonl
 from fastpack_trl.cli import doctor
 from fastpack_trl.cli import main as cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: object) -> int:

@@ -22,7 +22,7 @@ def run_ranks(*command: str, timeout: float = 400) -> str:
         port = str(free.getsockname()[1])
     drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment |= {
         "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -10,7 +10,7 @@ from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
 from benchmarks.readme import BEGIN, END, GLANCE, RESULTS, load_results, numbers, with_numbers, without_gain
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_readme_and_results_agree() -> None:

@@ -29,7 +29,7 @@ from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import SftArguments, parse
 from fastpack_trl.testing import tiny_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = {str(path.relative_to(ROOT / "configs")): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
 FAMILIES = {
     "quickstart-output/model": ("qwen3", None),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_install import HOPPER, PLAIN
 from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
-from test_seam import HOPPER, PLAIN
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fastpack_trl.attention import flex

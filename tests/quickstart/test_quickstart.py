@@ -16,7 +16,7 @@ from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart import run as quickstart
 from fastpack_trl.quickstart.compare import Comparison, SideRun
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from test_install import HOPPER
 from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
-from test_seam import HOPPER
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
