@@ -19,8 +19,8 @@ from trl import SFTTrainer
 from fastpack_trl.attention.backends import RIGHT_PADDED, Choice, choose
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.attention.start_proof import prove, prove_stock, stock_is_right
 from fastpack_trl.attention.trial import failure
+from fastpack_trl.attention.verify_packing import prove, prove_stock, stock_is_right
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import DataError, PackingError

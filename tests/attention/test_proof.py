@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention import install as seam
-from fastpack_trl.attention import start_proof
+from fastpack_trl.attention import verify_packing as start_proof
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.attention.stock_leak import stock_leak
 from fastpack_trl.cli.main import main as cli
