@@ -14,8 +14,8 @@ from benchmarks.lora_models import LoraModel, build, definitions
 from benchmarks.model_shapes import PAD
 from benchmarks.model_steps import shared_copy
 from benchmarks.side_turns import measure_in_turns
+from benchmarks.steps import Side, Step, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
-from fastpack_trl.bench.steps import Side, Step, side_figures
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.measure.rounds import Rounds
 from fastpack_trl.measure.timing import Clock, CudaClock, WallClock

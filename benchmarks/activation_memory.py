@@ -18,8 +18,8 @@ from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, 
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
 from benchmarks.published import RELOAD_GAINS
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import limited_threads, quiet
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import limited_threads, quiet
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.trace import host_copy_seconds
 from fastpack_trl.errors import UserError

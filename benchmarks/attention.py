@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_sides import NAMES, TIMES_BUDGET, Attend, Heads, Layer, check, prepare, refusal
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import limited_threads
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import limited_threads
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import PeakMemory, attempt, free_memory, take_turns

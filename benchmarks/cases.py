@@ -27,7 +27,7 @@ class Case:
 
 def _kept(args: Namespace) -> dict[str, Any]:
     """What the loop over rows is told beside the case's own options."""
-    from fastpack_trl.bench.row_loop import ResultFile
+    from benchmarks.row_loop import ResultFile
 
     file = None if args.json is None else ResultFile(Path(args.json).expanduser(), again=args.again)
     return {"seed": args.seed, "progress": True, "file": file}
@@ -129,7 +129,7 @@ def _activation_memory(args: Namespace) -> dict[str, Any]:
 
 def _collator(args: Namespace) -> dict[str, Any]:
     from benchmarks import collator
-    from fastpack_trl.bench.row_loop import RowTask, run_rows
+    from benchmarks.row_loop import RowTask, run_rows
 
     _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
     if args.device == "cuda" or (args.threads or 1) != 1:

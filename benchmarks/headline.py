@@ -17,9 +17,9 @@ from benchmarks.activation_sides import SINGLE
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel
 from benchmarks.model_shapes import shape_of
 from benchmarks.moe_sides import LOOP
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import limited_threads, quiet
 from benchmarks.workload import OURS, STOCK
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.bench.views import NAMES_OF_OURS
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import median_interval

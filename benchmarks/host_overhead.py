@@ -15,13 +15,13 @@ import torch
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.burst import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
+from benchmarks.gpu_profile import GpuProfile
+from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from benchmarks.packed_attention import ParityError, check_parity
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import limited_threads, quiet
 from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
-from fastpack_trl.bench.gpu_profile import GpuProfile
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import OtherLoad

@@ -22,7 +22,9 @@ from benchmarks.liger_side import liger_kernels
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import PAD, shape_of
 from benchmarks.model_steps import shared_copy
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
 from benchmarks.side_turns import measure_in_turns
+from benchmarks.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.baselines import (
@@ -32,8 +34,6 @@ from fastpack_trl.bench.baselines import (
     whole_row_attention,
 )
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import attention_pairs, model_flops

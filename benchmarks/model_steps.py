@@ -21,6 +21,8 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.lora_models import definitions
 from benchmarks.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from benchmarks.model_shapes import PAD, ModelShape, build_model
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from benchmarks.workload import (
     OURS,
     SPARE_ROWS,
@@ -33,8 +35,6 @@ from benchmarks.workload import (
 )
 from fastpack_trl.bench.baselines import RECOMPILES, compiled_path, compiled_regions, whole_row_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import OtherLoad

@@ -26,9 +26,9 @@ from benchmarks.moe_sides import (
     saved_bytes,
     sides,
 )
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import limited_threads, quiet
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import limited_threads, quiet
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import PeakMemory, attempt, free_memory, take_turns

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.steps import Side, Step, limited_threads, quiet, side_figures
 from benchmarks.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
-from fastpack_trl.bench.steps import Side, Step, limited_threads, quiet, side_figures
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.timing import Clock, CudaClock, WallClock, interleave

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.bench.steps import Side, Step
+from benchmarks.steps import Side, Step
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
 from fastpack_trl.measure.timing import Clock

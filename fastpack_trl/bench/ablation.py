@@ -8,8 +8,8 @@ from typing import Any
 
 from fastpack_trl.bench.baselines import OURS, SidePlan
 from fastpack_trl.bench.compare import NotAvailable, measure
-from fastpack_trl.bench.own_plan import Plan
-from fastpack_trl.bench.own_side import Build, Side
+from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.side import Build, Side
 from fastpack_trl.config import _CHOICES, FastSFTConfig
 from fastpack_trl.measure.tables import aligned, disturbances
 from fastpack_trl.trainer import FastSFTTrainer

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cases import CASES
 from benchmarks.headline_table import gain_lines, tiny_lines
-from fastpack_trl.bench import own_run
+from fastpack_trl.bench import config_run
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.tables import (
     aligned,
@@ -99,7 +99,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it, else the CPU"
     )
     add("--seed", metavar="N", type=int, help="of weights, documents and order (default: 0; with --config: the YAML's)")
-    own_run.add_arguments(parser)
+    config_run.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
@@ -112,9 +112,9 @@ def run(args: Namespace) -> int:
         UserError: no or an unknown case, an option that the case does not have, a JSON path that cannot be written.
     """
     if getattr(args, "config", None) is not None:
-        return own_run.run(args, _facts)
-    if own_run.given(args):
-        raise UserError(f"{own_run.given(args)[0]} goes with --config FILE only: a case has no trainer of yours")
+        return config_run.run(args, _facts)
+    if config_run.given(args):
+        raise UserError(f"{config_run.given(args)[0]} goes with --config FILE only: a case has no trainer of yours")
     args.seed = getattr(args, "seed", None) or 0
     if args.list:
         width = max(map(len, CASES))

@@ -29,10 +29,10 @@ from tqdm.auto import tqdm
 
 from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SidePlan, plan_of
 from fastpack_trl.bench.compare_tables import table
-from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
-from fastpack_trl.bench.own_row import assemble, part_of
-from fastpack_trl.bench.own_side import Build, Side, one_bar
 from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
+from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+from fastpack_trl.bench.row import assemble, part_of
+from fastpack_trl.bench.side import Build, Side, one_bar
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.record import OtherLoad, make_record
 from fastpack_trl.measure.rounds import FAILURES, attempt, describe_failure, free_memory, turn_order

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.own_plan import Plan
+from fastpack_trl.bench.plan import Plan
 from fastpack_trl.errors import UserError, describe
 
 ISOLATED = "one process per side, one side after the other: a drift of the machine does not cancel in the ratio"
@@ -35,7 +35,7 @@ def isolated(
     """
     from fastpack_trl.bench.baselines import OURS, SIDES
     from fastpack_trl.bench.compare import bar, record_of
-    from fastpack_trl.bench.own_row import assemble
+    from fastpack_trl.bench.row import assemble
     from fastpack_trl.measure.record import OtherLoad
 
     parts: dict[str, dict[str, Any]] = {}
@@ -135,10 +135,10 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from fastpack_trl.bench.baselines import plan_of
-    from fastpack_trl.bench.own_row import part_of
-    from fastpack_trl.bench.own_run import builder
-    from fastpack_trl.bench.own_side import Side, one_bar
+    from fastpack_trl.bench.config_run import builder
     from fastpack_trl.bench.parity import without_dropout
+    from fastpack_trl.bench.row import part_of
+    from fastpack_trl.bench.side import Side, one_bar
     from fastpack_trl.measure.rounds import FAILURES, describe_failure
 
     torch.set_num_threads(task["threads"])

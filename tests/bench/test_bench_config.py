@@ -14,11 +14,11 @@ from fastpack_trl.bench.ablation import ALL, NEEDS, ablate, ablation_lines, feat
 from fastpack_trl.bench.baselines import OURS
 from fastpack_trl.bench.compare import bar
 from fastpack_trl.bench.compare_tables import table
+from fastpack_trl.bench.config_run import builder, default_file, settings_of
 from fastpack_trl.bench.isolation import _gate, measure_one
-from fastpack_trl.bench.own_plan import Plan
-from fastpack_trl.bench.own_row import assemble
-from fastpack_trl.bench.own_run import builder, default_file, settings_of
 from fastpack_trl.bench.parity import LossParityError
+from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.row import assemble
 from fastpack_trl.cli import main as cli
 
 

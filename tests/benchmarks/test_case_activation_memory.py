@@ -13,10 +13,10 @@ import torch
 from benchmarks.activation_memory import _different, measure
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
 from benchmarks.lora_models import LoraModel, build, definitions
+from benchmarks.steps import Side, quiet
 from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.command import table
-from fastpack_trl.bench.steps import Side, quiet
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import UserError

@@ -355,7 +355,7 @@ def test_all_sides_are_right_and_timed(models: dict[str, Any]) -> None:
 def test_sides_share_one_set_of_parameters_and_one_optimizer(tmp_path: Path) -> None:
     import contextlib
 
-    from fastpack_trl.bench.steps import quiet
+    from benchmarks.steps import quiet
 
     shape = tiny_shape("small")
     run = model_steps.Run(rounds=1, checkpointing=False, device="cpu", seed=0, documents=(8, 40))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.gpu_profile import GpuProfile
+from benchmarks.gpu_profile import GpuProfile
 
 ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
 WARMUP_STEPS = 2

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_peak_flops
 
-from fastpack_trl.bench.own_plan import Plan
-from fastpack_trl.bench.own_side import Side
+from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.side import Side
 from fastpack_trl.bench.step_watch import PHASES, pairs_of
 from fastpack_trl.measure.flops import ModelFlops
 from fastpack_trl.measure.timing import median_interval

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cases, packed_attention
+from benchmarks import cases, packed_attention, steps
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
-from fastpack_trl.bench import command, steps
+from fastpack_trl.bench import command
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure import record

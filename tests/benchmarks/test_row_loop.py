@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora, side_turns
+from benchmarks import lora, row_loop, side_turns
 from benchmarks.lora_models import LoraModel
-from fastpack_trl.bench import baselines, row_loop
-from fastpack_trl.bench.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from fastpack_trl.bench import baselines
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastpack_trl.errors import UserError, did_you_mean, preparing
 
 if TYPE_CHECKING:
-    from fastpack_trl.bench.own_plan import Plan
-    from fastpack_trl.bench.row_loop import ResultFile
+    from benchmarks.row_loop import ResultFile
+    from fastpack_trl.bench.plan import Plan
     from fastpack_trl.config import FastSFTConfig
 
 ABLATE = "ablate"
@@ -122,7 +122,7 @@ def _check(args: Namespace) -> None:
 
 
 def _json_file(args: Namespace) -> ResultFile | None:
-    from fastpack_trl.bench.row_loop import ResultFile
+    from benchmarks.row_loop import ResultFile
     from fastpack_trl.measure.record import check_writable
 
     return ResultFile(check_writable(args.json), again=getattr(args, "again", False)) if args.json else None
@@ -141,7 +141,7 @@ def _make_folder(profile: str | None) -> None:
 
 @contextlib.contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    from fastpack_trl.bench.steps import limited_threads
+    from benchmarks.steps import limited_threads
 
     if count is not None and count < 1:
         raise UserError(f"--threads {count}: give 1 or more")
@@ -151,7 +151,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def plan_from(args: Namespace) -> Plan:
     """The `Plan` of the options."""
-    from fastpack_trl.bench.own_plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+    from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
 
     plan = Plan(
         pairs=DEFAULT_PAIRS if args.pairs is None else args.pairs,

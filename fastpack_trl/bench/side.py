@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from benchmarks.steps import quiet
 from fastpack_trl.bench.baselines import SidePlan
-from fastpack_trl.bench.own_plan import Plan
+from fastpack_trl.bench.plan import Plan
 from fastpack_trl.bench.step_profile import StepProfile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
-from fastpack_trl.bench.steps import quiet
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import ModelFlops, model_flops
