@@ -168,8 +168,7 @@ def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any
     """A `build` for `compare`: each call reads the YAML and loads its model and data anew."""
 
     def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
-        from fastpack_trl.cli.doctor import load
-        from fastpack_trl.cli.sft import make_trainer
+        from fastpack_trl.recipe.make_trainer import load, make_trainer
 
         words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         arguments = load(config, folder, *flags, "--output_dir", folder, *words)
@@ -183,7 +182,7 @@ def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dic
     """The record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
     from fastpack_trl.bench.compare import CASE, record_of
-    from fastpack_trl.cli.doctor import load
+    from fastpack_trl.recipe.make_trainer import load
 
     plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
     flags = [*args.more, *seed]

@@ -9,13 +9,10 @@ from contextlib import redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.recipe.options import add_json, json_file
-
-if TYPE_CHECKING:
-    from fastpack_trl.recipe.arguments import SftArguments
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
@@ -234,28 +231,8 @@ def _out_of_range() -> list[dict[str, str]]:
     return rows
 
 
-def load(config: str, folder: str, *flags: str) -> SftArguments:
-    """The arguments of a YAML for a short run that writes to `folder` only, reports to nobody and never evaluates.
-
-    Raises:
-        UserError: as `fastpack_trl.cli.sft` does for that YAML.
-    """
-    from fastpack_trl.recipe.arguments import parse
-
-    own = {
-        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
-        "eval_on_start": "False",
-        "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
-    }  # fmt: skip
-    words = [word for name, value in own.items() for word in (f"--{name}", value)]
-    with preparing():
-        arguments = parse(["--config", config, *words, *flags], may_launch=False)
-    arguments.training.resume_from_checkpoint = None
-    return arguments
-
-
 def _config(record: dict[str, Any], config: str, folder: str) -> None:
-    from fastpack_trl.cli.sft import make_trainer
+    from fastpack_trl.recipe.make_trainer import load, make_trainer
 
     arguments = load(config, folder)
     record["config"] = {"not_used": arguments.launch}

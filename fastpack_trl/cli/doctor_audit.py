@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from fastpack_trl.errors import SETTING_ERRORS, UserError, describe
+from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, preparing
 from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
 from fastpack_trl.measure.tables import aligned
 
@@ -74,9 +74,7 @@ def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
 
 
 def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int, figures: dict[str, Any]) -> Any:
-    from fastpack_trl.cli.doctor import load
-    from fastpack_trl.cli.sft import make_trainer
-    from fastpack_trl.errors import preparing
+    from fastpack_trl.recipe.make_trainer import load, make_trainer
 
     window = _Window(steps)
     out: dict[str, Any] = {"error": None, "total": None, "entries": []}

@@ -11,7 +11,7 @@ from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart.report import Phase
 
 if TYPE_CHECKING:
-    from fastpack_trl.quickstart.run import Settings
+    from fastpack_trl.quickstart.settings import Settings
 
 MAX_NEW_TOKENS = 48
 
@@ -77,7 +77,7 @@ def full_fine_tune(folder: Path, settings: Settings) -> tuple[Phase, Any]:
 
 def lora(folder: Path, yaml_file: Path, settings: Settings) -> tuple[Phase, Any]:
     """The code path of ``fastpack-trl sft --config quickstart.yaml``, saved as ``adapter/``; returns the model too."""
-    from fastpack_trl.cli import sft
+    from fastpack_trl.recipe.train import train
 
     arguments = ["--config", str(yaml_file)]
     arguments += ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
@@ -85,7 +85,7 @@ def lora(folder: Path, yaml_file: Path, settings: Settings) -> tuple[Phase, Any]
     arguments += ["--max_steps", str(settings.lora_steps), "--seed", str(settings.seed)]
     if settings.lora_steps < 10:
         arguments += ["--logging_steps", "1"]  # the YAML's five would leave fewer than two losses to compare
-    trainer = sft.train(arguments)
+    trainer = train(arguments)
     return Phase.of(trainer), trainer.model
 
 

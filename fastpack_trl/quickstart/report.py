@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastpack_trl.quickstart.compare import Comparison
-    from fastpack_trl.quickstart.run import Settings
+    from fastpack_trl.quickstart.settings import Settings
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers")
 LEAST_FALL = 0.10  # of the full fine-tune's loss

@@ -14,13 +14,13 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.quickstart.settings import Settings
 from fastpack_trl.recipe.options import add_json
 
 DEFAULT_FOLDER = "quickstart-output"
@@ -38,44 +38,9 @@ OUR_NAMES = {
     "comparison": "working folder of the comparison",
 }
 
-MAX_LENGTH = 1_024
 TEST_EVERY = 40  # 2.5 % held out
 WARMUP_STEPS = 1  # the first step allocates memory and chooses algorithms
 PAIRS = 2  # runs of each side in the comparison
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line decides."""
-
-    folder: Path
-    json_file: Path | None
-    steps: int
-    lora_steps: int
-    compare_steps: int
-    seed: int
-    overwrite: bool
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """Arguments of the full fine-tune and of both sides of the comparison."""
-        return {
-            "packing": True,
-            "packing_strategy": "bfd",
-            "max_length": MAX_LENGTH,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 3e-3,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": 3,
-            "seed": self.seed,
-            # float32 on the CPU: bf16, TRL's default, is emulated by most CPUs and keeps three digits, too few to tell
-            # rounding from a mistake when the losses are compared with stock.
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,  # memory is no concern at this size
-            "save_strategy": "no",
-            "report_to": "none",
-        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastpack_trl import __version__
-from fastpack_trl.cli.main import main as cli
+from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError, describe, did_you_mean, preparing
 
 

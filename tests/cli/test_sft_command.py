@@ -17,7 +17,7 @@ from fastpack_trl.cli.main import main
 
 def run(*argv: object) -> Any:
     """Train in this process; the trainer."""
-    from fastpack_trl.cli.sft import train
+    from fastpack_trl.recipe.train import train
 
     return train([str(word) for word in argv])
 
@@ -227,8 +227,8 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
     from transformers import TrainerCallback
 
-    from fastpack_trl.cli.sft import train
     from fastpack_trl.errors import UserError
+    from fastpack_trl.recipe.train import train
 
     class Fails(TrainerCallback):
         def on_step_end(self, *args: object, **kwargs: object) -> None:

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.cli.sft import train
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import SftArguments, parse
+from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
 
 ROOT = Path(__file__).parents[2]

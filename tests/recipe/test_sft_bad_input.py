@@ -345,8 +345,8 @@ def test_launch_flags_under_a_launcher(
 
 
 def test_train_launches_nothing(material: Material) -> None:
-    from fastpack_trl.cli.sft import train
     from fastpack_trl.errors import UserError
+    from fastpack_trl.recipe.train import train
 
     with pytest.raises(UserError, match="--num_processes 4"):
         train(["--config", str(material.yaml()), "--num_processes", "4"])

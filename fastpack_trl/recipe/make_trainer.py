@@ -1,0 +1,147 @@
+"""From parsed arguments to a trainer: settings, tokenizer and data are checked before the weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import DataError, UserError, describe, naming_keys, preparing, shown
+from fastpack_trl.recipe import checks
+from fastpack_trl.recipe.arguments import SftArguments, parse
+from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import ModelConfig
+
+
+def load(config: str, folder: str, *flags: str) -> SftArguments:
+    """The arguments of a YAML for a short run that writes to `folder` only, reports to nobody and never evaluates.
+
+    Raises:
+        UserError: a file, name or value that is wrong.
+    """
+    own = {
+        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+        "eval_on_start": "False",
+        "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
+    }  # fmt: skip
+    words = [word for name, value in own.items() for word in (f"--{name}", value)]
+    with preparing():
+        arguments = parse(["--config", config, *words, *flags], may_launch=False)
+    arguments.training.resume_from_checkpoint = None
+    return arguments
+
+
+def check_settings(arguments: SftArguments) -> dict[str, Any]:
+    """Everything that can be wrong without reading data or weights. Returns the keywords to load the model with.
+
+    Raises:
+        UserError: names the setting, its value and the remedy.
+    """
+    from fastpack_trl.model.preflight import check_weights
+
+    training, model = arguments.training, arguments.model
+    checks.check_paths(training)
+    checks.check_reporters(training)
+    checks.check_optimizer_arguments(training)
+    check_data_exists(arguments.script, arguments.mixture)
+    model.model_name_or_path = checks.local_model(model)
+    init = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    if "quantization_config" in init:
+        init["quantization_config"] = checks.quantization(init["quantization_config"])
+    check_weights(model.model_name_or_path, init)
+    checks.check_attention(init["attn_implementation"])
+    checks.check_template(training)
+    checks.check_architecture(model.model_name_or_path, init)
+    streaming = arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UserError("eval_on_start: nothing is evaluated: set eval_strategy to steps or epoch, or leave it out")
+    if streaming and training.max_steps <= 0:
+        raise UserError("streamed data has no known length: set max_steps, e.g. max_steps: 1000")
+    return init
+
+
+def make_trainer(
+    arguments: SftArguments,
+    callbacks: Sequence[TrainerCallback] | None = None,
+    trainer_class: Callable[..., Any] | None = None,
+) -> Any:
+    """Check, load and construct: the trainer before its first step, of `trainer_class` (default: `FastSFTTrainer`).
+
+    Raises:
+        UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
+            `preparing` turns it into one.
+    """
+    from trl import get_peft_config, get_quantization_config
+
+    from fastpack_trl.trainer import FastSFTTrainer
+
+    script, training, model = arguments.script, arguments.training, arguments.model
+    init = check_settings(arguments)
+    name = str(model.model_name_or_path)
+    processing_class = checks.load_tokenizer(name, training, init)
+    quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
+    splits, named = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
+    train_dataset = checks.take_split(splits, script.dataset_train_split, "dataset_train_split")
+    eval_dataset = None
+    if training.eval_strategy != "no":
+        why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
+        eval_dataset = checks.take_split(splits, script.dataset_test_split, "dataset_test_split", why)
+    with naming_data(named):
+        if eval_dataset is not None:
+            checks.check_rows(eval_dataset, "eval", training, processing_class)
+        checks.check_rows(train_dataset, "train", training, processing_class)
+
+    given = {"model_init_kwargs": training.model_init_kwargs}
+    training.model_init_kwargs = init
+    with naming_data(named), naming_keys(given), _lora_targets(model):
+        return (trainer_class or FastSFTTrainer)(
+            model=name,
+            args=training,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=list(callbacks) if callbacks is not None else None,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+
+@contextmanager
+def naming_data(named: str) -> Iterator[None]:
+    """What is wrong with rows is said with the name of the data."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except DataError as error:
+        raise UserError(f"data {shown(named)}: {error}") from error
+    except TemplateError as error:
+        # `datasets` does not say in which row.
+        raise UserError(
+            f"data {shown(named)}: the chat template cannot render a conversation: {describe(error)}: correct the "
+            "messages or the template (chat_template_path names another)"
+        ) from error
+
+
+@contextmanager
+def _lora_targets(model: ModelConfig) -> Iterator[None]:
+    """A LoRA that matches no module is said with its setting, and with what TRL makes of a single name."""
+    try:
+        yield
+    except ValueError as error:
+        targets = model.lora_target_modules
+        if not str(error).startswith("Target modules"):
+            raise
+        said = f"lora_target_modules {shown(targets)}: no module of the model is called so; "
+        if isinstance(targets, str):
+            said += f"TRL takes a single name for a regular expression of whole names: write '.*{targets}', say; "
+        raise UserError(f"{said}all-linear takes every linear layer") from error

@@ -1,0 +1,102 @@
+"""Train from the arguments of ``fastpack-trl sft`` in this process, with the steps of ``trl/scripts/sft.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack_trl.errors import naming_keys, preparing
+from fastpack_trl.recipe.arguments import SftArguments, parse
+from fastpack_trl.recipe.data import data_name
+from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from fastpack_trl.trainer import FastSFTTrainer
+
+
+def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
+    """Parse, load, train and save in this process; never launches others. Returns the trainer.
+
+    ``train(["--config", "sft.yaml", "--max_steps", "3"])``
+
+    Raises:
+        UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
+    """
+    with preparing():
+        arguments = parse(argv, may_launch=False)
+    return train_parsed(arguments, callbacks=callbacks)
+
+
+def train_parsed(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
+    """Train and save from parsed arguments; as `train`."""
+    training = arguments.training
+    with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
+        with preparing():
+            trainer = make_trainer(arguments, callbacks)
+        progress = _progress()
+        trainer.add_callback(progress)
+        # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
+        with preparing(finished=lambda: progress.training), naming_data(data_name(arguments.script, arguments.mixture)):
+            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    _finish(trainer, arguments)
+    return trainer
+
+
+def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:
+    """Save, push and end, as ``trl/scripts/sft.py`` does."""
+    training = arguments.training
+    trainer.accelerator.print("Training completed.")
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"Model saved to {training.output_dir}.")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
+        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    _release_ddp(trainer)
+    if hasattr(trainer, "end"):  # transformers>=5.18: finishes the trackers, destroys the process group
+        trainer.end()
+
+
+def _release_ddp(trainer: FastSFTTrainer) -> None:
+    """Free the DDP wrapper while the process group lives; ``trainer.model`` stays.
+
+    Freed after the group, it is the group's last owner. Its destructor (torch 2.13, gloo) then waits for the group's
+    thread with the GIL held, and that thread waits for the GIL: the process never ends.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(trainer.model_wrapped, DistributedDataParallel):
+        trainer.model_wrapped = trainer.model
+        trainer.accelerator.free_memory()
+
+
+def _progress() -> Any:
+    """A callback whose ``training`` becomes true when everything is prepared and the steps begin."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        training = False
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.training = True
+
+    return Progress()
+
+
+@contextmanager
+def _nothing_left_behind(folder: Path) -> Iterator[None]:
+    """When the run is refused or interrupted, folders that did not exist before and are empty are removed again.
+
+    `Trainer.__init__` makes ``output_dir``; what is found wrong later must not leave an empty folder.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in missing:  # innermost first
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        raise
