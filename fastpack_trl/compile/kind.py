@@ -1,16 +1,16 @@
-"""Decoder layers of one kind: tried on their first packed row, then compiled, with Liger's kernels, or as they are."""
+"""Decoder layers of one kind: tried on their first packed row, then compiled or left eager."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fastpack_trl.compile import liger, recorded
+from fastpack_trl.compile import recorded
 from fastpack_trl.compile.graph import (
     CompiledLayer,
     LayerCall,
@@ -19,12 +19,10 @@ from fastpack_trl.compile.graph import (
     packed_call,
 )
 from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.trial import CANNOT_RUN, Path, Run, difference, median_times, step, undisturbed
+from fastpack_trl.compile.trial import CANNOT_RUN, Run, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames
 
 logger = logging.getLogger(__name__)
-
-AS_THEY_ARE = ("eager", "liger")
 
 
 class Settings:
@@ -32,7 +30,7 @@ class Settings:
 
     Args:
         backend: of `torch.compile`.
-        measured: whether each path is timed before it is taken.
+        measured: compiled and eager are timed, and the faster one is taken.
         on_change: called whenever a kind was decided.
         verbose: print one line per compilation to stderr.
         hooked: layers that run as they are for a hook of the user.
@@ -53,8 +51,6 @@ class Settings:
         self.on_change = on_change
         self.verbose = verbose
         self.hooked = hooked
-        self.installed = contextlib.ExitStack()
-        """What is taken away again when training ends."""
         limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
         self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit)
 
@@ -69,8 +65,7 @@ class LayerKind:
     Attributes:
         name: the class, e.g. ``LlamaDecoderLayer``.
         members: the layers.
-        path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend), ``liger`` or
-            ``eager``.
+        path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend) or ``eager``.
         reason: what was measured, or why it is not compiled.
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
     """
@@ -94,7 +89,7 @@ class LayerKind:
             stock: the layer as it is; called with the hidden states.
             args, kwargs: of the layer.
         """
-        if self.path in AS_THEY_ARE or layer in self._settings.hooked:
+        if self.path == "eager" or layer in self._settings.hooked:
             return stock(*args[:1])
         call = packed_call(layer, checkpoint, args, kwargs)
         if call is None:
@@ -103,7 +98,7 @@ class LayerKind:
         if place not in self._tried:
             self._tried.add(place)
             self._decide(call, stock)
-            if self.path in AS_THEY_ARE:
+            if self.path == "eager":
                 return stock(args[0])
         try:
             output, records = self._compiled(call, call.hidden)
@@ -121,16 +116,14 @@ class LayerKind:
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
         first, trial = self.path == "pending", call.for_trial()
-        paths = {"eager": Path(stock if trial is call else trial.eagerly)}
+        paths: dict[str, Run] = {"eager": stock if trial is call else trial.eagerly}
         with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
-            compiled = Path(lambda hidden: self._compiled(trial, hidden))
-            if self._compile(compiled, call):
-                paths["compiled"] = compiled
-            if self._settings.measured and first:
+            paths["compiled"] = partial(self._compiled, trial)
+            if self._compile(paths["compiled"], call) and self._settings.measured and first:
                 self._choose(paths, call)
         self._settings.on_change()
 
-    def _compile(self, compiled: Path, call: LayerCall) -> bool:
+    def _compile(self, compiled: Run, call: LayerCall) -> bool:
         settings = self._settings
         settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
@@ -149,33 +142,13 @@ class LayerKind:
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
         return True
 
-    def _choose(self, paths: dict[str, Path], call: LayerCall) -> None:
-        """Take the fastest, Liger's kernels included where they are right for this layer."""
-        with_liger, why = self._with_liger(paths["eager"], call)
-        if with_liger is not None:
-            paths["liger"] = with_liger
-        if len(paths) == 1:
-            return
+    def _choose(self, paths: dict[str, Run], call: LayerCall) -> None:
+        """Take the fastest."""
         times = median_times(paths, call.hidden, call.layer)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
-        self.reason += f"; {seen} per layer and row of {call.hidden.shape[1]:,} tokens{why}"
-        fastest = min(times, key=times.__getitem__)
-        if fastest == "liger":
-            self._settings.installed.enter_context(liger.liger_modules(self.members))
-        if fastest != "compiled":
-            self.path = fastest
-
-    def _with_liger(self, eager: Path, call: LayerCall) -> tuple[Path | None, str]:
-        """The layer with Liger's kernels where they compute the same, and what the report adds where they do not."""
-        if liger.missing(call.hidden.device):
-            return None, ""
-        path = Path(eager.run, lambda: liger.liger_modules([call.layer]))
-        try:
-            error, budget = difference(path, eager, call.hidden, call.layer)
-        except CANNOT_RUN as failed:
-            close_frames(failed)
-            return None, f" (liger: {type(failed).__name__}: {_first_lines(failed)})"
-        return (path, "") if error <= budget else (None, f" (liger differs by {error:.1g}, budget {budget:.1g})")
+        self.reason += f"; {seen} per layer and row of {call.hidden.shape[1]:,} tokens"
+        if times["eager"] <= times["compiled"]:
+            self.path = "eager"
 
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"

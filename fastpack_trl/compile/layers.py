@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.kind import AS_THEY_ARE, LayerKind, Settings
+from fastpack_trl.compile.kind import LayerKind, Settings
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
@@ -44,7 +44,7 @@ class CompiledLayers:
     @property
     def path(self) -> str:
         """The paths in use, e.g. ``inductor`` or ``eager, inductor``."""
-        paths = {kind.path for kind in self.kinds if kind.path in AS_THEY_ARE or not all(self.hooked.on(kind.members))}
+        paths = {kind.path for kind in self.kinds if kind.path == "eager" or not all(self.hooked.on(kind.members))}
         return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
 
     @property
@@ -60,7 +60,7 @@ class CompiledLayers:
 
     def _hooked(self) -> list[str]:
         """The hook of each layer that would be compiled without it."""
-        layers = [layer for kind in self.kinds if kind.path not in AS_THEY_ARE for layer in kind.members]
+        layers = [layer for kind in self.kinds if kind.path != "eager" for layer in kind.members]
         return list(filter(None, self.hooked.on(layers)))
 
 
@@ -91,9 +91,8 @@ def compiled_layers(
 
     Args:
         model: a transformers causal language model, plain or inside PEFT; not sharded.
-        measure: time a layer step (forward and backward) on the first packed row, compiled, eager and, on CUDA where
-            `liger_kernel` is installed and agrees with the layer, with Liger's kernels; take the fastest. Costs some
-            twenty layer steps.
+        measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
+            Costs some fifteen layer steps.
         on_change: called with the yielded object whenever a kind was decided.
         verbose: print one line per compilation to stderr.
 
@@ -124,7 +123,6 @@ def compiled_layers(
     finally:
         for call in calls:
             call.remove()
-        settings.installed.close()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -6,8 +6,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,67 +31,32 @@ def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """One way to run a layer."""
-
-    run: Run
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    """Entered for forward and backward: a checkpointed layer is run again in backward."""
-
-
-def step(path: Path, hidden: Tensor, layer: nn.Module) -> float:
+def step(run: Run, hidden: Tensor, layer: nn.Module) -> float:
     """Seconds of one forward and backward."""
     _wait(hidden.device)
     start = time.perf_counter()
-    _results(path, hidden, layer)
+    _differentiate(run, hidden, layer)
     _wait(hidden.device)
     return time.perf_counter() - start
 
 
-def median_times(paths: dict[str, Path], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
+def median_times(paths: dict[str, Run], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
     """Seconds of a layer step on each path: medians of interleaved rounds, after one round that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in paths}
     for count in range(_ROUNDS + 1):
-        for name, path in paths.items():
-            seconds = step(path, hidden, layer)
+        for name, run in paths.items():
+            seconds = step(run, hidden, layer)
             if count:
                 times[name].append(seconds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def difference(path: Path, eager: Path, hidden: Tensor, layer: nn.Module) -> tuple[float, float]:
-    """How far output and gradients of `path` are from eager's, and how far they may be; relative, all together.
-
-    May be: four times what one rounding of the input, in the dtype that the layer computes in, changes in eager.
-    """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    signs = torch.randint_like(hidden, 2) * 2 - 1
-    rounded = hidden * (1 + signs * torch.finfo(dtype).eps)
-    own, ours, noisy = (
-        _results(one, values, layer) for one, values in ((eager, hidden), (path, hidden), (eager, rounded))
-    )
-    return _distance(ours, own), 4 * _distance(noisy, own)
-
-
-def _results(path: Path, hidden: Tensor, layer: nn.Module) -> list[Tensor]:
-    """Output and gradients. They are returned to nobody else: no ``.grad``, no hook of a reducer or of the user."""
+def _differentiate(run: Run, hidden: Tensor, layer: nn.Module) -> None:
+    """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
     hidden = hidden.detach().requires_grad_()
-    inputs = [hidden, *_trained(layer)]
-    with path.around():
-        roots = [tensor for tensor in _tensors(path.run(hidden)) if tensor.requires_grad]
-        grads = torch.autograd.grad(roots, inputs, [torch.ones_like(tensor) for tensor in roots], allow_unused=True)
-    return [*roots, *(grad for grad in grads if grad is not None)]
-
-
-def _distance(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The mean over tensors of ``|actual - expected| / |expected|`` in the 2-norm."""
-    parts = [
-        float((a.detach().double() - e.detach().double()).norm() / e.detach().double().norm().clamp_min(1e-30))
-        for a, e in zip(actual, expected, strict=True)
-    ]
-    return statistics.fmean(parts)
+    roots = [tensor for tensor in _tensors(run(hidden)) if tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    torch.autograd.grad(roots, [hidden, *_trained(layer)], ones, allow_unused=True)
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:
