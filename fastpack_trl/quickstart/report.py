@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastpack_trl.quickstart.compare import Comparison
     from fastpack_trl.quickstart.settings import Settings
+    from fastpack_trl.quickstart.side_by_side import Comparison
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers")
 LEAST_FALL = 0.10  # of the full fine-tune's loss

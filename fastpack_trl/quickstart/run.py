@@ -149,8 +149,8 @@ def yaml_text(folder: Path | None = None) -> str:
 
 def _run_all(settings: Settings) -> Any:
     from fastpack_trl.quickstart import phases
-    from fastpack_trl.quickstart.compare import compare_with_stock
     from fastpack_trl.quickstart.report import Results
+    from fastpack_trl.quickstart.side_by_side import compare_with_stock
 
     folder = settings.folder.resolve()
     results = Results.start(settings)

@@ -14,7 +14,7 @@ import pytest
 from fastpack_trl.errors import UserError
 from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart import run as quickstart
-from fastpack_trl.quickstart.compare import Comparison, SideRun
+from fastpack_trl.quickstart.side_by_side import Comparison, SideRun
 
 REPOSITORY = Path(__file__).parents[2]
 
