@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastpack_trl.measure.timing import Interval
     from fastpack_trl.quickstart.settings import Settings
     from fastpack_trl.quickstart.side_by_side import Comparison
 
@@ -182,8 +183,8 @@ def table(results: Results) -> str:
         ("  held-out text", f"loss {_path(results.lora.held_out)}"),
         *((name, str(value)) for name, value in results.lora.facts.items()),
         ("packing proof", results.lora.report["features"]["verify_packing"]["reason"]),
-        ("stock TRL", f"{_speed(compared, 'stock')}: non-padding tokens, median step (middle half of the steps)"),
-        ("fastpack-trl", f"{_speed(compared, 'fastpack')}, {compared.ratio:.2f} x stock"),
+        ("stock TRL", f"{_speed(compared, 'stock')}: non-padding, median step (interval of the median)"),
+        ("fastpack-trl", f"{_speed(compared, 'fastpack')}; {_with_interval(compared.ratio, '.2f')} x stock"),
         ("largest loss difference", f"{compared.loss_difference:.1e} (rounding: up to {compared.bound:.1e})"),
         ("adapter in fresh objects", f"logits differ by {results.answer['max_logit_difference']:.1e}"),
         ("time", f"{results.seconds['total']:.0f} s in all"),
@@ -193,8 +194,11 @@ def table(results: Results) -> str:
 
 
 def _speed(compared: Comparison, side: str) -> str:
-    low, high = compared.spread(side)
-    return f"{compared.rate(side):,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
+    return f"{_with_interval(compared.rate(side), ',.0f')} tokens/s"
+
+
+def _with_interval(value: Interval, style: str) -> str:
+    return f"{value.median:{style}} ({value.low:{style}} to {value.high:{style}})"
 
 
 def _path(losses: Sequence[float]) -> str:

@@ -40,7 +40,7 @@ OUR_NAMES = {
 
 TEST_EVERY = 40  # 2.5 % held out
 WARMUP_STEPS = 1  # the first step allocates memory and chooses algorithms
-PAIRS = 2  # runs of each side in the comparison
+ROUNDS = 2  # runs of each side in the comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def yaml_text(folder: Path | None = None) -> str:
 def _run_all(settings: Settings) -> Any:
     from fastpack_trl.quickstart import phases
     from fastpack_trl.quickstart.report import Results
-    from fastpack_trl.quickstart.side_by_side import compare_with_stock
+    from fastpack_trl.quickstart.side_by_side import train_side_by_side
 
     folder = settings.folder.resolve()
     results = Results.start(settings)
@@ -166,14 +166,14 @@ def _run_all(settings: Settings) -> Any:
     with _stage("4/5 The adapter in fresh objects", results):
         results.answer = phases.answer_with_adapter(folder, trained, seed=settings.seed)
     with _stage("5/5 The same steps with stock TRL and with fastpack", results):
-        results.comparison = compare_with_stock(
+        results.comparison = train_side_by_side(
             folder / "model",
             rows,
             settings.training,
             work_folder=folder / "comparison",
             steps=settings.compare_steps,
             warmup=WARMUP_STEPS,
-            pairs=PAIRS,
+            rounds=ROUNDS,
         )
     return results
 

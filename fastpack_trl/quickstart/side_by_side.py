@@ -1,18 +1,20 @@
-"""The same steps with `trl.SFTTrainer` and with `FastSFTTrainer`, in one process: speed and every step's loss."""
+"""The same short trainings with `trl.SFTTrainer` and with `FastSFTTrainer`, in turn: speed and every step's loss."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
-from time import perf_counter
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.trainer_callback import PrinterCallback
+from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.timing import Interval, median_interval
 
+SIDES = ("stock", "fastpack")
 FLOAT32_EPS = 2.0**-23
 # Both sides compute the same sums in float32, in another order: the losses of a step differ by a few units in the last
 # place, and the optimizer carries such differences on. 64 units (6e-5 at a loss of 8) leave room for that; documents
@@ -20,88 +22,69 @@ FLOAT32_EPS = 2.0**-23
 ROUNDING_UNITS = 64
 
 
-class StepRecorder(TrainerCallback):
-    """Loss, tokens and seconds of every step, from what the trainer itself logs (``logging_steps=1``)."""
-
-    def __init__(self, bar: Any = None) -> None:
-        self.bar = bar
-        self.losses: list[float] = []
-        self.tokens: list[int] = []
-        self.seconds: list[float] = []
-        self._total_tokens = 0
-        self._last = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock of the first step."""
-        self._last = perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From the end of one step to the end of the next: fetching, collating and logging are part of it."""
-        now = perf_counter()
-        self.seconds.append(now - self._last)
-        self._last = now
-        if self.bar is not None:
-            self.bar.update(1)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """`num_tokens` counts all tokens so far; a packed row has no padding, so each is a real one."""
-        if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            total = int(logs["num_tokens"])
-            self.tokens.append(total - self._total_tokens)
-            self._total_tokens = total
-
-
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """One short run of one side; the lists have one entry per step."""
+    """One training of one side; the lists have one entry per step.
+
+    Attributes:
+        side: ``stock`` or ``fastpack``.
+        losses: as logged, nats per token.
+        rates: non-padding tokens per second.
+        seconds: from the end of the step before, so that fetching, collating and logging are part of it.
+    """
 
     side: str
     losses: tuple[float, ...]
-    tokens: tuple[int, ...]
+    rates: tuple[float, ...]
     seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, side: str, trainer: Any) -> SideRun:
+        """Return what the log of a trainer with a `ThroughputCallback` and ``logging_steps=1`` says."""
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return cls(
+            side,
+            tuple(float(entry["loss"]) for entry in log),
+            tuple(float(entry["tokens/nonpad_per_s"]) for entry in log),
+            tuple(float(entry["step_time_ms"]) / 1000 for entry in log),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs of both sides over the same rows, from the same weights and seed."""
+    """Trainings of both sides over the same rows, from the same weights and seed.
+
+    Attributes:
+        runs: in the order in which they ran.
+        warmup: steps at the start of each run that are not timed; their losses are compared.
+    """
 
     runs: tuple[SideRun, ...]
     warmup: int
-    """Steps at the start of each run that are not timed; their losses are compared."""
+
+    def of(self, side: str) -> list[SideRun]:
+        """Return the runs of one side."""
+        return [run for run in self.runs if run.side == side]
 
     @property
     def _reference(self) -> tuple[float, ...]:
-        return next(run for run in self.runs if run.side == "stock").losses
+        return self.of("stock")[0].losses
 
     @property
     def bound(self) -> float:
         """Largest difference of a step's losses that counts as rounding."""
         return ROUNDING_UNITS * FLOAT32_EPS * max(1.0, *self._reference)
 
-    def rates(self, side: str) -> list[float]:
-        """Non-padding tokens per second of every timed step of `side`."""
-        return [
-            tokens / seconds
-            for run in self.runs
-            if run.side == side
-            for tokens, seconds in zip(run.tokens[self.warmup :], run.seconds[self.warmup :], strict=True)
-        ]
-
-    def rate(self, side: str) -> float:
-        """Median over the timed steps of `side`: non-padding tokens per second."""
-        return median(self.rates(side))
-
-    def spread(self, side: str) -> tuple[float, float]:
-        """What the middle half of the timed steps lies between; wide where other work shares the machine."""
-        rates = self.rates(side)
-        low, _, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else (rates[0],) * 3
-        return low, high
+    def rate(self, side: str) -> Interval:
+        """Non-padding tokens per second of the timed steps: median and interval."""
+        return median_interval([rate for run in self.of(side) for rate in run.rates[self.warmup :]])
 
     @property
-    def ratio(self) -> float:
-        """Tokens per second, ours / stock."""
-        return self.rate("fastpack") / self.rate("stock")
+    def ratio(self) -> Interval:
+        """Seconds of stock / seconds of fastpack for the same step of the same round: median and interval."""
+        rounds = zip(*(self.of(side) for side in SIDES), strict=True)
+        steps = (zip(stock.seconds, ours.seconds, strict=True) for stock, ours in rounds)
+        return median_interval([slow / fast for pairs in steps for slow, fast in list(pairs)[self.warmup :]])
 
     @property
     def loss_difference(self) -> float:
@@ -115,32 +98,29 @@ class Comparison:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether the losses are the same within rounding."""
+        """True if the losses are the same within rounding."""
         return self.loss_difference <= self.bound < math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "tokens": "non-padding tokens of a step / seconds from the end of the step before to its end; median",
+        """Return plain data for JSON."""
+        figures: dict[str, Any] = {
+            "tokens": "non-padding tokens of a step / seconds from the end of the step before to its end; median, with "
+            "the interval that covers it",
             "warmup_steps": self.warmup,
-            "stock_tokens_per_s": self.rate("stock"),
-            "fastpack_tokens_per_s": self.rate("fastpack"),
-            "stock_middle_half": self.spread("stock"),
-            "fastpack_middle_half": self.spread("fastpack"),
-            "ratio": self.ratio,
+        }
+        for name, value in {**{f"{side}_tokens_per_s": self.rate(side) for side in SIDES}, "ratio": self.ratio}.items():
+            figures |= {name: value.median, f"{name}_interval": value.to_dict()}
+        return figures | {
             "max_loss_difference": self.loss_difference,
             "loss_difference_bound": self.bound,
-            "runs": [
-                {"side": run.side, "losses": run.losses, "tokens": run.tokens, "seconds": run.seconds}
-                for run in self.runs
-            ],
+            "runs": [asdict(run) for run in self.runs],
         }
 
 
-def compare_with_stock(
-    model: Path, rows: Any, settings: Mapping[str, Any], *, work_folder: Path, steps: int, warmup: int, pairs: int
+def train_side_by_side(
+    model: Path, rows: Any, settings: Mapping[str, Any], *, work_folder: Path, steps: int, warmup: int, rounds: int
 ) -> Comparison:
-    """Alternate short runs of both sides, the order swapped from pair to pair so that a drift of the machine cancels.
+    """Train with each side in turn, the order swapped from round to round so that a drift of the machine cancels.
 
     Args:
         model: folder with the weights and the tokenizer that every run starts from.
@@ -148,32 +128,53 @@ def compare_with_stock(
         settings: arguments of both configurations (`SFTConfig` and `FastSFTConfig`).
         work_folder: ``output_dir`` of the runs, where nothing is saved.
         steps: timed steps per run, after `warmup` steps.
+        rounds: runs of each side.
+
+    Raises:
+        RuntimeError: a run failed; names the side and the reason.
     """
     from tqdm.auto import tqdm
+    from transformers.trainer_callback import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    from fastpack_trl.callbacks import ThroughputCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.trainer import FastSFTTrainer
 
-    sides = {"stock": (SFTTrainer, SFTConfig), "fastpack": (FastSFTTrainer, FastSFTConfig)}
-    order = [side for pair in range(pairs) for side in (sides if pair % 2 == 0 else reversed(sides))]
-    runs = []
-    with tqdm(total=len(order) * (warmup + steps), desc="Comparing", unit="step", dynamic_ncols=True) as bar:
-        for side in order:
-            bar.set_postfix_str(side)
-            trainer_class, config_class = sides[side]
-            recorder = StepRecorder(bar)
-            config = config_class(
-                **settings,
-                output_dir=str(work_folder),
-                max_steps=warmup + steps,
-                logging_steps=1,
-                disable_tqdm=True,  # one bar for all runs
-                dataset_kwargs={"skip_prepare_dataset": True},
-            )
-            trainer = trainer_class(model=str(model), args=config, train_dataset=rows, callbacks=[recorder])
-            trainer.remove_callback(PrinterCallback)  # takes the bar's place under `disable_tqdm`; a line per step
-            trainer.train()
-            run = SideRun(side, tuple(recorder.losses), tuple(recorder.tokens), tuple(recorder.seconds))
-            runs.append(run)
-    return Comparison(tuple(runs), warmup)
+    classes = {"stock": (SFTTrainer, SFTConfig), "fastpack": (FastSFTTrainer, FastSFTConfig)}
+
+    def train(side: str) -> SideRun:
+        bar.set_postfix_str(side)
+        trainer_class, config_class = classes[side]
+        config = config_class(
+            **settings,
+            output_dir=str(work_folder),
+            max_steps=warmup + steps,
+            logging_steps=1,
+            disable_tqdm=True,  # one bar for all runs
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        trainer = trainer_class(model=str(model), args=config, train_dataset=rows, callbacks=[ThroughputCallback()])
+        trainer.remove_callback(PrinterCallback)  # takes the bar's place under `disable_tqdm`; a line per step
+        trainer.train()
+        bar.update(1)
+        return SideRun.of(side, trainer)
+
+    with _no_peak_is_no_news(), tqdm(total=len(SIDES) * rounds, desc="Comparing", unit="run") as bar:
+        turns = take_turns({side: partial(train, side) for side in SIDES}, rounds=rounds, warmup=0)
+    for side, reason in turns.failed.items():
+        raise RuntimeError(f"the comparison cannot be made, {side} failed: {reason}")
+    in_turn = {side: iter(runs) for side, runs in turns.results.items()}
+    return Comparison(tuple(next(in_turn[side]) for side in turns.order), warmup)
+
+
+@contextmanager
+def _no_peak_is_no_news() -> Iterator[None]:
+    """Silence the callback's note that utilisation is left out: the quickstart runs on the CPU and shows none."""
+    logger = logging.getLogger("fastpack_trl.callbacks")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
