@@ -14,13 +14,13 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from fastpack_trl.errors import UserError
 from fastpack_trl.quickstart.settings import Settings
+from fastpack_trl.recipe.configs import configs_folder
 from fastpack_trl.recipe.options import add_json
 
 DEFAULT_FOLDER = "quickstart-output"
@@ -136,7 +136,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
 
 def yaml_text(folder: Path | None = None) -> str:
     """The LoRA run's settings as the package ships them; with `folder` its paths lead there."""
-    text = files("fastpack_trl").joinpath("configs/quickstart.yaml").read_text(encoding="utf-8")
+    text = (configs_folder() / "quickstart.yaml").read_text(encoding="utf-8")
     if folder is None:
         return text
 

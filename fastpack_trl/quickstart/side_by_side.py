@@ -160,7 +160,7 @@ def train_side_by_side(
         bar.update(1)
         return SideRun.of(side, trainer)
 
-    with _no_peak_is_no_news(), tqdm(total=len(SIDES) * rounds, desc="Comparing", unit="run") as bar:
+    with _without_note_on_mfu(), tqdm(total=len(SIDES) * rounds, desc="Comparing", unit="run") as bar:
         turns = take_turns({side: partial(train, side) for side in SIDES}, rounds=rounds, warmup=0)
     for side, reason in turns.failed.items():
         raise RuntimeError(f"the comparison cannot be made, {side} failed: {reason}")
@@ -169,7 +169,7 @@ def train_side_by_side(
 
 
 @contextmanager
-def _no_peak_is_no_news() -> Iterator[None]:
+def _without_note_on_mfu() -> Iterator[None]:
     """Silence the callback's note that utilisation is left out: the quickstart runs on the CPU and shows none."""
     logger = logging.getLogger("fastpack_trl.callbacks")
     level = logger.level

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart import run as quickstart
 from fastpack_trl.quickstart.side_by_side import Comparison, SideRun
+from fastpack_trl.recipe import configs
+from fastpack_trl.recipe.configs import configs_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -241,8 +245,19 @@ def test_output_folder_that_is_a_file_is_refused(tmp_path):
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-def test_yaml_of_the_repository_is_the_one_in_the_package():
+def test_a_checkout_reads_the_configs_beside_the_package():
+    assert configs_folder() == REPOSITORY / "configs"
     assert (REPOSITORY / "configs" / "quickstart.yaml").read_text(encoding="utf-8") == quickstart.yaml_text()
+
+
+def test_an_installed_wheel_reads_the_configs_inside_of_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "fastpack_trl"
+    (package / "recipe").mkdir(parents=True)
+    monkeypatch.setattr(configs, "__file__", str(package / "recipe" / "configs.py"))
+    wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(REPOSITORY / source, package.parent / target)
+    assert configs_folder() == package / "configs"
 
 
 @pytest.mark.parametrize("folder", [None, Path("else where: #1")])
