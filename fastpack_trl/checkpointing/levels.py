@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fastpack_trl.checkpointing.offload import SEAM, Offload, offload_checkpoints
+from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 _PRODUCTS = frozenset(
@@ -109,15 +110,16 @@ def layer_functions(
     layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
 ) -> Iterator[None]:
     """Each layer with its own checkpoint function, and whether it is called at all; restored afterwards."""
-    before = [(layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get(SEAM)) for layer in layers]
+    names = ("gradient_checkpointing", CHECKPOINT)
+    before = [[layer.__dict__.get(name) for name in names] for layer in layers]
     try:
         for layer, (function, enabled) in zip(layers, functions, strict=True):
-            setattr(layer, SEAM, function)
+            setattr(layer, CHECKPOINT, function)
             layer.gradient_checkpointing = enabled
         yield
     finally:
         for layer, values in zip(layers, before, strict=True):
-            for name, value in zip(("gradient_checkpointing", SEAM), values, strict=True):
+            for name, value in zip(names, values, strict=True):
                 if value is not None:
                     setattr(layer, name, value)
                 else:

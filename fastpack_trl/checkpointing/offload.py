@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import psutil
@@ -26,14 +26,12 @@ from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
 from fastpack_trl.errors import shown
+from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["double_buffer", "single_buffer"]
-
-SEAM = "_gradient_checkpointing_func"
-"""Where transformers keeps the checkpoint function of a layer."""
 
 
 def offload_unavailable(device: torch.device) -> str:
@@ -47,11 +45,8 @@ def offload_unavailable(device: torch.device) -> str:
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers of `model` that are checkpointed in training, first to last."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and hasattr(module, SEAM)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if layer.gradient_checkpointing and stock_checkpoint(layer) is not None]
 
 
 def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
@@ -60,7 +55,7 @@ def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
     for layer in layers:
-        inner = getattr(layer, SEAM)
+        inner = stock_checkpoint(layer)
         keywords = inner.keywords if isinstance(inner, functools.partial) else {}
         if keywords.get("use_reentrant", inner is checkpoint):
             return (
@@ -100,7 +95,6 @@ class Offload:
         self._offloaders: dict[torch.device, Offloader] = {}
         self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
         self._local = threading.local()
-        self._closed = False
 
     @property
     def use(self) -> HostUse:
@@ -125,14 +119,13 @@ class Offload:
             self._tell(f"checkpoint_offload: {message}")
 
     def close(self) -> None:
-        """From here on every layer is left as it is: whoever wrapped our function may still call it."""
-        self._closed = True
+        """Free what no graph needs."""
         self.trim()
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """What this call may offload; None where it is none of ours: no gradients, a nested layer, not training."""
         inside = getattr(self._local, "inside", False)
-        if self._closed or inside or not torch.is_grad_enabled() or not self._active():
+        if inside or not torch.is_grad_enabled() or not self._active():
             return None
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or not first.is_floating_point():
@@ -167,29 +160,21 @@ class Offload:
             self._local.inside = outside
 
 
-def _itself(value: Any) -> Any:
-    return value
+class _Offloaded:
+    """The wrapper of one layer."""
 
-
-class OffloadedCheckpoint:
-    """Stands in for a layer's checkpoint function. A copy or a pickle of the model gets the one that was there."""
-
-    def __init__(self, offload: Offload, inner: Callable[..., Any], index: int, kept: bool) -> None:
-        self.inner = inner
+    def __init__(self, offload: Offload, index: int, kept: bool) -> None:
         self._offload = offload
         self._index, self._kept = index, kept
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.inner,)
-
     @torch.compiler.disable
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         inputs = self._offload.inputs(self._index, self._kept, args)
         if inputs is None:
-            return self.inner(function, *args, **kwargs)
+            return inner(function, *args, **kwargs)
         # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
         with saved_tensors_hooks(inputs.pack, inputs.unpack):
-            return self.inner(functools.partial(self._offload.run, function), *args, **kwargs)
+            return inner(functools.partial(self._offload.run, function), *args, **kwargs)
 
 
 def default_budget_bytes() -> int:
@@ -246,19 +231,12 @@ def offload_checkpoints(
         offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")
     if any(_compiled_around(layer) for layer in layers):
         offload.say("layers compiled around their checkpoint run eagerly: compile what is inside of it")
-    installed: list[tuple[GradientCheckpointingLayer, OffloadedCheckpoint]] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(offload.close)
         for index, layer in enumerate(layers):
-            inner = getattr(layer, SEAM)
-            ours = OffloadedCheckpoint(offload, inner, index, kept=index >= len(layers) - keep_last_layers)
-            setattr(layer, SEAM, ours)
-            installed.append((layer, ours))
+            wrapper = _Offloaded(offload, index, kept=index >= len(layers) - keep_last_layers)
+            stack.enter_context(checkpoint_wrapped(layer, wrapper, Place.OFFLOAD))
         yield offload
-    finally:
-        for layer, ours in installed:
-            if getattr(layer, SEAM, None) is ours:  # else checkpointing was switched on anew meanwhile
-                setattr(layer, SEAM, ours.inner)
-        offload.close()
 
 
 def _compiled_around(layer: nn.Module) -> bool:

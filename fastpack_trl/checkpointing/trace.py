@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts
+from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
@@ -64,7 +65,7 @@ class _Counted:
         self.saved: SavedBytes | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, getattr(function, "keywords", {})])
+        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, layer_keywords(function)])
         inner = level_function(self._level, saved.see)
         with saved_tensors_hooks(saved.pack, _same):
             return inner(function, *args, **kwargs)

@@ -16,7 +16,6 @@ around it: offloading needs the checkpoint at run time, and what it runs is comp
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from torch import nn
 
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
+from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped, layer_keywords, stock_checkpoint
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
@@ -116,13 +116,10 @@ def compiled_layers(
         kind = LayerKind(group, settings)
         handle.kinds.append(kind)
         calls += [_Call(layer, kind) for layer in group]
-    try:
+    with contextlib.ExitStack() as stack:
         for call in calls:
-            call.install()
+            stack.enter_context(call.installed())
         yield handle
-    finally:
-        for call in calls:
-            call.remove()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -150,82 +147,32 @@ def attention_modules_of(layer: nn.Module) -> list[nn.Module]:
 
 
 class _Call:
-    """A layer's `_compiled_call_impl`."""
+    """A layer's `_compiled_call_impl`, and its checkpoint function while it is checkpointed."""
 
     def __init__(self, layer: Any, kind: LayerKind) -> None:
         self.layer = layer
         self.kind = kind
-        self.checkpoints: list[_Checkpoint] = []
 
-    def install(self) -> None:
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
         self.layer._compiled_call_impl = self
-        found = self.layer.__dict__.get("_gradient_checkpointing_func")
-        if found is not None:
-            self._wrap(found)
-
-    def remove(self) -> None:
-        if self.layer.__dict__.get("_compiled_call_impl") is self:
-            del self.layer._compiled_call_impl
-        found = self.layer.__dict__.get("_gradient_checkpointing_func")
-        while isinstance(found, _Checkpoint):
-            found = self.layer._gradient_checkpointing_func = found.stock
-        for checkpoint in self.checkpoints:
-            checkpoint.active = False  # where another wrapper still holds one
+        try:
+            with checkpoint_wrapped(self.layer, self.checkpointed, Place.COMPILE):
+                yield
+        finally:
+            if self.layer.__dict__.get("_compiled_call_impl") is self:
+                del self.layer._compiled_call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            # Inside of the checkpoint or before it: its function decides. It may have been set since, by `train()`.
-            self._watch_checkpoint()
-            return layer._call_impl(*args, **kwargs)
+            return layer._call_impl(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
         return self.kind.run(layer, None, lambda *hidden: layer._call_impl(*hidden, *args[1:], **kwargs), args, kwargs)
 
-    def _watch_checkpoint(self) -> None:
-        # transformers sets a `partial`. Anything else stands around ours, or shall not be compiled.
-        found = self.layer.__dict__.get("_gradient_checkpointing_func")
-        if isinstance(found, partial):
-            self._wrap(found)
-
-    def _wrap(self, found: Any) -> None:
-        self.checkpoints.append(_Checkpoint(found, self.layer, self.kind))
-        self.layer._gradient_checkpointing_func = self.checkpoints[-1]
-
-
-class _Checkpoint:
-    """A layer's `_gradient_checkpointing_func`; a copy or a pickle of it is the function that it stands for."""
-
-    def __init__(self, stock: Any, layer: nn.Module, kind: LayerKind) -> None:
-        self.stock = stock
-        self.layer = layer
-        self.kind = kind
-        self.active = isinstance(layer, GradientCheckpointingLayer)
-
-    def __call__(self, function: Any, *args: Any) -> Any:
-        keywords = _keywords(function) if self.active else {}
-        if not keywords:
-            return self.stock(function, *args)
-        return self.kind.run(
-            self.layer, self.stock, lambda *hidden: self.stock(function, *hidden, *args[1:]), args, keywords
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.stock, memo)
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.stock,)
-
-
-def _keywords(function: Any) -> dict[str, Any]:
-    """The keywords of the layer in what its checkpoint is to run, ``partial(forward, layer, **keywords)``.
-
-    An offloading checkpoint around ours runs ``partial(its_own, partial(forward, ...))``.
-    """
-    while isinstance(function, partial):
-        if function.keywords:
-            return function.keywords
-        function = function.args[0] if function.args else function.func
-    return {}
-
-
-def _itself(value: Any) -> Any:
-    return value
+    def checkpointed(self, inner: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer compiled, inside of its checkpoint or with it."""
+        keywords = layer_keywords(function) if isinstance(self.layer, GradientCheckpointingLayer) else {}
+        if kwargs or not keywords:
+            return inner(function, *args, **kwargs)
+        stock = stock_checkpoint(self.layer)
+        return self.kind.run(self.layer, stock, lambda *hidden: inner(function, *hidden, *args[1:]), args, keywords)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped
 from fastpack_trl.moe.routing import RoutingPlan, routing_plan
-
-_SEAM = "_gradient_checkpointing_func"
 
 
 class PlanTape:
@@ -72,21 +71,13 @@ class PlanKeeper:
         return routing_plan(ids_tk, self.num_experts)
 
 
-class _Checkpointed:
-    """A layer's `_gradient_checkpointing_func` with a tape around each call of it."""
-
-    def __init__(self, stock: Callable[..., Any], keepers: Sequence[PlanKeeper]) -> None:
-        self.stock = stock
-        self.keepers = keepers
-        self.active = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.stock,)  # a copy of the model has no plans to keep
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.active or torch.compiler.is_compiling():
-            return self.stock(function, *args, **kwargs)
-        return self.stock(partial(_run, self.keepers, PlanTape(), function), *args, **kwargs)
+def _with_tape(
+    keepers: Sequence[PlanKeeper], inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a checkpointed layer with a tape around this call of it."""
+    if torch.compiler.is_compiling():
+        return inner(function, *args, **kwargs)
+    return inner(partial(_run, keepers, PlanTape(), function), *args, **kwargs)
 
 
 def _run(keepers: Sequence[PlanKeeper], tape: PlanTape, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,61 +97,13 @@ def _run(keepers: Sequence[PlanKeeper], tape: PlanTape, function: Callable[..., 
 def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterator[None]:
     """Give every checkpointed layer of `model` that holds experts a tape per call.
 
-    Checkpointing may be switched on later (a trainer does so when training begins), so each forward looks again.
-
     Args:
-        model: what holds the layers; its forward is where the look happens.
+        model: what holds the layers.
         keepers: per experts module.
     """
-    held = [
-        (layer, [keepers[module] for module in layer.modules() if module in keepers])
-        for layer in model.modules()
-        if hasattr(layer, "gradient_checkpointing")
-    ]
-    layers = [(layer, own) for layer, own in held if own]
-    look = _Look(layers)
-    hook = model.register_forward_pre_hook(look)
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in model.modules():
+            own = [keepers[module] for module in layer.modules() if module in keepers]
+            if own and hasattr(layer, "gradient_checkpointing"):
+                stack.enter_context(checkpoint_wrapped(layer, partial(_with_tape, own), Place.PLANS))
         yield
-    finally:
-        hook.remove()
-        for layer, ours in reversed(look.installed):
-            ours.active = False  # where somebody wrapped it since, it passes calls through
-            for holder, name, function in _wrappers(layer):
-                if function is ours:
-                    setattr(holder, name, ours.stock)
-
-
-class _Look:
-    """A pre-hook that wraps the checkpoint function of each layer where it is not wrapped yet."""
-
-    def __init__(self, layers: Sequence[tuple[Any, Sequence[PlanKeeper]]]) -> None:
-        self.layers = layers
-        self.installed: list[tuple[Any, _Checkpointed]] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Look, ((),)  # a copy of the model, or a pickle, has no plans to keep
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        for layer, own in self.layers:
-            *_, (holder, name, innermost) = _wrappers(layer)
-            if innermost is not None and not isinstance(innermost, _Checkpointed):
-                ours = _Checkpointed(innermost, own)
-                setattr(holder, name, ours)
-                self.installed.append((layer, ours))
-
-
-def _wrappers(layer: Any) -> list[tuple[Any, str, Any]]:
-    """A layer's checkpoint function and what stands inside of it, as (holder, attribute, function).
-
-    Others wrap the function too, and may be taken off before or after us: with ours innermost, neither order loses one.
-    """
-    found: list[tuple[Any, str, Any]] = [(layer, _SEAM, getattr(layer, _SEAM, None))]
-    while hasattr(found[-1][2], "inner"):
-        holder = found[-1][2]
-        found.append((holder, "inner", holder.inner))
-    return found
-
-
-def _itself(function: Any) -> Any:
-    return function

@@ -297,14 +297,12 @@ def test_after_an_exception_the_callback_is_inert_and_the_next_run_does_not_stac
     assert mine.offload is not None
     assert mine.offload.use.leases == 0
     assert mine.offload.use.most_leased
-    installed = layer._gradient_checkpointing_func
     most = mine.offload.use.most_leased
     loss_of(trainer.model, tokens=60).backward()
     assert mine.offload.use.most_leased == most
     trainer.model.zero_grad()
     trainer.train()
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
-    assert isinstance(installed.inner, functools.partial)
     with pytest.raises(StopsError), mine:
         handle = layer.register_forward_hook(_raise)
         trainer.train()

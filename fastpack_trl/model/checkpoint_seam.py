@@ -1,0 +1,153 @@
+"""One stack of wrappers around the checkpoint function of a layer, `_gradient_checkpointing_func`.
+
+Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. So it stays
+what they set, also in a copy or a pickle of the model: while a layer has wrappers, its class has a property of that
+name, which keeps the function in the layer and hands out the stack around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+CHECKPOINT = "_gradient_checkpointing_func"
+"""Where transformers keeps the checkpoint function of a layer."""
+
+_STACK = "_fastpack_checkpoint"
+
+
+class Place(IntEnum):
+    """Where a wrapper stands, from the checkpoint function outwards."""
+
+    PLANS = 0
+    """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and goes past them."""
+    COMPILE = 1
+    OFFLOAD = 2
+    """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
+
+
+class Wrapper(Protocol):
+    """Runs a checkpoint function, or something around it."""
+
+    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``inner(function, *args, **kwargs)``.
+
+        Args:
+            inner: the checkpoint function with the wrappers further inside.
+            function: what it runs, and runs again in backward: the forward of the layer with its keywords.
+            args, kwargs: of `function`; the hidden states come first.
+        """
+
+
+@contextlib.contextmanager
+def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, place: Place) -> Iterator[None]:
+    """Put `wrapper` around the checkpoint function of `layer`, whichever is set, while the context is open.
+
+    Wrappers come and go in any order; of two in one place the later one is outside.
+
+    Args:
+        layer: has the function already, or may get it.
+        wrapper: called instead of the function.
+        place: in the stack.
+    """
+    cls: Any = type(layer)  # which FSDP may exchange for a subclass
+    seam = vars(cls).get(CHECKPOINT)
+    if not isinstance(seam, _Seam):
+        seam = cls._gradient_checkpointing_func = _Seam(_read, _write, _delete)
+    seam.uses += 1
+    stack = layer.__dict__.get(_STACK)
+    if stack is None:
+        stack = layer.__dict__[_STACK] = _Stack()
+    entry = (place, wrapper)
+    stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
+    try:
+        yield
+    finally:
+        stack.entries.remove(entry)
+        if not stack.entries:
+            del layer.__dict__[_STACK]
+        seam.uses -= 1
+        if not seam.uses:
+            delattr(cls, CHECKPOINT)
+
+
+def stock_checkpoint(layer: nn.Module) -> Any:
+    """Return the checkpoint function of `layer` without wrappers of ours; None where it has none."""
+    return layer.__dict__.get(CHECKPOINT)
+
+
+def layer_keywords(function: Any) -> dict[str, Any]:
+    """Return the keywords of the layer in what its checkpoint runs: ``partial(forward, layer, **keywords)``.
+
+    Wrappers may have put a function of theirs around it: ``partial(theirs, ..., partial(forward, ...))``.
+    """
+    while isinstance(function, partial):
+        if function.keywords:
+            return function.keywords
+        function = function.args[-1] if function.args else function.func
+    return {}
+
+
+class _Seam(property):
+    """The property of a class of layers.
+
+    Attributes:
+        uses: wrappers on layers of the class.
+    """
+
+    uses = 0
+
+
+class _Stack:
+    """The wrappers of one layer, innermost first. A copy of the layer has none."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Place, Wrapper]] = []
+        self.wrapped: _Wrapped | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class _Wrapped:
+    """A checkpoint function inside of the wrappers that its layer has when it is called."""
+
+    def __init__(self, stack: _Stack, stock: Callable[..., Any]) -> None:
+        self.stack = stack
+        self.stock = stock
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self.stock
+        if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around it
+            for _, wrapper in self.stack.entries:
+                call = partial(wrapper, call)
+        return call(function, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (self.stock,)
+
+
+def _read(layer: nn.Module) -> Any:
+    own = layer.__dict__
+    if CHECKPOINT not in own:
+        raise AttributeError(CHECKPOINT)
+    stack, stock = own.get(_STACK), own[CHECKPOINT]
+    if stack is None:
+        return stock
+    if stack.wrapped is None or stack.wrapped.stock is not stock:
+        stack.wrapped = _Wrapped(stack, stock)
+    return stack.wrapped
+
+
+def _write(layer: nn.Module, function: Any) -> None:
+    layer.__dict__[CHECKPOINT] = function.stock if isinstance(function, _Wrapped) else function
+
+
+def _delete(layer: nn.Module) -> None:
+    if layer.__dict__.pop(CHECKPOINT, None) is None:
+        raise AttributeError(CHECKPOINT)
