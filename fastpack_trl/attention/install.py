@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 from fastpack_trl.attention.backends import RIGHT_PADDED, Backend, Choice, choose
 from fastpack_trl.attention.incoming import Incoming
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
-from fastpack_trl.attention.shared import shared
 from fastpack_trl.attention.trial import failure
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
@@ -29,6 +28,7 @@ from fastpack_trl.model.facts import (
     text_model,
     window_of,
 )
+from fastpack_trl.model.patches import shared
 from fastpack_trl.model.stock_attention import OVER, stock_attention
 
 
