@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.model.checkpoint_seam import CHECKPOINT
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 _PRODUCTS = frozenset(
@@ -110,20 +111,11 @@ def layer_functions(
     layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
 ) -> Iterator[None]:
     """Each layer with its own checkpoint function, and whether it is called at all; restored afterwards."""
-    names = ("gradient_checkpointing", CHECKPOINT)
-    before = [[layer.__dict__.get(name) for name in names] for layer in layers]
-    try:
+    with ExitStack() as stack:
         for layer, (function, enabled) in zip(layers, functions, strict=True):
-            setattr(layer, CHECKPOINT, function)
-            layer.gradient_checkpointing = enabled
+            stack.enter_context(attribute_set(layer, CHECKPOINT, function))
+            stack.enter_context(attribute_set(layer, "gradient_checkpointing", enabled))
         yield
-    finally:
-        for layer, values in zip(layers, before, strict=True):
-            for name, value in zip(names, values, strict=True):
-                if value is not None:
-                    setattr(layer, name, value)
-                else:
-                    layer.__dict__.pop(name, None)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
 from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped, layer_keywords, stock_checkpoint
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 
@@ -155,13 +156,9 @@ class _Call:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        self.layer._compiled_call_impl = self
-        try:
-            with checkpoint_wrapped(self.layer, self.checkpointed, Place.COMPILE):
-                yield
-        finally:
-            if self.layer.__dict__.get("_compiled_call_impl") is self:
-                del self.layer._compiled_call_impl
+        in_checkpoint = checkpoint_wrapped(self.layer, self.checkpointed, Place.COMPILE)
+        with attribute_set(self.layer, "_compiled_call_impl", self), in_checkpoint:
+            yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer

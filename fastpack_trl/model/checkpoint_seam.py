@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
+
+from fastpack_trl.model.patches import attribute_set, shared
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Where transformers keeps the checkpoint function of a layer."""
@@ -55,25 +58,14 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, place: Place) -> Iter
         wrapper: called instead of the function.
         place: in the stack.
     """
-    cls: Any = type(layer)  # which FSDP may exchange for a subclass
-    seam = vars(cls).get(CHECKPOINT)
-    if not isinstance(seam, _Seam):
-        seam = cls._gradient_checkpointing_func = _Seam(_read, _write, _delete)
-    seam.uses += 1
-    stack = layer.__dict__.get(_STACK)
-    if stack is None:
-        stack = layer.__dict__[_STACK] = _Stack()
-    entry = (place, wrapper)
-    stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
-    try:
-        yield
-    finally:
-        stack.entries.remove(entry)
-        if not stack.entries:
-            del layer.__dict__[_STACK]
-        seam.uses -= 1
-        if not seam.uses:
-            delattr(cls, CHECKPOINT)
+    seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
+    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
+        entry = (place, wrapper)
+        stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
+        try:
+            yield
+        finally:
+            stack.entries.remove(entry)
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
@@ -93,25 +85,16 @@ def layer_keywords(function: Any) -> dict[str, Any]:
     return {}
 
 
-class _Seam(property):
-    """The property of a class of layers.
-
-    Attributes:
-        uses: wrappers on layers of the class.
-    """
-
-    uses = 0
-
-
 class _Stack:
-    """The wrappers of one layer, innermost first. A copy of the layer has none."""
+    """The wrappers of one layer, innermost first."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Place, Wrapper]] = []
         self.wrapped: _Wrapped | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+
+def _new_stack() -> AbstractContextManager[_Stack]:
+    return contextlib.nullcontext(_Stack())
 
 
 class _Wrapped:
@@ -136,9 +119,10 @@ def _read(layer: nn.Module) -> Any:
     own = layer.__dict__
     if CHECKPOINT not in own:
         raise AttributeError(CHECKPOINT)
-    stack, stock = own.get(_STACK), own[CHECKPOINT]
-    if stack is None:
+    share, stock = own.get(_STACK), own[CHECKPOINT]
+    if share is None:
         return stock
+    stack: _Stack = share.value
     if stack.wrapped is None or stack.wrapped.stock is not stock:
         stack.wrapped = _Wrapped(stack, stock)
     return stack.wrapped

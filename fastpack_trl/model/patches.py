@@ -1,4 +1,4 @@
-"""One change to a foreign object for everyone who asks for it: made by the first, taken back with the last."""
+"""Changes to foreign objects that are taken back: an attribute set for a time, and a change that several ask for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,35 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_NONE = object()
 
 
-class _Share:
-    """Hung on the object; a copy or a pickle of it is nobody's."""
+@contextlib.contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object, or of a class, while the context is open.
+
+    Afterwards `owner` itself has what it had, or nothing of that name. Where somebody else has set it meanwhile, theirs
+    stays.
+    """
+    before = vars(owner).get(name, _NONE)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name, _NONE) is value:
+            if before is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class Shared:
+    """Hung on an object by `shared`; a copy or a pickle of the object has None instead.
+
+    Attributes:
+        holders: how many have asked for the change and not given it back.
+        value: what the change yielded.
+    """
 
     def __init__(self) -> None:
         self.holders = 0
@@ -19,23 +44,23 @@ class _Share:
         self.value: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Share, ()
+        return type(None), ()
 
 
 @contextlib.contextmanager
-def shared(owner: object, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
-    """`install`, entered by the first who asks for it and left with the last, in whatever order they leave.
+def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
+    """Enter `install` for the first who asks for it and leave it with the last, in whatever order they leave.
 
     A trainer that is made in a callback of another finds the model as it is in the middle of that one's training.
 
     Args:
-        owner: what is changed.
-        name: of the attribute that says so, while somebody holds it.
+        owner: the object, or the class, that is changed.
+        name: of the attribute that holds a `Shared` while somebody holds the change.
         install: makes the change, once.
     """
-    share: _Share | None = vars(owner).get(name)
-    if share is None or not share.holders:
-        share = _Share()
+    share = vars(owner).get(name)
+    if share is None:
+        share = Shared()
         share.value = share.stack.enter_context(install())
         setattr(owner, name, share)
     share.holders += 1
