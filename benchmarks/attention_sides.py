@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -116,9 +117,8 @@ def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
         if module is not None and sinks:
             module.sinks = sinks[0]  # stock's eager function reads them from the module
         return prepared.attend(
-            query, key, value, scale=layer.scale, window=layer.window, sinks=sinks[0] if sinks else None, softcap=None,
-            dropout=0.0, module=module,
-        )  # fmt: skip
+            AttentionCall(query, key, value, layer.scale, layer.window, sinks[0] if sinks else None, module=module)
+        )
 
     return attend
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.stock_attention import stock_attention
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -19,30 +21,37 @@ class DenseLayer(NamedTuple):
     """Per window (None: full): (1, 1, total_tokens, total_tokens), bool for sdpa, additive float for eager."""
     implementation: str
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-        softcap: float | None,
-        dropout: float,
-        module: Any,
-    ) -> Tensor:
-        """Stock's own function with the prepared mask; shapes as in `PerDocumentLayer.attend`."""
-        extra: dict[str, Any] = {} if sinks is None else {"s_aux": sinks}
-        if softcap is not None:
-            extra["softcap"] = softcap
-        mask = self.masks[window]
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Call stock's own function with the prepared mask."""
+        extra: dict[str, Any] = {} if call.sinks is None else {"s_aux": call.sinks}
+        if call.softcap is not None:
+            extra["softcap"] = call.softcap
+        mask = self.masks[call.window]
         if mask.is_floating_point():
-            mask = mask.to(query.dtype)  # eager adds it to the scores: their dtype must stay stock's
-        out: Tensor = stock_attention(module, self.implementation)(
-            module, query, key, value, mask, scaling=scale, dropout=dropout, **extra
+            mask = mask.to(call.query.dtype)  # eager adds it to the scores: their dtype must stay stock's
+        out: Tensor = stock_attention(call.module, self.implementation)(
+            call.module, call.query, call.key, call.value, mask, scaling=call.scale, dropout=call.dropout, **extra
         )[0]
         return out
+
+
+class Dense:
+    """The backend ``sdpa``: every device, dtype and feature that stock's attention of the model has."""
+
+    name = "sdpa"
+    tried = False  # stock's own function, which belongs to a model
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.softcap and features.implementation == "sdpa":
+            # transformers 5.17 lets gemma2 do so; later versions refuse it themselves.
+            return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'"
+        return ""
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"stock {features.implementation} with a dense mask built once per batch"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
+        return prepare(batch, features.windows, device, features.implementation)
 
 
 def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device, implementation: str) -> DenseLayer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -21,35 +23,48 @@ class FlashAttentionLayer(NamedTuple):
     max_seqlen: int
     implementation: str
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        module: Any = None,
-    ) -> Tensor:
-        """Shapes and results as `PerDocumentLayer.attend`."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Call transformers' function over flash-attn with the lengths of the batch."""
         from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-        extra = {} if sinks is None else {"s_aux": sinks}
-        tokens = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        extra = {} if call.sinks is None else {"s_aux": call.sinks}
+        tokens = [tensor.transpose(1, 2) for tensor in (call.query, call.key, call.value)]
         out: Tensor = _flash_attention_forward(
-            *tokens, None, query_length=query.shape[2], is_causal=True, dropout=dropout, softmax_scale=scale,
-            sliding_window=window, softcap=softcap, cu_seq_lens_q=self.cu_seqlens, cu_seq_lens_k=self.cu_seqlens,
-            max_length_q=self.max_seqlen, max_length_k=self.max_seqlen, attn_implementation=self.implementation,
-            **extra,
+            *tokens, None, query_length=call.query.shape[2], is_causal=True, dropout=call.dropout,
+            softmax_scale=call.scale, sliding_window=call.window, softcap=call.softcap,
+            cu_seq_lens_q=self.cu_seqlens, cu_seq_lens_k=self.cu_seqlens, max_length_q=self.max_seqlen,
+            max_length_k=self.max_seqlen, attn_implementation=self.implementation, **extra,
         )  # fmt: skip
         return out.contiguous()
 
 
+class FlashAttention:
+    """A backend per version of flash-attn: CUDA; version 2 has no sinks. Never chosen by ``auto``."""
+
+    tried = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.sinks and self.name == "flash_attention_2":
+            return "flash_attention_2 has no attention sinks"
+        if features.device_type != "cuda":
+            return f"{self.name} needs CUDA, the model is on {features.device_type}"
+        return missing(self.name)
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"installed flash-attn; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttentionLayer:
+        return batch.derive(
+            (self.name, device),
+            lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, self.name),
+        )
+
+
 def missing(name: str) -> str:
-    """Why an implementation cannot be used here; empty where it can."""
+    """Return why an implementation cannot be used here, or ``""``."""
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
     if not hasattr(utils, "_flash_attention_forward"):
         return f"this transformers has no function for {name}"
@@ -58,11 +73,3 @@ def missing(name: str) -> str:
     if available is None or not available():
         return f"{name} is not installed (or has no device): pip install flash-attn"
     return ""
-
-
-def prepare(batch: PackedBatch, device: torch.device, implementation: str) -> FlashAttentionLayer:
-    """The batch's own metadata, on the device."""
-    return batch.derive(
-        (implementation, device),
-        lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, implementation),
-    )

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 BLOCK_SIZE = 128
@@ -23,24 +25,13 @@ class FlexLayer(NamedTuple):
 
     block_masks: dict[int | None, BlockMask]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        module: Any = None,
-    ) -> Tensor:
-        """Shapes and results as `PerDocumentLayer.attend`.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Call flex with the prepared mask.
 
         Raises:
             ValueError: dropout is asked for.
         """
+        query, key, value, scale, window, sinks, softcap, dropout, _ = call
         if dropout:
             raise ValueError(f"flex has no dropout {dropout}: set packed_attention='sdpa'")
 
@@ -61,8 +52,26 @@ class FlexLayer(NamedTuple):
         return result
 
 
+class Flex:
+    """The backend ``flex``: CUDA, no dropout. Never chosen by ``auto``."""
+
+    name = "flex"
+    tried = False  # compiled by torch on its first call: a trial would compile a graph that the run cannot use
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if features.device_type != "cuda":
+            return f"flex needs CUDA (it has no backward on {features.device_type})"
+        return f"flex has no dropout, the model's is {features.dropout}" if features.dropout else ""
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"torch's flex attention; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlexLayer:
+        return prepare(batch, features.windows, device)
+
+
 def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> FlexLayer:
-    """One `BlockMask` per window and one without, from host lengths; the device is not asked."""
+    """Build one `BlockMask` per window and one without, from host lengths; the device is not asked."""
 
     def build() -> FlexLayer:
         return FlexLayer({window: block_mask(batch, window, device) for window in (None, *sorted(windows))})
@@ -71,7 +80,7 @@ def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -
 
 
 def block_mask(batch: PackedBatch, window: int | None, device: torch.device) -> BlockMask:
-    """The causal mask of `batch` as flex's kernels read it.
+    """Return the causal mask of `batch` as flex's kernels read it.
 
     `create_block_mask` evaluates all total_tokens^2 pairs; documents are runs of tokens, so two comparisons per pair of
     *blocks* say which blocks are empty, partial or full.
@@ -91,7 +100,7 @@ def block_mask(batch: PackedBatch, window: int | None, device: torch.device) -> 
 
 
 def block_occupancy(batch: PackedBatch, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(blocks, blocks) each: where some but not all pairs attend, and where all do."""
+    """Return where some but not all pairs of tokens attend, and where all do: (blocks, blocks) each."""
     total = batch.total_tokens
     segment: NDArray[np.int64] = np.repeat(np.arange(len(batch.segment_lengths)), batch.segment_lengths)
     first = np.arange(0, total, BLOCK_SIZE)
@@ -112,7 +121,7 @@ def block_occupancy(batch: PackedBatch, window: int | None) -> tuple[NDArray[np.
 
 
 def _ordered(matrix: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Counts per row, and the columns that are set before those that are not: the form of `BlockMask`."""
+    """Return counts per row, and the columns that are set before those that are not: the form of `BlockMask`."""
     counts = matrix.sum(-1).astype(np.int32)
     return counts, np.argsort(~matrix, axis=-1, kind="stable").astype(np.int32)
 

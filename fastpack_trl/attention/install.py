@@ -7,7 +7,7 @@ bit for bit while the seam is in place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fastpack_trl.attention.backends import RIGHT_PADDED, Backend, Choice, choose
+from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED, Choice, choose
 from fastpack_trl.attention.incoming import Incoming
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.trial import failure
 from fastpack_trl.errors import PackingError
@@ -36,7 +37,7 @@ class PackedAttention:
     """What `packed_attention` yields.
 
     Attributes:
-        choice: the path, its reason, its backend.
+        choice: the path and its reason.
         features: what was read from the model.
         padded: running token counts of `padded_rows`, else None.
         incoming: what looks at each batch, where a path of ours runs.
@@ -92,9 +93,9 @@ def packed_attention(
     with contextlib.ExitStack() as stack:
         if handle.path == RIGHT_PADDED:
             handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.incoming))
-        elif handle.choice.backend is not None:
+        elif handle.path != "off":
             stack.enter_context(switched(model, features))
-            stack.enter_context(_fed(model, handle.choice.backend, features, handle.incoming))
+            stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.incoming))
         yield handle
 
 
@@ -245,7 +246,7 @@ def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed_layer: Any,
+    packed_layer: PackedLayer,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -254,18 +255,18 @@ def _packed(
     **_ignored: Any,
 ) -> Tensor:
     dtype = _compute_dtype(value)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend: Callable[..., Tensor] = packed_layer.attend
-    return attend(
-        query,
-        key,
-        value,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=module._fastpack_window,
-        sinks=None if s_aux is None else s_aux.to(dtype),
-        softcap=softcap,
-        dropout=dropout,
-        module=module,
+    return packed_layer.attend(
+        AttentionCall(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            window=module._fastpack_window,
+            sinks=None if s_aux is None else s_aux.to(dtype),
+            softcap=softcap,
+            dropout=dropout,
+            module=module,
+        )
     )
 
 

@@ -1,10 +1,9 @@
-"""Attention per document in plain torch: obviously right, any device and dtype. The oracle, and the path of what no
-kernel of torch knows.
-"""
+"""Attention per document in plain torch, on any device in any dtype: the oracle, and the path without a kernel."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,21 +13,38 @@ NO_SOFTCAP = 0.0
 NO_WINDOW = 0
 
 
-def reference_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    band: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """`per_document_attention` in plain torch: scores of one segment at a time, in fp32 or fp64."""
+class DocumentInputs(NamedTuple):
+    """What attention per document is computed from, in the order of the operator's arguments."""
+
+    query: Tensor
+    """(1, num_heads, total_tokens, head_dim)."""
+    key: Tensor
+    """(1, num_kv_heads, total_tokens, head_dim)."""
+    value: Tensor
+    """(1, num_kv_heads, total_tokens, value head_dim)."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 on the host."""
+    sinks: Tensor | None
+    """(num_heads,)."""
+    band: Tensor | None
+    """(longest, longest) additive float mask of the window; None where no segment exceeds it."""
+    window: int
+    scale: float
+    softcap: float
+    max_seqlen: int
+    """At least the longest segment."""
+
+
+def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
+    """Compute the scores of one segment at a time, in fp32 or fp64.
+
+    Returns:
+        (1, total_tokens, num_heads, value head_dim), and the log-sum-exp, (1, num_heads, total_tokens), fp32 or fp64.
+    """
+    query, value, sinks = inputs.query, inputs.value, inputs.sinks
     out, lse = empty_output(query, value)
-    for start, end in _segments(cu_seqlens):
-        scores, _ = _scores(query[:, :, start:end], key[:, :, start:end], band, window, scale, softcap)
+    for start, end in _segments(inputs.cu_seqlens):
+        scores, _ = _scores(inputs, start, end)
         total = scores.logsumexp(-1)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.to(total.dtype)[None, :, None])
@@ -40,30 +56,21 @@ def reference_forward(
 
 
 def reference_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    band: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
+    inputs: DocumentInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `reference_forward` from its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2)."""
+    """Return the gradients of query, key and value from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2)."""
+    query, key, value = inputs.query, inputs.key, inputs.value
     heads, kv_heads = query.shape[1], key.shape[1]
     grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    for start, end in _segments(cu_seqlens):
+    for start, end in _segments(inputs.cu_seqlens):
         part = slice(start, end)
-        scores, slope = _scores(query[:, :, part], key[:, :, part], band, window, scale, softcap)
+        scores, slope = _scores(inputs, start, end)
         probabilities = torch.exp(scores - lse[:, :, part, None])
         upstream = grad_out[:, part].transpose(1, 2).to(scores.dtype)
         values = _repeat(value[:, :, part], heads).to(scores.dtype)
         delta = (upstream * out[:, part].transpose(1, 2)).sum(-1, keepdim=True)
         d_scores = probabilities * (upstream @ values.transpose(-1, -2) - delta)
-        d_scores = d_scores * slope * scale if slope is not None else d_scores * scale
+        d_scores = d_scores * slope * inputs.scale if slope is not None else d_scores * inputs.scale
         keys = _repeat(key[:, :, part], heads).to(scores.dtype)
         grads[0][:, :, part] = (d_scores @ keys).to(query.dtype)
         for grad, per_head in (
@@ -74,18 +81,17 @@ def reference_backward(
     return grads
 
 
-def _scores(
-    query: Tensor, key: Tensor, band: Tensor | None, window: int, scale: float, softcap: float
-) -> tuple[Tensor, Tensor | None]:
-    """Masked scores of one segment, (1, num_heads, length, length), and the slope of the cap where there is one."""
+def _scores(inputs: DocumentInputs, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+    """Return masked scores of one segment, (1, num_heads, length, length), and the slope of the cap if there is one."""
+    query, key = inputs.query[:, :, start:end], inputs.key[:, :, start:end]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) @ _repeat(key, query.shape[1]).to(dtype).transpose(-1, -2)) * scale
+    scores = (query.to(dtype) @ _repeat(key, query.shape[1]).to(dtype).transpose(-1, -2)) * inputs.scale
     slope = None
-    if softcap != NO_SOFTCAP:
-        bounded = torch.tanh(scores / softcap)
-        scores, slope = bounded * softcap, 1 - bounded.square()
-    length = scores.shape[-1]
-    mask = corner(band, length, window)
+    if inputs.softcap != NO_SOFTCAP:
+        bounded = torch.tanh(scores / inputs.softcap)
+        scores, slope = bounded * inputs.softcap, 1 - bounded.square()
+    length = end - start
+    mask = corner(inputs.band, length, inputs.window)
     if mask is not None:
         return scores + mask, slope
     above = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
@@ -93,7 +99,7 @@ def _scores(
 
 
 def empty_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output, (1, tokens, heads, value head_dim), and the log-sum-exp, (1, heads, tokens).
+    """Return room for the output, (1, tokens, heads, value head_dim), and the log-sum-exp, (1, heads, tokens).
 
     Both lie in memory by token: a segment of either is one contiguous piece.
     """
@@ -108,12 +114,12 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
 
 
 def corner(band: Tensor | None, length: int, window: int) -> Tensor | None:
-    """The band of a segment; None where the segment fits into the window and plain causal attention is the same."""
+    """Return the band of a segment; None if it fits into the window, where plain causal attention is the same."""
     return None if band is None or length <= window else band[:length, :length]
 
 
 def segment_lengths(cu_seqlens: Tensor) -> list[int]:
-    """Tokens of each segment of a host tensor: no device is asked."""
+    """Return the tokens of each segment of a host tensor: no device is asked."""
     return [end - start for start, end in _segments(cu_seqlens)]
 
 

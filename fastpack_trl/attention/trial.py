@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from fastpack_trl.attention.backends import Backend
+from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -24,17 +24,14 @@ _SHORT = (7, 5)  # tokens per document without one
 _FAILS = (
     RuntimeError, AttributeError, TypeError, ValueError, LookupError, ImportError, NotImplementedError, AssertionError,
 )  # fmt: skip
-# sdpa is stock's own function, which belongs to a model. flex is compiled by torch on its first call: a trial would
-# compile a graph that the run cannot use, for a backend that `auto` never takes.
-_UNTRIED = ("sdpa", "flex")
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
-    """Why `backend` does not run, or runs wrong, on this machine for such a model; empty where it is right.
+    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``.
 
     Tried once per process and kind of attention. A backend that fails is logged.
     """
-    if backend.name in _UNTRIED or features.device_type == "meta":
+    if not backend.tried or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.
     return _failure(backend, replace(features, model_type="", implementation=""))  # type: ignore[arg-type]
@@ -71,11 +68,10 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     key, value = (draw(1, kv_heads, sum(lengths), features.head_dim) for _ in range(2))
     sinks = draw(heads) if features.sinks else None
     batch = PackedBatch.from_lengths(lengths).to(device)
+    softcap = 30.0 if features.softcap else None
+    call = AttentionCall(query, key, value, features.head_dim**-0.5, window, sinks, softcap)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        out = backend.prepare(batch, features, device).attend(
-            query, key, value, scale=features.head_dim**-0.5, window=window, sinks=sinks,
-            softcap=30.0 if features.softcap else None, dropout=0.0, module=None,
-        )  # fmt: skip
+        out = backend.prepare(batch, features, device).attend(call)
         leaves = [query, key, value, *([sinks] if sinks is not None else [])]
         end = 0
         for length in lengths:

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, reference_backward, reference_forward
+from fastpack_trl.attention import per_document
+from fastpack_trl.attention.interface import AttentionCall, PackedLayer, described, first_that_holds
+from fastpack_trl.attention.reference import (
+    NO_SOFTCAP,
+    NO_WINDOW,
+    DocumentInputs,
+    reference_backward,
+    reference_forward,
+)
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
-from fastpack_trl.kernels.operators import differentiable, operator, signature_of
+from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -29,30 +39,29 @@ _INT32 = 2**31
 _BUFFER_ROWS_PER_SEGMENT = 128
 
 
+LONG_DOCUMENTS: dict[tuple[int, ...], int] = {(9, 0): 4096}
+"""Per compute capability: mean tokens per document from which one call per document beats one over the row.
+
+On Hopper torch's varlen is FlashAttention-2, and `scaled_dot_product_attention` of a whole document has a faster
+kernel: forward and backward of one document of 8,192 tokens take 3.8 ms against 6.9 (32/8 heads of 128), of 32,768
+tokens 54 against 95; at a mean of 1,500 tokens varlen is ahead (2.1 against 2.5 ms at 8,192 tokens, 7.6 against 16 at
+32,768). From ``benchmarks/results/attention_cuda_2026-11-20.json``.
+"""
+
+
 class VarlenLayer(NamedTuple):
     """What crosses a layer boundary: one tensor and one int, or several of both for a row that int32 cannot index."""
 
     parts: tuple[tuple[Tensor, int, int, int], ...]
     """(cu_seqlens, max_seqlen, first token, end token): (num_segments + 1,) int32 on the device, starting at 0."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        module: Any = None,
-    ) -> Tensor:
-        """Shapes and results as `PerDocumentLayer.attend`.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend over the whole row, or over each of its parts.
 
         Raises:
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
+        query, key, value, scale, window, sinks, softcap, dropout, _ = call
         wrong_dtype = query.is_cuda and query.dtype not in DTYPES
         # No message is made before it is needed: inside a graph these are symbols.
         if wrong_dtype or dropout or softcap is not None:
@@ -69,9 +78,53 @@ class VarlenLayer(NamedTuple):
         outs = []
         for cu_seqlens, max_seqlen, start, end in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
-            outs.append(_operator(q, k, v, cu_seqlens, sinks, window or NO_WINDOW, scale, max_seqlen)[0])
+            outs.append(_attention(q, k, v, cu_seqlens, sinks, window or NO_WINDOW, scale, max_seqlen)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out[None, ..., :value_dim].contiguous()
+
+
+class Varlen:
+    """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
+
+    name = "varlen"
+    tried = True
+
+    def refuses(self, features: ModelFeatures) -> str:
+        if missing := lacks("varlen"):
+            return missing
+        low = features.capability is not None and features.capability < LEAST_CAPABILITY
+        dtype = str(features.compute_dtype).removeprefix("torch.")
+        reason = first_that_holds(
+            {
+                f"needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
+                f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this device has "
+                f"{_dotted(features.capability)}": low,
+                f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)": features.compute_dtype not in DTYPES,
+                f"head_dim {features.head_dim} is over its limit of {MAX_HEAD_DIM}": features.head_dim > MAX_HEAD_DIM,
+                f"has no dropout, the model's is {features.dropout}": bool(features.dropout),
+                "has no softcap": features.softcap,
+            }
+        )
+        return reason and f"varlen {reason}"
+
+    def reason(self, features: ModelFeatures) -> str:
+        dtype = str(features.compute_dtype).removeprefix("torch.")
+        capability = "".join(map(str, features.capability or ()))
+        return f"torch's flash kernel, {dtype}, sm{capability}; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        long_from = LONG_DOCUMENTS.get(features.capability or ())
+        plain = not features.windows and not features.sinks
+        elements = features.num_heads * (-(-features.head_dim // 32) * 32)
+        if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
+            layer = per_document.prepare(batch, features.windows, device)
+            fits = can_index(max(batch.segment_lengths), elements)
+            return layer._replace(compiled=prepare(batch, device, elements)) if fits else layer
+        return prepare(batch, device, elements)
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -> VarlenLayer:
@@ -101,12 +154,12 @@ def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -
 
 
 def can_index(length: int, elements_per_token: int) -> bool:
-    """Whether the kernel's backward can index a segment of `length` tokens with an int32."""
+    """Return whether the kernel's backward can index a segment of `length` tokens with an int32."""
     return (length + _BUFFER_ROWS_PER_SEGMENT) * elements_per_token < _INT32
 
 
 def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> list[tuple[int, int]]:
-    """Runs of segments, (first, end), that the kernel's backward can index with an int32 each.
+    """Return runs of segments, (first, end), that the kernel's backward can index with an int32 each.
 
     Raises:
         ValueError: a segment that is too long on its own.
@@ -126,144 +179,127 @@ def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> li
     return [*bounds, (first, len(segment_lengths))]
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    scale: float,
-    max_seqlen: int,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each segment of `cu_seqlens`.
+class RowInputs(NamedTuple):
+    """What the kernel takes, in the order of the operator's arguments."""
 
-    Args:
-        query: (total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most 256.
-        key, value: (total_tokens, num_kv_heads, head_dim).
-        cu_seqlens: (num_segments + 1,) int32, on the device of the query.
-        sinks: (num_heads,) or None.
-        window: tokens that a query sees, itself included; 0 for all before it.
-        scale: factor of the scores.
-        max_seqlen: at least the longest segment.
+    query: Tensor
+    """(total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most 256."""
+    key: Tensor
+    """(total_tokens, num_kv_heads, head_dim)."""
+    value: Tensor
+    """(total_tokens, num_kv_heads, head_dim)."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32, on the device of the query."""
+    sinks: Tensor | None
+    """(num_heads,)."""
+    window: int
+    """Tokens that a query sees, itself included; 0: all before it."""
+    scale: float
+    max_seqlen: int
+    """At least the longest segment."""
+
+    @property
+    def in_kernel(self) -> dict[str, Any]:
+        """Scale and window as torch's operators take them: flash kernels do not count the token itself."""
+        left = self.window - 1 if self.window else -1
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+    @property
+    def for_reference(self) -> DocumentInputs:
+        """The same inputs in the layout of `reference.py`."""
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
+        band, longest = None, self.max_seqlen
+        if self.window and longest > self.window:
+            band = torch.zeros(longest, longest).masked_fill_(~band_mask(longest, self.window), -torch.inf)
+        return DocumentInputs(
+            q, k, v, self.cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen
+        )
+
+
+def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
+    """Compute causal attention inside each segment from the fields of `RowInputs`.
 
     Returns:
         (total_tokens, num_heads, head_dim), and the log-sum-exp, (num_heads, total_tokens) fp32.
     """
-    if query.is_cuda:
-        left = window - 1 if window else -1  # flash kernels do not count the token itself
+    row = RowInputs(*fields)
+    longest = row.max_seqlen
+    if row.query.is_cuda:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False,
-            scale=scale, window_size_left=left, window_size_right=0,
+            row.query, row.key, row.value, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0, True, False,
+            **row.in_kernel,
         )  # fmt: skip
     else:
-        out, lse = _twin_forward(query, key, value, cu_seqlens, window, scale, max_seqlen)
-    return fold_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+        with torch.autocast(row.query.device.type, enabled=False):
+            outs, lses = reference_forward(row.for_reference)
+        out, lse = outs[0], lses[0].contiguous()
+    return fold_sinks(out, lse, row.sinks) if row.sinks is not None else (out, lse)
 
 
 def varlen_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    scale: float,
-    max_seqlen: int,
+    grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (an empty tensor where there are none)."""
-    if query.is_cuda:
-        left = window - 1 if window else -1
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    """Return the gradients of query, key, value and sinks (an empty tensor if there are none)."""
+    row = RowInputs(*fields)
+    longest = row.max_seqlen
+    if row.query.is_cuda:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
         grads = torch.ops.aten._flash_attention_backward(
-            grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True,
-            no_dropout, query.new_empty(0), scale=scale, window_size_left=left, window_size_right=0,
+            grad_out, row.query, row.key, row.value, out, lse, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0,
+            True, no_dropout, row.query.new_empty(0), **row.in_kernel,
         )  # fmt: skip
     else:
-        grads = _twin_backward(grad_out, query, key, value, out, lse, cu_seqlens, window, scale, max_seqlen)
-    return (*grads, sink_gradient(grad_out, out, lse, sinks))
+        found = reference_backward(row.for_reference, grad_out[None], out[None], lse[None])
+        grads = tuple(grad[0].transpose(0, 1).contiguous() for grad in found)
+    return (*grads, sink_gradient(grad_out, out, lse, row.sinks))
 
 
-def _twin_forward(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, window: int, scale: float, max_seqlen: int
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = reference_forward(q, k, v, cu_seqlens, None, _band(window, max_seqlen), window, scale, NO_SOFTCAP)
-    return out[0], lse[0].contiguous()
-
-
-def _twin_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    window: int, scale: float, max_seqlen: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    band = _band(window, max_seqlen)
-    grads = reference_backward(
-        grad_out[None], q, k, v, out[None], lse[None], cu_seqlens, band, window, scale, NO_SOFTCAP
-    )
-    return tuple(grad[0].transpose(0, 1).contiguous() for grad in grads)
-
-
-def _band(window: int, max_seqlen: int) -> Tensor | None:
-    if not window or max_seqlen <= window:
-        return None
-    return torch.zeros(max_seqlen, max_seqlen).masked_fill_(~band_mask(max_seqlen, window), -torch.inf)
-
-
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, sinks: Any, window: int, scale: float,
-    max_seqlen: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
+    query = RowInputs(*fields).query
     total, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
 
 
-def _fake_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    sinks: Tensor | None, window: int, scale: float, max_seqlen: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
-    sink_grad = torch.empty_like(sinks) if sinks is not None else grad_out.new_empty(0)
-    dq, dk, dv = grads
-    return dq, dk, dv, sink_grad
+def _fake_backward(grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row = RowInputs(*fields)
+    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in row[:3])
+    return dq, dk, dv, torch.empty_like(row.sinks) if row.sinks is not None else grad_out.new_empty(0)
 
 
 # Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.
-def _flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(4 * query.shape[0] * query.shape[1] * query.shape[2] * args[-1])
+def _flops(*fields: Any, **_keywords: Any) -> int:
+    row = RowInputs(*fields)
+    return int(4 * row.query.numel() * row.max_seqlen)
 
 
-def _flops_backward(grad_out: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(10 * grad_out.shape[0] * grad_out.shape[1] * grad_out.shape[2] * args[-1])
+def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
+    return _flops(*fields) * 5 // 2
 
 
-_forward = operator(varlen_attention, fake=_fake, flops=_flops)
-_backward = operator(varlen_attention_backward, fake=_fake_backward, flops=_flops_backward)
+_ARGUMENTS = arguments_of(RowInputs)
+_forward = operator(varlen_attention, fake=_fake, flops=_flops, signature=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+_backward = operator(
+    varlen_attention_backward, fake=_fake_backward, flops=_flops_backward,
+    signature=f"(Tensor grad_out, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, cu_seqlens, sinks, *scalars = inputs
-        out, lse = _forward(*inputs)
-        ctx.save_for_backward(query, key, value, out, lse, cu_seqlens, sinks)
-        ctx.scalars = scalars
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(*fields)
+        ctx.save_for_backward(out, lse, *fields[:5])
+        ctx.constants = fields[5:]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(
-            grad_out.contiguous(), query, key, value, out, lse, cu_seqlens, sinks, *ctx.scalars
-        )
-        return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None
+        out, lse, *tensors = ctx.saved_tensors
+        dq, dk, dv, dsinks = _backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
+        return dq, dk, dv, None, dsinks if tensors[4] is not None else None, None, None, None
 
 
-_operator = differentiable("varlen_attention_with_gradient", signature_of(varlen_attention), _Attention)
+_attention = differentiable("varlen_attention_with_gradient", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _Attention)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastpack_trl.attention.interface import AttentionCall, described, first_that_holds
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -15,26 +18,15 @@ class XformersLayer(NamedTuple):
 
     biases: dict[int | None, Any]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        module: Any = None,
-    ) -> Tensor:
-        """Shapes and results as `PerDocumentLayer.attend`.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Call xFormers' kernel with the prepared mask.
 
         Raises:
             ValueError: sinks or softcap, which it does not have.
         """
         from xformers.ops import memory_efficient_attention
 
+        query, key, value, scale, window, sinks, softcap, dropout, _ = call
         if sinks is not None or softcap is not None:
             raise ValueError("xformers has neither sinks nor softcap: set packed_attention='auto'")
         groups = query.shape[1] // key.shape[1]
@@ -48,8 +40,31 @@ class XformersLayer(NamedTuple):
         return result
 
 
+class Xformers:
+    """The backend ``xformers``: CUDA, no sinks, no softcap."""
+
+    name = "xformers"
+    tried = True
+
+    def refuses(self, features: ModelFeatures) -> str:
+        return first_that_holds(
+            {
+                "xformers is not installed: pip install 'fastpack-trl[xformers]'": find_spec("xformers") is None,
+                f"xformers needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
+                "xformers has no attention sinks": features.sinks,
+                "xformers has no softcap": features.softcap,
+            }
+        )
+
+    def reason(self, features: ModelFeatures) -> str:
+        return f"xFormers; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> XformersLayer:
+        return prepare(batch, features.windows, device)
+
+
 def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> XformersLayer:
-    """One mask per window and one without."""
+    """Build one mask per window and one without."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
     def build() -> XformersLayer:

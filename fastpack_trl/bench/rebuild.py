@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.attention.dense import DenseLayer
 from fastpack_trl.attention.install import switched
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
 from fastpack_trl.packing.masks import band_mask
 
@@ -46,14 +47,13 @@ class RebuildLayer(NamedTuple):
     position_ids: Tensor
     implementation: str
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **kwargs: Any) -> Tensor:
-        """Shapes and results as `PerDocumentLayer.attend`."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Rebuild the lengths and the mask, then call stock's own function."""
         _cu_seqlens, lengths, _longest = metadata_of(self.position_ids)
-        mask = dense_mask_of(lengths, window)
+        mask = dense_mask_of(lengths, call.window)
         if self.implementation == "eager":
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        layer = DenseLayer({window: mask}, self.implementation)
-        return layer.attend(query, key, value, window=window, **kwargs)
+            mask = torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        return DenseLayer({call.window: mask}, self.implementation).attend(call)
 
 
 @contextlib.contextmanager

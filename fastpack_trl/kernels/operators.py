@@ -13,18 +13,28 @@ kept instead of computed again. What an operator does is not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "fastpack"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 def signature_of(function: Callable[..., Any]) -> str:
-    """The operator signature of a function with annotated tensors and constants that changes none of them."""
+    """Return the operator signature of a function with annotated tensors and constants that changes none of them."""
     return str(torch.library.infer_schema(function, mutates_args=()))
+
+
+def arguments_of(fields: type[Any]) -> str:
+    """Return the annotated fields of a class as arguments of a signature: ``Tensor query, Tensor? sinks, float scale``.
+
+    An operator takes tensors and constants one by one; a named tuple of them is what Python code hands on.
+    """
+    return ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
 def operator(
@@ -49,7 +59,7 @@ def operator(
 
 
 def differentiable(name: str, signature: str, function: type[torch.autograd.Function]) -> Any:
-    """``function.apply`` as the operator ``torch.ops.fastpack.<name>``, which no traced graph contains; return it.
+    """Register ``function.apply`` as ``torch.ops.fastpack.<name>``, which no traced graph contains; return it.
 
     Args:
         name: of the operator.

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from attention_material import LENGTHS, PADDED_ROWS, PER_DOCUMENT, make_row, packed, separate
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
-
-LENGTHS = (9, 1, 14, 6)
-PER_DOCUMENT = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "cohere2",
-    "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
-)  # fmt: skip
-PADDED_ROWS = ("falcon", "bloom", "granitemoehybrid", "llama4_text", "stablelm", "nemotron", "qwen3_next")
-
-
-def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, PackedBatch]:
-    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    batch = PackedBatch.from_lengths(lengths, labels=ids)
-    return ids, ids.masked_fill(batch.position_ids == 0, IGNORE_INDEX), batch
-
-
-def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the documents one by one under the family's own eager attention."""
-    reference = copy.deepcopy(model)
-    reference.set_attn_implementation("eager")
-    count = sum(length - 1 for length in batch.seq_lengths)
-    total = 0.0
-    for document in ids[0].split(batch.seq_lengths):
-        if len(document) > 1:
-            logits = reference(input_ids=document[None], use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-    return total, gradients(reference)
-
-
-def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
-    kwargs = to_transformers_kwargs(batch)
-    logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
-    loss: Tensor = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
-    return loss
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import LENGTHS, PADDED_ROWS, PER_DOCUMENT, packed, separate
+from attention_material import LENGTHS, PADDED_ROWS, PER_DOCUMENT, packed, separate
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention

@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_material import CPU, HEADS, HOPPER, PLAIN, SCALE, dense_attention, errors, make_inputs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_install import HOPPER, PLAIN
-from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fastpack_trl.attention import flex
 from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-CPU = torch.device("cpu")
 documents = st.lists(st.integers(1, 300), min_size=1, max_size=8)
 windows = st.sampled_from([None, 1, 5, 128, 129, 200])
 
@@ -52,7 +51,7 @@ def test_flex_forward_equals_dense_attention(window: int | None, sinks: bool, so
     batch = PackedBatch.from_lengths((130, 60, 1))
     inputs = [tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=sinks)]
     layer = flex.prepare(batch, frozenset({40}), CPU)
-    out = layer.attend(*inputs[:3], scale=SCALE, window=window, sinks=inputs[3] if sinks else None, softcap=softcap)
+    out = layer.attend(AttentionCall(*inputs[:3], SCALE, window, inputs[3] if sinks else None, softcap))
     torch.testing.assert_close(out, dense_attention(batch, inputs, window, softcap), rtol=1e-5, atol=1e-5)
     assert batch.build_counts["flex", CPU] == 1
 
@@ -86,7 +85,7 @@ def test_flex_on_the_device_within_twice_the_error_of_dense_attention(window: in
     layer = flex.prepare(batch, frozenset({40}), torch.device("cuda"))
     ours = run(
         lambda t: layer.attend(
-            *(x.cuda() for x in t[:3]), scale=SCALE, window=window, sinks=t[3].cuda() if sinks else None
+            AttentionCall(*(x.cuda() for x in t[:3]), SCALE, window, t[3].cuda() if sinks else None)
         ).cpu(),
         inputs,
     )

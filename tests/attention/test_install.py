@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import HOPPER, LENGTHS, PLAIN, snapshot
 from torch import Tensor
 
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.padded_rows import padding_cost
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import ModelFeatures, asked_for, read_features
@@ -23,7 +25,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwarg
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 IDS = torch.randint(3, 96, (1, 30), generator=torch.Generator().manual_seed(1))
-LENGTHS = (9, 1, 14, 6)
 
 
 def forward(model: Any, batch: PackedBatch, **kwargs: Any) -> Tensor:
@@ -31,19 +32,6 @@ def forward(model: Any, batch: PackedBatch, **kwargs: Any) -> Tensor:
         input_ids=IDS, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch), **kwargs
     ).logits
     return logits
-
-
-def snapshot(model: Any) -> dict[str, Any]:
-    """Everything that a switch could leave behind on a model."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
-    return {
-        "classes": [type(module) for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
-        "forwards": [module.__dict__.get("forward") for module in model.modules()],
-        "implementation": model.config._attn_implementation,
-        "text": model.config.get_text_config()._attn_implementation,
-    }
 
 
 @pytest.mark.parametrize("implementation", ["auto", "sdpa", "padded_rows"])
@@ -143,9 +131,9 @@ def test_autocast_decides_the_dtype_of_attention(monkeypatch: pytest.MonkeyPatch
     seen = []
     attend = per_document.PerDocumentLayer.attend
 
-    def record(self: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        seen.append((query.dtype, key.dtype, value.dtype))
-        return attend(self, query, key, value, **kwargs)
+    def record(self: Any, call: AttentionCall) -> Tensor:
+        seen.append((call.query.dtype, call.key.dtype, call.value.dtype))
+        return attend(self, call)
 
     monkeypatch.setattr(per_document.PerDocumentLayer, "attend", record)
     model = tiny_model("qwen3")
@@ -181,15 +169,6 @@ def test_padding_cost_over_the_limit_names_the_remedy() -> None:
         forward(model, PackedBatch.from_lengths(lengths))
         assert attention.padded is not None
         assert attention.padded.cost == pytest.approx(padding_cost(lengths))
-
-
-PLAIN = ModelFeatures(
-    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
-    dropout=0.0, num_heads=4, head_dim=64, compute_dtype=torch.float32, capability=None, gap="",
-)  # fmt: skip
-
-
-HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

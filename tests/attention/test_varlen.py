@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from test_install import HOPPER
-from test_per_document import HEADS, SCALE, dense_attention, errors, make_inputs, run
+from attention_material import HEADS, HOPPER, SCALE, dense_attention, errors, make_inputs, run
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
 from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -42,7 +42,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 
     def ours(tensors: list[Tensor]) -> Tensor:
         moved = [tensor.to(device) for tensor in tensors]
-        return layer.attend(*moved[:3], scale=SCALE, window=window, sinks=moved[3] if sinks else None).cpu()
+        return layer.attend(AttentionCall(*moved[:3], SCALE, window, sinks=moved[3] if sinks else None)).cpu()
 
     def dense(tensors: list[Tensor]) -> Tensor:
         return dense_attention(batch, tensors, window, None)
@@ -64,7 +64,7 @@ def test_twin_equals_the_per_document_operator_in_float64() -> None:
     inputs = make_inputs(batch, torch.float64, sinks=True)
     cpu = torch.device("cpu")
     results = [
-        run(lambda t, layer=layer: layer.attend(*t[:3], scale=SCALE, window=4, sinks=t[3]), inputs)
+        run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE, window=4, sinks=t[3])), inputs)
         for layer in (varlen.prepare(batch, cpu, HEADS * 32), per_document.prepare(batch, frozenset({4}), cpu))
     ]
     for ours, other in zip(*results, strict=True):
@@ -81,7 +81,7 @@ def test_operator_passes_torchs_own_checks() -> None:
     torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, inner)
     out, lse = torch.ops.fastpack.varlen_attention(*inner)
     torch.library.opcheck(
-        torch.ops.fastpack.varlen_attention_backward.default, (torch.ones_like(out), *inner[:3], out, lse, *inner[3:])
+        torch.ops.fastpack.varlen_attention_backward.default, (torch.ones_like(out), out, lse, *inner)
     )
 
 
@@ -96,7 +96,8 @@ def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pyt
     parts = varlen.prepare(batch, cpu, 1)
     assert [(start, end) for _, _, start, end in parts.parts] == [(0, 8), (8, 30)]
     results = [
-        run(lambda t, layer=layer: layer.attend(*t[:3], scale=SCALE, sinks=t[3]), inputs) for layer in (whole, parts)
+        run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE, sinks=t[3])), inputs)
+        for layer in (whole, parts)
     ]
     for one, several in zip(*results, strict=True):
         torch.testing.assert_close(several, one)
@@ -140,7 +141,7 @@ def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=SCALE).transpose(1, 2)
 
     def ours(tensors: list[Tensor], layer: Any) -> Tensor:
-        return layer.attend(*tensors, scale=SCALE)
+        return layer.attend(AttentionCall(*tensors, SCALE))
 
     exact, budget = run(dense, exact_inputs), run(dense, inputs)
     for chosen in (layer, whole):
@@ -167,7 +168,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
     @torch.compile(backend=backend, fullgraph=True, dynamic=True)
     def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         layer = varlen.VarlenLayer(((cu_seqlens, max_seqlen, 0, query.shape[2]),))
-        return layer.attend(query, key, value, scale=SCALE)
+        return layer.attend(AttentionCall(query, key, value, SCALE))
 
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -176,7 +177,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
         query, key, value = (tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=False))
         layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
         actual = attend(query, key, value, batch.cu_seqlens, batch.max_seqlen)
-        torch.testing.assert_close(actual, layer.attend(query, key, value, scale=SCALE))
+        torch.testing.assert_close(actual, layer.attend(AttentionCall(query, key, value, SCALE)))
     assert len(graphs) <= 2
 
 
@@ -194,8 +195,10 @@ def test_a_graph_gives_the_kernel_rows_one_after_the_other() -> None:
     layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
     by_head = [tensor.detach().contiguous() for tensor in make_inputs(batch, torch.float32, sinks=False)]
     assert not by_head[0][0].transpose(0, 1).is_contiguous()
-    compiled = torch.compile(lambda *tensors: layer.attend(*tensors, scale=SCALE), backend=backend, fullgraph=True)
-    torch.testing.assert_close(compiled(*by_head), layer.attend(*by_head, scale=SCALE))
+    compiled = torch.compile(
+        lambda *tensors: layer.attend(AttentionCall(*tensors, SCALE)), backend=backend, fullgraph=True
+    )
+    torch.testing.assert_close(compiled(*by_head), layer.attend(AttentionCall(*by_head, SCALE)))
     assert seen == [True] * 3
 
 
@@ -205,7 +208,7 @@ def test_what_the_kernel_lacks_is_named(softcap: float | None, dropout: float) -
     layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
     inputs = make_inputs(batch, torch.float32, sinks=False)
     with pytest.raises(ValueError, match=r"varlen has no .*set packed_attention='per_document'"):
-        layer.attend(*inputs, scale=SCALE, softcap=softcap, dropout=dropout)
+        layer.attend(AttentionCall(*inputs, SCALE, softcap=softcap, dropout=dropout))
 
 
 def test_operators_of_this_torch_take_the_arguments_that_are_given() -> None:

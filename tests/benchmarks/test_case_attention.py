@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import make_row, separate
-from test_install import snapshot
+from attention_material import make_row, separate, snapshot
 from torch import Tensor
 
 from benchmarks import attention, attention_sides, model_gate, model_steps

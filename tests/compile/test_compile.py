@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from trainer_material import figures, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.backends import Varlen
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocumentLayer
-from fastpack_trl.attention.varlen import VarlenLayer
+from fastpack_trl.attention.varlen import Varlen, VarlenLayer
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers

@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from moe_material import norm_of_difference, routed
-from torch import Tensor
+from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, reference_gate, routed
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.gate import Gate, gate_backward, gate_forward
 from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer, grouped_sum
 from fastpack_trl.moe.routing import routing_plan
 
-GATES = [
-    Gate("silu"),
-    Gate("silu", interleaved=True),
-    Gate("clamped", interleaved=True, alpha=1.702, limit=1.0),
-    Gate("clamped", alpha=1.0, limit=0.5),
-    Gate("own", own=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
-]
-NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "own"]
 
-
-def reference(h: Tensor, bias: Tensor | None, expert: Tensor, gate: Gate) -> Tensor:
-    """The gate in plain operations, for autograd."""
-    h = h if bias is None else h + bias[expert.long()]
-    if gate.own is not None:
-        return gate.own(h)
-    first, up = gate.halves(h)
-    if gate.kind == "silu":
-        return first * first.sigmoid() * up
-    first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-    return (up + 1) * first * (gate.alpha * first).sigmoid()
-
-
-def gate_case(dtype: torch.dtype, *, bias: bool = True, rows: int = 37) -> Any:
-    torch.manual_seed(0)
-    h, table, grad = torch.randn(rows, 32), torch.randn(3, 32) if bias else None, torch.randn(rows, 16)
-    h[0, :] = 1.0  # on the bounds of the clamp, where the gradient passes
-    if table is not None:
-        table[0] = 0
-    expert = torch.arange(rows, dtype=torch.int32) * 3 // rows
-    weight = torch.rand(rows)
-    return h.to(dtype), None if table is None else table.to(dtype), expert, grad.to(dtype), weight.to(dtype)
-
-
-@pytest.mark.parametrize("gate", GATES, ids=NAMES)
+@pytest.mark.parametrize("gate", GATES, ids=GATE_NAMES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_gate_forward_and_backward_equal_autograd_in_float64(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
@@ -56,12 +21,12 @@ def test_gate_forward_and_backward_equal_autograd_in_float64(gate: Gate, bias: b
     a = gate_forward(h, table, expert, gate)
     found = gate_backward(h, table, expert, gate, grad, weight)
     leaf, weights = h.double().requires_grad_(), weight.double().requires_grad_()
-    exact = reference(leaf, None if table is None else table.double(), expert, gate)
+    exact = reference_gate(leaf, None if table is None else table.double(), expert, gate)
     weighted = exact * weights[:, None]
     grads = torch.autograd.grad(weighted, (leaf, weights), grad.double())
     # In the same dtype through autograd: what stock would compute.
     own = h.clone().requires_grad_(), weight.clone().requires_grad_()
-    plain = reference(own[0], table, expert, gate)
+    plain = reference_gate(own[0], table, expert, gate)
     theirs = torch.autograd.grad(plain * own[1][:, None], own, grad)
     floor = 4 * torch.finfo(dtype).eps
     for mine, stock, truth in (

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention import varlen
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection, reference_projection
 
 TOKENS, WIDTH, OUT, RANK = 6, 64, 32, 4
-ATTENTION = {"varlen_attention", "varlen_attention_backward"}
-PRODUCTS = {"lora_product", "lora_grad_input"}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +47,7 @@ def draw(*shape: int) -> Tensor:
 def attend(query: Tensor, cu_seqlens: Tensor) -> Tensor:
     layer = varlen.VarlenLayer(((cu_seqlens, 4, 0, TOKENS),))
     split = query.view(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
-    return layer.attend(split, split, split, scale=0.25).reshape(TOKENS, WIDTH)
+    return layer.attend(AttentionCall(split, split, split, 0.25)).reshape(TOKENS, WIDTH)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import norm_of_difference, routed
-from test_moe_kernels import GATES, NAMES, gate_case, reference
+from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, reference_gate, routed
 
 from fastpack_trl.kernels.combine import bias_weight_grad_torch, combine_torch
 from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
@@ -24,13 +23,13 @@ def on_device(values: Any) -> list[Any]:
     return [value if value is None else value.to(DEVICE) for value in values]
 
 
-@pytest.mark.parametrize("gate", GATES[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("gate", GATES[:4], ids=GATE_NAMES[:4])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
     h, table, expert, grad, weight = on_device(gate_case(dtype, bias=bias, rows=11))
     wide = [None if value is None else value.double() for value in (h, table)]
-    exact = reference(wide[0], wide[1], expert, gate)
+    exact = reference_gate(wide[0], wide[1], expert, gate)
     found, twin = (run(h, table, expert, gate) for run in (gate_forward_triton, gate_forward_torch))
     floor = 2 * torch.finfo(dtype).eps  # a device's exponential may be off by two units
     assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), floor)
@@ -78,7 +77,7 @@ def test_no_rows() -> None:
     assert bias_weight_grad_triton(h, torch.zeros(3, 32, device=DEVICE), inverse).shape == (0, 2)
 
 
-@pytest.mark.parametrize("gate", GATES[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("gate", GATES[:4], ids=GATE_NAMES[:4])
 def test_nan_stays_in_its_row(gate: Gate) -> None:
     h, table, expert, grad, weight = on_device(gate_case(torch.float32, rows=11))
     h[5] = float("nan")

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
+from moe_material import (
+    MOE_FAMILIES,
+    STACKS,
+    adapted,
+    experts_of,
+    input_ids,
+    moe_model,
+    norm_of_difference,
+    randomised,
+    routed,
+    step,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,32 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.testing import assert_gradients_close, gradients
-
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def adapted(family: str = "qwen3_moe", *, r: int = 4, stacks: list[str] | None = None, **overrides: Any) -> Any:
-    """A model with LoRA on its stacks and on attention; B away from zero and from any symmetry."""
-    targets = stacks or [name.replace("mlp", "block_sparse_moe") if family == "granitemoe" else name for name in STACKS]
-    config = LoraConfig(r=r, lora_alpha=3 * r, target_parameters=targets, target_modules=["q_proj", "q_b_proj"])
-    return randomised(get_peft_model(moe_model(family, **overrides), config))
-
-
-def randomised(model: Any) -> Any:
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    ids = input_ids() if ids is None else ids
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return out.logits.detach(), gradients(model)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from moe_material import moe_model
+from moe_material import STACKS, moe_model, randomised
 from peft import LoraConfig, get_peft_model
 from recording_streams import RecordingStreams
-from test_expert_lora import STACKS, randomised
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from trainer_material import make_tokenizer, settings

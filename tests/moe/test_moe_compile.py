@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import experts_of, input_ids, moe_model, norm_of_difference, routed
-from test_expert_lora import adapted
+from moe_material import adapted, experts_of, input_ids, moe_model, norm_of_difference, routed
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

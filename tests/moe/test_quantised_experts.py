@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import experts_of, input_ids, moe_model, norm_of_difference
+from moe_material import STACKS, adapted, experts_of, input_ids, moe_model, norm_of_difference, randomised, step
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from test_expert_lora import STACKS, adapted, randomised, step
 from torch import Tensor
 from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTTrainer

@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models of every family that the fused path covers, and experts modules on their own."""
+"""Tiny mixture-of-experts models of every family that the fused path covers, their LoRA, and gates on their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.kernels.gate import Gate
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.testing import gradients
 
 _COMMON = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,6 +41,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
 }  # fmt: skip
 MOE_FAMILIES = tuple(_FAMILIES)
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+"""The expert stacks, as PEFT's `target_parameters` names them."""
+
+GATES = [
+    Gate("silu"),
+    Gate("silu", interleaved=True),
+    Gate("clamped", interleaved=True, alpha=1.702, limit=1.0),
+    Gate("clamped", alpha=1.0, limit=0.5),
+    Gate("own", own=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
+]
+GATE_NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "own"]
 
 
 def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -94,3 +107,54 @@ def input_ids(tokens: int = 24, vocabulary: int = 96, seed: int = 0) -> Tensor:
 def norm_of_difference(actual: Tensor, expected: Tensor) -> float:
     """Relative L2 difference, in fp64."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def adapted(family: str = "qwen3_moe", *, r: int = 4, stacks: list[str] | None = None, **overrides: Any) -> Any:
+    """A model with LoRA on its stacks and on attention; B away from zero and from any symmetry."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = stacks or [name.replace("mlp", "block_sparse_moe") if family == "granitemoe" else name for name in STACKS]
+    config = LoraConfig(r=r, lora_alpha=3 * r, target_parameters=targets, target_modules=["q_proj", "q_b_proj"])
+    return randomised(get_peft_model(moe_model(family, **overrides), config))
+
+
+def randomised(model: Any) -> Any:
+    """Move every B of LoRA away from zero."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits and gradients of one forward and backward."""
+    ids = input_ids() if ids is None else ids
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), gradients(model)
+
+
+def reference_gate(h: Tensor, bias: Tensor | None, expert: Tensor, gate: Gate) -> Tensor:
+    """The gate in plain operations, for autograd."""
+    h = h if bias is None else h + bias[expert.long()]
+    if gate.own is not None:
+        return gate.own(h)
+    first, up = gate.halves(h)
+    if gate.kind == "silu":
+        return first * first.sigmoid() * up
+    first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return (up + 1) * first * (gate.alpha * first).sigmoid()
+
+
+def gate_case(dtype: torch.dtype, *, bias: bool = True, rows: int = 37) -> Any:
+    torch.manual_seed(0)
+    h, table, grad = torch.randn(rows, 32), torch.randn(3, 32) if bias else None, torch.randn(rows, 16)
+    h[0, :] = 1.0  # on the bounds of the clamp, where the gradient passes
+    if table is not None:
+        table[0] = 0
+    expert = torch.arange(rows, dtype=torch.int32) * 3 // rows
+    weight = torch.rand(rows)
+    return h.to(dtype), None if table is None else table.to(dtype), expert, grad.to(dtype), weight.to(dtype)

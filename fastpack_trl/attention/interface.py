@@ -1,0 +1,82 @@
+"""The interface of a backend of packed attention, and one attention call, which every backend takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.packed_batch import PackedBatch
+
+
+class AttentionCall(NamedTuple):
+    """One attention call of one layer over a packed row; a tuple, which `torch.compile` takes apart without a guard."""
+
+    query: Tensor
+    """(1, num_heads, total_tokens, head_dim)."""
+    key: Tensor
+    """(1, num_kv_heads, total_tokens, head_dim)."""
+    value: Tensor
+    """(1, num_kv_heads, total_tokens, value head_dim): that of the key, or another (MLA)."""
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Tokens that each query sees, itself included; None: all before it in its document."""
+    sinks: Tensor | None = None
+    """(num_heads,): one logit per head that takes part in the softmax and has no value."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(scores / softcap)``."""
+    dropout: float = 0.0
+    """Probability that an attention weight is dropped."""
+    module: Any = None
+    """The attention module, for stock's own functions."""
+
+
+class PackedLayer(Protocol):
+    """Tensors and ints that cross a layer boundary, made once per batch, and the attention that reads them."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return causal attention inside each document: (1, total_tokens, num_heads, value head_dim), contiguous.
+
+        Raises:
+            ValueError: the call asks for what the backend does not have; names the remedy.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One way to compute packed attention through transformers' interface; `backends.py` lists them.
+
+    Attributes:
+        name: its value of `FastSFTConfig.packed_attention`.
+        tried: whether `trial.failure` runs it on a few tokens before it is chosen.
+    """
+
+    name: str
+    tried: bool
+
+    def refuses(self, features: ModelFeatures) -> str:
+        """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
+        ...
+
+    def reason(self, features: ModelFeatures) -> str:
+        """Return what the report says when it is chosen."""
+        ...
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        """Build what the layers read, once per batch and device: `PackedBatch.derive` keeps it."""
+        ...
+
+
+def first_that_holds(reasons: dict[str, bool]) -> str:
+    """Return the first reason that holds, or ``""``."""
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def described(features: ModelFeatures) -> str:
+    """Return what the attention of a model has beside causality: ``window 128, sinks``."""
+    parts = [f"window {window}" for window in sorted(features.windows)]
+    parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+    return ", ".join(parts) or "plain causal"

@@ -1,0 +1,109 @@
+"""What the tests of attention share: inputs and the dense oracle, features of two devices, families, snapshots."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.masks import dense_mask
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import gradients
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SCALE = 0.3
+LENGTHS = (9, 1, 14, 6)
+PER_DOCUMENT = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "cohere2",
+    "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
+)  # fmt: skip
+PADDED_ROWS = ("falcon", "bloom", "granitemoehybrid", "llama4_text", "stablelm", "nemotron", "qwen3_next")
+
+PLAIN = ModelFeatures(
+    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
+    dropout=0.0, num_heads=4, head_dim=64, compute_dtype=torch.float32, capability=None, gap="",
+)  # fmt: skip
+
+HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
+
+
+def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, PackedBatch]:
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    batch = PackedBatch.from_lengths(lengths, labels=ids)
+    return ids, ids.masked_fill(batch.position_ids == 0, IGNORE_INDEX), batch
+
+
+def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the documents one by one under the family's own eager attention."""
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    count = sum(length - 1 for length in batch.seq_lengths)
+    total = 0.0
+    for document in ids[0].split(batch.seq_lengths):
+        if len(document) > 1:
+            logits = reference(input_ids=document[None], use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+    return total, gradients(reference)
+
+
+def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
+    kwargs = to_transformers_kwargs(batch)
+    logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
+    loss: Tensor = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
+    return loss
+
+
+def make_inputs(
+    batch: PackedBatch, dtype: torch.dtype, *, sinks: bool, value_dim: int = HEAD_DIM, seed: int = 0
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    total = batch.total_tokens
+    shapes = [(1, HEADS, total, HEAD_DIM), (1, KV_HEADS, total, HEAD_DIM), (1, KV_HEADS, total, value_dim)]
+    shapes += [(HEADS,)] if sinks else []
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def dense_attention(batch: PackedBatch, inputs: list[Tensor], window: int | None, softcap: float | None) -> Tensor:
+    """Attention under a T x T mask in plain torch: the oracle in float64, stock's arithmetic in lower dtypes."""
+    query, key, value, *sinks = inputs
+    key, value = (tensor.repeat_interleave(HEADS // KV_HEADS, dim=1) for tensor in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + dense_mask(batch, window, CPU, torch.float64).to(scores.dtype)
+    if sinks:
+        column = sinks[0].view(1, -1, 1, 1).expand(1, HEADS, batch.total_tokens, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probabilities = scores.softmax(-1)[..., : batch.total_tokens]
+    return (probabilities @ value).transpose(1, 2)
+
+
+def run(function: Any, inputs: list[Tensor]) -> list[Tensor]:
+    out = function(inputs)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+
+def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
+    return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)])
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """Everything that a switch could leave behind on a model."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
+        "forwards": [module.__dict__.get("forward") for module in model.modules()],
+        "implementation": model.config._attn_implementation,
+        "text": model.config.get_text_config()._attn_implementation,
+    }
