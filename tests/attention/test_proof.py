@@ -187,12 +187,12 @@ def test_a_leak_is_one_line_of_the_command(material: Material, capsys: pytest.Ca
     tiny_model("gpt_oss", vocab_size=304).save_pretrained(folder)
     AutoTokenizer.from_pretrained(material.model).save_pretrained(folder)
     config = material.yaml(model_name_or_path=str(folder), packed_attention="off", max_steps=1)
-    assert cli.main(["sft", "--config", str(config)]) == 2
+    assert cli(["sft", "--config", str(config)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
     assert "packing proof with stock: LEAK" in line
     assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
     assert not material.out.exists()
-    assert cli.main(["sft", "--config", str(config), "--verify_packing", "off"]) == 0
+    assert cli(["sft", "--config", str(config), "--verify_packing", "off"]) == 0
 
 
 def test_disable_trains_as_stock_whatever_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
