@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from sft_material import TEXT_ROWS, Material
-from test_sft_bad_input import refused
+from sft_material import TEXT_ROWS, Material, refused
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer

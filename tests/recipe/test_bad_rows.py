@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, load_dataset
-from sft_material import Material, write_jsonl
-from test_sft_bad_input import refused
+from sft_material import Material, refused, write_jsonl
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer

@@ -8,23 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_material import TEXT_ROWS, Material, make_tokenizer, save_model, write_jsonl
+from sft_material import TEXT_ROWS, Material, make_tokenizer, refused, save_model, write_jsonl
 
 from fastpack_trl.cli.main import main
-
-
-def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """Run with `argv`; asserts exit code 2, one line, nothing written. Returns the line."""
-    existed = material.out.exists()
-    assert main(["sft", *map(str, argv)]) == 2
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
-    assert len(lines) == 1, err
-    assert err.splitlines()[-1] == lines[0]
-    assert "Traceback" not in err
-    assert material.out.exists() == existed
-    return lines[0]
-
 
 YAML_TEXT = [
     # Names

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from fastpack_trl.cli.main import main
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
 SENTENCES = ["the quick brown fox", "jumps over the lazy dog", "pack my box with five dozen jugs", "a b c d e f g"]
@@ -112,3 +115,16 @@ class Material:
     def yaml(self, *, text: str = "", **more: object) -> Path:
         """A YAML of `settings` for these files; ``...`` as a value leaves the key out."""
         return write_yaml(self.folder / "sft.yaml", settings(self.model, self.data, self.out, **more), text=text)
+
+
+def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run with `argv`; asserts exit code 2, one line, nothing written. Returns the line."""
+    existed = material.out.exists()
+    assert main(["sft", *map(str, argv)]) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
+    assert len(lines) == 1, err
+    assert err.splitlines()[-1] == lines[0]
+    assert "Traceback" not in err
+    assert material.out.exists() == existed
+    return lines[0]
