@@ -20,7 +20,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl import trainer as trainer_module
 from fastpack_trl.attention import install as seam
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing import batching
+from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
@@ -365,10 +365,11 @@ def test_signature_and_help_are_those_of_stock() -> None:
 
 
 def test_stock_runs_where_a_private_seam_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_PRIVATE", (*batching._PRIVATE, (SFTTrainer, "_renamed_upstream")))
+    monkeypatch.setitem(NEEDS, "batches", (*NEEDS["batches"], "trl.SFTTrainer._renamed_upstream"))
     ours, stock = both(tmp_path, packing=True)
     assert figures(ours) == figures(stock)
-    assert ours.fastpack_report["fastpack"].reason == "torch, transformers or trl lacks SFTTrainer._renamed_upstream"
+    line = ours.fastpack_report["fastpack"]
+    assert line.reason == "torch, transformers or trl lacks trl.SFTTrainer._renamed_upstream"
 
 
 def test_a_proof_that_cannot_run_is_reported_and_training_goes_on(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def offload_checkpoints(
 
 def _compiled_around(layer: nn.Module) -> bool:
     """Whether the whole layer is compiled, by something else than `layer_compile`, which compiles what we run."""
-    call = layer._compiled_call_impl
+    call = getattr(layer, "_compiled_call_impl", None)
     return call is not None and not type(call).__module__.startswith("fastpack_trl.")
 
 

@@ -90,6 +90,7 @@ def _machine(record: dict[str, Any]) -> None:
     _section("attention, for a plain causal model", record["attention"])
     rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
     _section("missing", rows or {"nothing": "every extra is installed"})
+    _section("names of other libraries that may move (docs/upstream.md)", _upstream(record))
 
 
 def _section(title: str, rows: dict[str, Any]) -> None:
@@ -207,6 +208,18 @@ def _missing() -> list[dict[str, str]]:
         needed_for = "our Triton kernels; without it their torch twins run"
         rows.append({"name": "triton", "needed_for": needed_for, "install": "pip install triton"})
     return rows
+
+
+def _upstream(record: dict[str, Any]) -> dict[str, str]:
+    """How many names each library has of those that are in use, and what happens without each that is missing."""
+    from fastpack_trl.model.upstream import look_up
+
+    record["upstream"] = look_up()
+    there: dict[str, set[str]] = {}
+    for row in record["upstream"]:
+        there.setdefault(row["name"].partition(".")[0], set()).update({row["name"]} if row["there"] else ())
+    lacking = {row["name"]: f"missing: {row['without']}" for row in record["upstream"] if not row["there"]}
+    return {library: f"{len(names)} there" for library, names in there.items()} | lacking
 
 
 def _out_of_range() -> list[dict[str, str]]:

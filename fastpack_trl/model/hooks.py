@@ -184,7 +184,7 @@ class SameInRecompute:
 
 @cache
 def _global_dictionaries() -> tuple[dict[int, Any], ...]:
-    # A torch without one of them is named by `batching.missing_seams`.
+    # A torch without one of them is named by what `model.upstream` asks for "batches".
     return tuple(getattr(nn.modules.module, name, {}) for name in GLOBAL_KINDS)
 
 

@@ -1,12 +1,16 @@
-"""Names of other libraries that are private or lie deep inside, looked up without failing.
+"""Every name of torch, transformers, trl, peft and accelerate in use here that is private or lies deep inside.
 
-Where a version has moved one, the part that needs it runs as stock, named; the rest of the package works.
+`TABLE` has them all: where each is used, and what happens without it. Names of a feature (`NEEDS`) are looked up before
+the feature runs: where a version has moved one, stock runs in its place, named. The others are asked for where they
+are used. ``fastpack-trl doctor`` looks all of them up, `docs/upstream.md` lists them.
 """
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear as LoraLinear
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallbackHandler", "Conv1D", "DataCollatorForLanguageModeling", "GradientCheckpointingLayer", "LoraLayer",
-    "LoraLinear", "TorchDispatchMode", "found", "lacks", "tree_leaves",
+    "LoraLinear", "TorchDispatchMode", "found", "is_there", "lacks", "look_up", "missing_names",
+    "tree_leaves",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,31 +38,239 @@ _HOMES = {
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
 }
+"""What can be imported from here by its last name; where it is not there, `Absent`."""
 
-NEEDS: dict[str, tuple[str, ...]] = {
-    "batches": (_HOMES["DataCollatorForLanguageModeling"],),
-    "packed_attention": (
-        "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
-        "transformers.masking_utils.AttentionMaskInterface",
+
+class Upstream(NamedTuple):
+    """Names with the same use.
+
+    Attributes:
+        names: ``package.module.name``, or ``package.Class.name`` of what its instances have.
+        rooms: folders and files of this package that use them.
+        without: what happens where one is missing.
+        part: of `NEEDS`, where the names are looked up before anything runs.
+    """
+
+    names: tuple[str, ...]
+    rooms: tuple[str, ...]
+    without: str
+    part: str = ""
+
+
+def _all(prefix: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names.split())
+
+
+_MODULE_STATE = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _modules _parameters"
+
+TABLE: tuple[Upstream, ...] = (
+    Upstream(
+        (
+            _HOMES["DataCollatorForLanguageModeling"], "transformers.Trainer._get_dataloader",
+            "trl.SFTTrainer._prepare_dataset", "transformers.PreTrainedModel._can_set_attn_implementation",
+            "torch.utils.hooks.RemovableHandle.next_id",
+            *_all(
+                "torch.nn.modules.module",
+                "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks",
+            ),
+        ),
+        ("model", "packing", "trainer"), "the stock trainer", "batches",
     ),
-    "varlen": ("torch.ops.aten._flash_attention_forward", "torch.ops.aten._flash_attention_backward"),
-    "per_document on the CPU": (
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    Upstream(
+        _all("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface"),
+        ("attention",), "documents in padded rows", "packed_attention",
     ),
-    "sync_free": ("trl.kernels.ChunkedLogProbFunction", "trl.kernels.chunked_logprob"),
-    "lora": (
-        _HOMES["LoraLayer"], _HOMES["LoraLinear"], "torch._foreach_mul", "torch._foreach_mul_", "torch._foreach_copy_",
-        "torch.ops.aten._unsafe_view",
+    Upstream(
+        _all("torch.ops.aten", "_flash_attention_forward _flash_attention_backward"),
+        ("attention",), "`per_document`", "varlen",
     ),
-    "moe": ("transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS", "transformers.integrations.moe.ExpertsInterface"),
-    "activation_memory": (
-        _HOMES["GradientCheckpointingLayer"], _HOMES["TorchDispatchMode"], _HOMES["tree_leaves"]
+    Upstream(
+        _all(
+            "torch.ops.aten",
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        ("attention",), "plain torch per document", "per_document on the CPU",
     ),
-    "checkpoint_offload": (_HOMES["GradientCheckpointingLayer"],),
-    "layer_compile": (_HOMES["GradientCheckpointingLayer"],),
-    "mfu": ("trl.trainer.utils.get_peak_flops",),
-}  # fmt: skip
+    Upstream(
+        (*_all("trl.kernels", "ChunkedLogProbFunction chunked_logprob"),
+         *_all("transformers.Trainer", "_maybe_log_save_evaluate _finalize_training")),
+        ("step",), "loss and metrics as stock", "sync_free",
+    ),
+    Upstream(
+        (_HOMES["LoraLayer"], _HOMES["LoraLinear"], *_all("torch", "_foreach_mul _foreach_mul_ _foreach_copy_"),
+         "torch.ops.aten._unsafe_view"),
+        ("lora",), "PEFT's own forward", "lora",
+    ),
+    Upstream(
+        _all("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS ExpertsInterface"),
+        ("moe",), "stock's experts", "moe",
+    ),
+    Upstream(
+        (_HOMES["GradientCheckpointingLayer"], _HOMES["TorchDispatchMode"], _HOMES["tree_leaves"]),
+        ("checkpointing",), "as `gradient_checkpointing` says", "activation_memory",
+    ),
+    Upstream(
+        (_HOMES["GradientCheckpointingLayer"],), ("checkpointing",), "layer inputs stay on the device",
+        "checkpoint_offload",
+    ),
+    Upstream(
+        (_HOMES["GradientCheckpointingLayer"], "torch.nn.Module._call_impl"), ("compile",), "layers run eager",
+        "layer_compile",
+    ),
+    Upstream(
+        ("trl.trainer.utils.get_peak_flops",), ("callbacks", "bench"), "no MFU and HFU, unless `peak_flops` is given",
+        "mfu",
+    ),
+    # Beside the features: asked for where they are used.
+    Upstream(
+        ("transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",), ("model",),
+        "no layer is checkpointed where we look: offload refuses, routing plans are made again, layers run eager",
+    ),
+    Upstream(
+        _all("torch.nn.Module", _MODULE_STATE), ("lora", "model", "moe", "step"),
+        "the feature that reads them stops with an error; torch.nn has had them from its first version",
+    ),
+    Upstream(
+        ("torch.nn.Module._compiled_call_impl",), ("checkpointing", "compile"), "layers run eager, named as unreadable",
+    ),
+    Upstream(
+        _all("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks _version"),
+        ("checkpointing", "compile", "lora", "model"), "as the names above",
+    ),
+    Upstream(
+        ("torch.nn.Module._is_replica", "accelerate.hooks.add_hook_to_module._hf_hook"), ("lora",),
+        "copies of DataParallel, and layers that accelerate moves, are taken for plain ones",
+    ),
+    Upstream(
+        _all("torch.nn.modules.module",
+             "register_module_module_registration_hook register_module_parameter_registration_hook"),
+        ("step",), "`sync_free` does not import; documented, but deep",
+    ),
+    Upstream(
+        _all("torch.utils.flop_counter", "register_flop_formula FlopCounterMode"),
+        ("checkpointing", "kernels"), "custom operators do not import; documented, but deep",
+    ),
+    Upstream(
+        ("torch._C._current_graph_task_id",), ("model",),
+        "a recompute is not told from a forward: a hook that comes between them fails the checkpoint's own check",
+    ),
+    Upstream(
+        ("torch._C._autograd._top_saved_tensors_default_hooks",), ("compile",),
+        "a checkpoint under saved-tensor hooks of others is compiled with its layer, and runs eager",
+    ),
+    Upstream(
+        (*_all("torch._dynamo.config", "specialize_float"), *_all("torch._dynamo.exc", "FailOnRecompileLimitHit"),
+         "torch._dynamo.decorators._dynamo_weak_dynamic_indices"),
+        ("compile",), "a second trace where a float changed; sizes marked again",
+    ),
+    Upstream(
+        ("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.maybe_mark_dynamic"), ("compile",),
+        "layers run eager, named as unreadable",
+    ),
+    Upstream(
+        ("torch._dynamo.eval_frame.OptimizedModule._orig_mod",), ("model",),
+        "a model compiled as a whole is not unwrapped",
+    ),
+    Upstream(
+        ("transformers.utils.output_capturing._active_collector",), ("compile",),
+        "a layer that records router logits is compiled where torch can trace it",
+    ),
+    Upstream(("torch._grouped_mm",), ("kernels",), "only asked where torch.nn.functional has no grouped_mm"),
+    Upstream(
+        _all("torch.ops.aten",
+             "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+             "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
+             "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward _grouped_mm _scaled_mm"),
+        ("checkpointing",), "`selective` computes their results again",
+    ),
+    Upstream(("torch._ops.OpOverload._schema",), ("checkpointing", "measure"), "nothing is kept by operator"),
+    Upstream(
+        (*_all("torch.ops.aten", "_local_scalar_dense _index_put_impl_ _to_copy _unique _unique2"),
+         _HOMES["TorchDispatchMode"], "torch.overrides.TorchFunctionMode"),
+        ("measure",), "`doctor --audit` does not see that kind of sync",
+    ),
+    Upstream(("torch.nn.modules.dropout._DropoutNd",), ("bench",), "`bench` stops with an error"),
+    Upstream(
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError",), ("cli",),
+        "`sft` on several processes stops with an error",
+    ),
+    Upstream(
+        _all("transformers.PreTrainedConfig", "_attn_implementation"), ("attention", "bench", "cli", "model"),
+        "the trainer stops with an error: no feature can know what stock would run",
+    ),
+    Upstream(
+        _all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named",
+    ),
+    Upstream(
+        _all("transformers.PreTrainedConfig", "_attn_implementation_internal _experts_implementation_internal"),
+        ("attention", "moe"), "a model keeps our name after the run, which then computes as stock's",
+    ),
+    Upstream(
+        ("transformers.PreTrainedModel._supports_sdpa", "transformers.PreTrainedModel._require_grads_hooks"),
+        ("measure", "model"),
+        "stock's default is taken for the user's choice; counted FLOPs may leave out gradients of the embeddings",
+    ),
+    Upstream(
+        _all("transformers.integrations.moe", "_apply_gate _is_expert_parallel"), ("moe",),
+        "no module is taken for experts; sharded ones are not told from whole ones",
+    ),
+    Upstream(
+        ("transformers.modeling_flash_attention_utils._flash_attention_forward",), ("attention",),
+        "`flash_attention_2` to `4` are refused, named",
+    ),
+    Upstream(
+        _all("transformers.Trainer",
+             "_inner_training_loop _run_epoch _prepare_input _prepare_inputs _prepare_context_parallel_inputs "
+             "_get_num_items_in_batch _track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
+             "_get_eval_sampler"),
+        ("model", "packing"), "a subclass that overrides its successor is not seen, and gets packed batches",
+    ),
+    Upstream(
+        _all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock",
+    ),
+    Upstream(
+        ("transformers.Trainer._move_model_to_device",), ("trainer",),
+        "expert stacks are quantised after the model has moved to the device",
+    ),
+    Upstream(
+        _all("trl.SFTTrainer", "_metrics _total_train_tokens _tp_size"), ("checkpointing", "step"),
+        "loss and metrics as stock; a step that is run again counts its tokens twice",
+    ),
+    Upstream(
+        _all("trl.SFTTrainer", "_is_vision_dataset _loss_shifts_labels"), ("packing",),
+        "vision data and losses that shift are not told from others",
+    ),
+    Upstream(
+        _all("trl.kernels.chunked_logprob",
+             "_forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton _addmm_fp32 _BLOCK_SIZE"),
+        ("step",), "logits made twice, by trl's own function, named",
+    ),
+    Upstream(
+        ("peft.tuners.lora.ParamWrapper._did_swap_in_out_features", "peft.tuners.lora.bnb"), ("lora", "moe"),
+        "PEFT's own path for expert LoRA and for 8-bit bases",
+    ),
+    Upstream((_HOMES["CallbackHandler"],), ("callbacks",), "`ThroughputCallback` reads no facts of the data set"),
+    Upstream(
+        (_HOMES["Conv1D"],), ("lora", "measure"), "GPT-2's linear layers: PEFT's own forward, FLOPs said to be inexact",
+    ),
+    Upstream(
+        (_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers",
+    ),
+    Upstream(
+        (
+            *_all("transformers.trainer_callback", "PrinterCallback ProgressCallback"),
+            "transformers.models.auto.modeling_auto", "transformers.quantizers.auto.AutoQuantizationConfig",
+            "transformers.integrations.get_available_reporting_integrations",
+            "transformers.integrations.is_deepspeed_zero3_enabled", "transformers.AttentionInterface._global_mapping",
+            "trl.scripts.utils.DatasetConfig",
+            *_all("accelerate.commands", "launch.launch_command launch.launch_command_parser"),
+            "accelerate.commands.config.config_args.default_config_file",
+        ),
+        ("bench", "cli", "quickstart", "recipe", "step"), "the command that uses it stops with an error",
+    ),
+)  # fmt: skip
+
+NEEDS: dict[str, tuple[str, ...]] = {group.part: group.names for group in TABLE if group.part}
 """What each part cannot do without, beside the public interfaces."""
 
 
@@ -66,17 +279,46 @@ class Absent:
 
 
 def found(path: str) -> Any:
-    """The object at ``package.module.name``; None where there is none."""
+    """Return the object at ``package.module.name``; None where there is none."""
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return None
 
 
+def missing_names(part: str) -> list[str]:
+    """Return the names of a part of `NEEDS` that the installed versions lack."""
+    return [path for path in NEEDS.get(part, ()) if found(path) is None]
+
+
 def lacks(part: str) -> str:
-    """Why a part of `NEEDS` cannot be used with the installed versions; empty where it can."""
-    missing = [path for path in NEEDS.get(part, ()) if found(path) is None]
+    """Return why a part of `NEEDS` cannot be used with the installed versions; empty where it can."""
+    missing = missing_names(part)
     return f"the installed {missing[0].partition('.')[0]} has no {', '.join(missing)}" if missing else ""
+
+
+def is_there(path: str) -> bool:
+    """Whether the installed versions have a name of `TABLE`, also one that only instances get: it is in the source."""
+    if found(path) is not None:
+        return True
+    home, _, name = path.rpartition(".")
+    owner = found(home)
+    for place in getattr(owner, "__mro__", (owner,)):
+        try:
+            if re.search(rf"\b{name}\b", inspect.getsource(place)):
+                return True
+        except (OSError, TypeError):  # built without source, or nothing that has any
+            continue
+    return False
+
+
+def look_up() -> list[dict[str, Any]]:
+    """Return `TABLE` with one row per name and use: ``name``, ``used_in``, ``without`` and whether it is ``there``."""
+    return [
+        {"name": name, "used_in": list(group.rooms), "without": group.without, "there": is_there(name)}
+        for group in TABLE
+        for name in group.names
+    ]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, Trainer
-from trl import SFTTrainer
 
-from fastpack_trl.model.hooks import GLOBAL_KINDS, hook_inside
-from fastpack_trl.model.upstream import NEEDS, DataCollatorForLanguageModeling, found
+from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
 from fastpack_trl.model.watchers import BATCHES, own_methods
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
@@ -31,20 +27,9 @@ class BatchPlan:
     reason: str
 
 
-_PRIVATE = (
-    (Trainer, "_get_dataloader"),
-    (SFTTrainer, "_prepare_dataset"),
-    (PreTrainedModel, "_can_set_attn_implementation"),
-    (RemovableHandle, "next_id"),
-    *((nn.modules.module, name) for name in GLOBAL_KINDS),
-)
-"""What is used beside the public interface of torch, transformers and TRL."""
-
-
 def missing_seams() -> str:
-    """The private seams that the installed versions lack; empty where all are there. Without one, stock runs."""
-    missing = [f"{owner.__name__}.{name}" for owner, name in _PRIVATE if not hasattr(owner, name)]
-    return ", ".join([*missing, *(path for path in NEEDS["batches"] if found(path) is None)])
+    """Return the names that the installed versions lack for our batches; empty where all are there. Else stock runs."""
+    return ", ".join(missing_names("batches"))
 
 
 def is_stock_collator(collator: object) -> bool:

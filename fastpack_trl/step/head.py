@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.model.upstream import NEEDS, found
+from fastpack_trl.model.upstream import found
 
-ChunkedLogProbFunction, chunked_logprob = (found(path) for path in NEEDS["sync_free"])
+ChunkedLogProbFunction = found("trl.kernels.ChunkedLogProbFunction")
+chunked_logprob = found("trl.kernels.chunked_logprob")
 LOSS_TYPES = ("nll", "dft")
 VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import Trainer
 
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.upstream import found
@@ -19,7 +18,6 @@ from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 
-_PRIVATE = ("_maybe_log_save_evaluate", "_finalize_training")
 _EDITED_LABELS = (
     "labels were moved, replaced or edited after collation: their positions are made again, which asks the device"
 )
@@ -132,14 +130,13 @@ def sync_free(trainer: Any) -> Iterator[None]:
 def why_stock_loss(trainer: Any) -> str:
     """Why loss and metrics run as stock in this run; empty where they need not."""
     args, model, plan = trainer.args, trainer.model, trainer.accelerator.parallelism_config
-    lacks = [f"Trainer.{name}" for name in _PRIVATE if not hasattr(Trainer, name)]
-    lacks += [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
+    lacks = [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
     head = head_of(base_model(model))
     zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
     reasons = {
-        f"transformers or trl lacks {', '.join(lacks)}": bool(lacks),
+        f"trl lacks {', '.join(lacks)}": bool(lacks),
         trainer.fastpack_report["batches"].reason: trainer.fastpack_report["batches"].status != "on",
         "compute_loss_func needs the full logits": trainer.compute_loss_func is not None,
         "label smoothing needs the full logits": trainer.label_smoother is not None and args.loss_type == "nll",

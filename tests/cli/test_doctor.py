@@ -53,6 +53,8 @@ def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
     assert record["error"] is None
     assert record["versions"]["torch"] == torch.__version__
     assert record["attention"]["per_document"] == "available"
+    assert all(row["there"] for row in record["upstream"])
+    assert any(line.split()[:1] == ["transformers"] and line.endswith("there") for line in out.splitlines())
     for row in record["missing"]:
         assert row["install"] in out
         assert row["install"].startswith("pip install ")

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import ast
+import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import fastpack_trl
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.upstream import NEEDS, found, lacks
 from fastpack_trl.testing import tiny_model
 
-# In one process, a fork per name: what is removed was never seen by this package there.
+# In one process, a fork per round: what is removed was never seen by this package there.
 RUN = """
 import json, os, pkgutil, sys, tempfile
-import datasets, peft, torch, transformers, trl
-from trainer_material import make_dataset, make_tokenizer, settings
-from peft import LoraConfig
+import datasets, peft, torch, transformers, trl.trainer.sft_trainer
+import transformers.models.qwen3_moe.modeling_qwen3_moe
 
-def remove(path):
+def remove(paths):
     # For this package alone: the libraries themselves go on using what they define.
     find = pkgutil.resolve_name
     def without(name):
-        if name == path:
+        if name in paths:
             raise AttributeError(name)
         return find(name)
     pkgutil.resolve_name = without
@@ -35,73 +34,78 @@ def remove(path):
 def step(folder):
     from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
     from fastpack_trl.testing import tiny_model
+    from trainer_material import make_dataset, make_tokenizer, settings
     args = settings(folder, packing=True, max_steps=2, eval_strategy="no", gradient_accumulation_steps=2)
     trainer = FastSFTTrainer(
         tiny_model("qwen3_moe"), args=FastSFTConfig(**args, activation_memory_gib=1.0),
         train_dataset=make_dataset("text"), processing_class=make_tokenizer(), callbacks=[ThroughputCallback()],
-        peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"]),
     )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return losses, trainer.fastpack_report.table()
 
+assert "fastpack_trl" not in sys.modules
 torch.set_num_threads(1)
-for path in json.loads(sys.argv[1]):
+for paths in json.loads(sys.argv[1]):
     read, write = os.pipe()
     if not os.fork():
         try:
-            if path:
-                remove(path)
+            remove(paths)
             with tempfile.TemporaryDirectory() as folder:
                 answer = step(folder)
         except BaseException as error:
             answer = [], f"{type(error).__name__}: {error}"
-        os.write(write, json.dumps([path, *answer]).encode())
+        os.write(write, json.dumps(answer).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         print("ANSWER", pipe.read(), flush=True)
     os.wait()
 """
-PUBLIC = {
-    "accelerate.logging", "accelerate.utils", "torch.autograd.function", "torch.autograd.graph", "torch.nn",
-    "torch.nn.attention.flex_attention", "torch.nn.functional", "torch.nn.modules", "torch.nn.modules.module",
-    "torch.utils.checkpoint", "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks", "transformers.utils",
-}  # fmt: skip
-"""Modules below the top that their libraries document."""
-LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl")
-PACKAGE = Path(fastpack_trl.__file__).parent
+ROOT = Path(__file__).parents[2]
 PATHS = sorted({path for paths in NEEDS.values() for path in paths})
+DECIDES = ("batches", "packed_attention")
+"""Parts without which others do not run either."""
 
 
-def test_no_module_that_training_needs_imports_what_is_private_or_deep() -> None:
-    commands = {"bench", "cli", "quickstart", "recipe"}
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] in commands or path.name in ("host_syncs.py", "upstream.py"):
-            continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                if name.partition(".")[0] in LIBRARIES and "." in name:
-                    assert name in PUBLIC, (path.name, name)
+def _rounds() -> list[list[str]]:
+    """Names that are removed together: at most one of each part, and none beside one that others need."""
+    rounds = [[path] for part in DECIDES for path in NEEDS[part] if "Collator" in path or part != "batches"]
+    rounds.append([path for path in NEEDS["batches"] if "Collator" not in path])  # asked for together
+    seen = {path for paths in rounds for path in paths}
+    left: list[list[str]] = []
+    for part in (part for part in NEEDS if part not in DECIDES):
+        left.append([path for path in NEEDS[part] if path not in seen])
+        seen.update(left[-1])
+    columns = itertools.zip_longest(*left)
+    return [*rounds, *([path for path in column if path is not None] for column in columns)]
+
+
+ROUNDS = _rounds()
+Answers = dict[str, tuple[list[float], str]]
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, tuple[list[float], str]]:
+def answers() -> Answers:
+    """Losses and report by name that was removed; those of a run with all names under the empty string."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(["", *PATHS])], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[1] / "support",
+        [sys.executable, "-c", RUN, json.dumps([[], *ROUNDS])], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     rows = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert len(rows) == 1 + len(PATHS), run.stderr[-3000:]
-    return {path: (losses, table) for path, losses, table in rows}
+    assert len(rows) == 1 + len(ROUNDS), run.stderr[-3000:]
+    whole, *rest = map(tuple, rows)
+    return {"": whole, **{path: answer for paths, answer in zip(ROUNDS, rest, strict=True) for path in paths}}
+
+
+def test_every_name_is_removed_once() -> None:
+    assert sorted(path for paths in ROUNDS for path in paths) == PATHS
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(
-    answers: dict[str, tuple[list[float], str]], path: str
-) -> None:
+def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: Answers, path: str) -> None:
     expected, whole = answers[""]
     assert len(expected) == 2, whole
     losses, table = answers[path]
@@ -112,6 +116,19 @@ def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(
     assert path not in whole
 
 
+@pytest.mark.parametrize("names", ROUNDS, ids=lambda names: names[0])
+def test_features_whose_names_are_there_are_on(answers: Answers, names: list[str]) -> None:
+    if set(names) & {path for part in DECIDES for path in NEEDS[part]}:
+        return
+    states = [
+        {line.split()[0]: line.split()[1] for line in answers[name][1].splitlines() if len(line.split()) > 2}
+        for name in (names[0], "")
+    ]
+    for part in ("packed_attention", "batches", "lora", "moe", "activation_memory"):
+        if not set(names) & set(NEEDS[part]):
+            assert states[0][part] == states[1][part] == "on", part
+
+
 def test_every_name_is_there_and_lacks_says_which_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path for path in PATHS if found(path) is None] == []
     assert {lacks(part) for part in NEEDS} == {""}
@@ -119,11 +136,6 @@ def test_every_name_is_there_and_lacks_says_which_is_not(monkeypatch: pytest.Mon
     assert lacks("moe") == (
         "the installed transformers has no transformers.integrations.moe.Gone, transformers.nowhere.Gone"
     )
-
-
-def test_every_name_is_in_the_documentation() -> None:
-    text = (PACKAGE.parent / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert [path for path in PATHS if f"`{path}`" not in text] == []
 
 
 def test_varlen_is_refused_by_name_where_torch_lacks_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
