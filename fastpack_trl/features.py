@@ -21,8 +21,8 @@ from fastpack_trl.lora.linear import apply_lora, has_lora
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.gains import measured, what_trains
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.measured_speed import measured, what_trains
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.step.accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED, Choice, choose
-from fastpack_trl.attention.incoming import Incoming
+from fastpack_trl.attention.batch_check import Incoming
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.trial import failure

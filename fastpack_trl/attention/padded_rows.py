@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from fastpack_trl.attention.incoming import Incoming
+from fastpack_trl.attention.batch_check import Incoming
 from fastpack_trl.model.facts import backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 

@@ -16,8 +16,8 @@ from trl import SFTTrainer
 
 from benchmarks.readme import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.moe.gains import MEASURED, Gain
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.measured_speed import MEASURED, Gain
 from fastpack_trl.step.load_balancing import load_balancing_loss
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
