@@ -315,7 +315,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         limit = float("inf") if isinstance(self.train_dataset, Dataset) else self._fastpack_limit
         compute_dtype = self.fastpack_compute_dtype
         with packed_attention(self.model, path, padded_rows_limit=limit, compute_dtype=compute_dtype) as attention:
-            attention.incoming.tell = functools.partial(self.fastpack_report.remark, "packed_attention")
+            attention.batch_check.tell = functools.partial(self.fastpack_report.remark, "packed_attention")
             yield attention
 
     @_documented_as(SFTTrainer.training_step)

@@ -1,4 +1,4 @@
-"""A batch on its way into a model: does it describe the row it came with, and when may the one before be dropped."""
+"""The check of a batch on its way into a model: it must describe the row that it came with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _READ_AGAIN = (
 _STOCK = "position_ids were edited after collation and no longer count up from 0: such rows run stock's attention"
 
 
-class Incoming:
-    """Checks each batch that a hook sees, and drops what was derived from the one before.
+class BatchCheck:
+    """Check of each batch that a hook sees; drops what was derived from the batch before.
 
     `FastSFTTrainer` clears a batch after its step; under the stock trainer nobody does, so the next batch does.
 
     Attributes:
-        tell: called each time that a batch does not describe its row any more; None: the log says it once.
+        tell: called each time that a batch does not describe its row any more; None: logged once.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Incoming:
         self.tell: Callable[[str], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Incoming, ()  # a copy of the model has seen no batch
+        return BatchCheck, ()  # a copy of the model has seen no batch
 
     def accept(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedBatch | None:
-        """Take `batch` with the arguments of the forward that it arrived in.
+        """Compare `batch` with the arguments of the forward that it arrived in.
 
         Returns:
-            what describes the row as it arrived: `batch`, or one made again where the row was cut or its position ids
-            were edited, or None where only stock's attention knows what such position ids mean.
+            The batch that describes the row as it arrived: `batch`, or one made again if the row was cut or its
+            position ids were edited, or None if only stock's attention knows what such position ids mean.
 
         Raises:
             ValueError: the documents do not add up to the row, and nothing else tells them.
@@ -87,7 +87,7 @@ class Incoming:
 
 
 def _document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
-    """Tokens of each document of one row; None where a document does not count up from 0. Asks the device."""
+    """Return the tokens of each document of one row, None if one does not count up from 0. Asks the device."""
     positions = position_ids.flatten().cpu()
     starts = (positions == 0).nonzero().flatten()
     if len(position_ids) != 1 or not len(starts) or starts[0] != 0:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED, Choice, choose
-from fastpack_trl.attention.batch_check import Incoming
+from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
 from fastpack_trl.attention.trial import failure
@@ -40,14 +40,14 @@ class PackedAttention:
         choice: the path and its reason.
         features: what was read from the model.
         padded: running token counts of `padded_rows`, else None.
-        incoming: what looks at each batch, where a path of ours runs.
+        batch_check: compares each batch with its row, where a path of ours runs.
     """
 
     def __init__(self, choice: Choice, features: ModelFeatures) -> None:
         self.choice = choice
         self.features = features
         self.padded: PaddedRows | None = None
-        self.incoming = Incoming()
+        self.batch_check = BatchCheck()
 
     @property
     def path(self) -> str:
@@ -92,10 +92,10 @@ def packed_attention(
     handle = PackedAttention(choice, features)
     with contextlib.ExitStack() as stack:
         if handle.path == RIGHT_PADDED:
-            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.incoming))
+            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
         elif handle.path != "off":
             stack.enter_context(switched(model, features))
-            stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.incoming))
+            stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.batch_check))
         yield handle
 
 
@@ -147,18 +147,18 @@ def _register(name: str, stock: str) -> None:
 
 @contextlib.contextmanager
 def _fed(
-    model: nn.Module, backend: Backend, features: ModelFeatures, incoming: Incoming | None = None
+    model: nn.Module, backend: Backend, features: ModelFeatures, batch_check: BatchCheck | None = None
 ) -> Iterator[None]:
     """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
     base = text_model(model)
-    prepare = _Prepare(backend, features, base.config.get_text_config(), incoming or Incoming())
+    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check or BatchCheck())
     with shared(base, "_fastpack_feed", lambda: _hooked(base)) as feed:
         feed.prepares.append(prepare)
         try:
             yield
         finally:
             feed.prepares.remove(prepare)
-            prepare.incoming.close()
+            prepare.batch_check.close()
 
 
 @contextlib.contextmanager
@@ -194,14 +194,14 @@ class _Feed:
 class _Prepare:
     """What one of them does with a batch."""
 
-    def __init__(self, backend: Backend, features: ModelFeatures, config: Any, incoming: Incoming) -> None:
-        self.backend, self.features, self.config, self.incoming = backend, features, config, incoming
+    def __init__(self, backend: Backend, features: ModelFeatures, config: Any, batch_check: BatchCheck) -> None:
+        self.backend, self.features, self.config, self.batch_check = backend, features, config, batch_check
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         if batch is None:
             return args, kwargs
-        batch = self.incoming.accept(batch, args, kwargs)
+        batch = self.batch_check.accept(batch, args, kwargs)
         if batch is None:
             return args, kwargs
         if self.config._attn_implementation != OVER[self.features.implementation]:

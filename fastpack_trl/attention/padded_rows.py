@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from fastpack_trl.attention.batch_check import Incoming
+from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.model.facts import backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
@@ -68,7 +68,7 @@ def padding_cost(seq_lengths: tuple[int, ...]) -> float:
 
 @contextlib.contextmanager
 def padded_rows(
-    model: nn.Module, limit: float = DEFAULT_LIMIT, incoming: Incoming | None = None
+    model: nn.Module, limit: float = DEFAULT_LIMIT, batch_check: BatchCheck | None = None
 ) -> Iterator[PaddedRows]:
     """Hooks that unpack a batch with the keyword `packed_batch` before the model and pack its output after it.
 
@@ -80,21 +80,21 @@ def padded_rows(
     """
     counts = PaddedRows()
     kind = _PromptHooks if is_prompt_learning(model) else _BackboneHooks
-    hooks = kind(counts, limit, incoming or Incoming())
+    hooks = kind(counts, limit, batch_check or BatchCheck())
     handles = hooks.register(model)
     try:
         yield counts
     finally:
         for handle in handles:
             handle.remove()
-        hooks.incoming.close()
+        hooks.batch_check.close()
 
 
 class _BackboneHooks:
-    def __init__(self, counts: PaddedRows, limit: float, incoming: Incoming) -> None:
+    def __init__(self, counts: PaddedRows, limit: float, batch_check: BatchCheck) -> None:
         self.counts = counts
         self.limit = limit
-        self.incoming = incoming
+        self.batch_check = batch_check
         self.batch: PackedBatch | None = None
         self.inside: nn.Module | None = None
         """The backbone that runs on rows at the moment."""
@@ -114,7 +114,7 @@ class _BackboneHooks:
     def take(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
         # Here, where the row still has the positions that it came with.
-        self.batch = self.incoming.accept(batch, args, kwargs) if batch is not None else None
+        self.batch = self.batch_check.accept(batch, args, kwargs) if batch is not None else None
         if self.batch is not None:
             kwargs = _without_packed_keywords(kwargs, self.batch)
         return args, kwargs
@@ -126,7 +126,7 @@ class _BackboneHooks:
         batch = kwargs.pop("packed_batch", None) or self.batch
         if batch is None or self.inside is not None:
             return args, kwargs
-        self.batch = batch = self.incoming.accept(batch, args, kwargs)
+        self.batch = batch = self.batch_check.accept(batch, args, kwargs)
         if batch is None:
             return args, kwargs
         self.inside = module
@@ -152,8 +152,8 @@ class _BackboneHooks:
 class _PromptHooks(_BackboneHooks):
     """Around PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
 
-    def __init__(self, counts: PaddedRows, limit: float, incoming: Incoming) -> None:
-        super().__init__(counts, limit, incoming)
+    def __init__(self, counts: PaddedRows, limit: float, batch_check: BatchCheck) -> None:
+        super().__init__(counts, limit, batch_check)
         self.virtual_tokens = 0
 
     def register(self, model: nn.Module) -> list[Any]:

@@ -1,16 +1,12 @@
 """Bias and gate activation of an experts block, forward and backward.
 
-A block's first projection gives gate and up halves, concatenated or interleaved. Two forms have formulas here; every
-other gate runs through the model's own function.
+Two forms of `Gate` have formulas here; every other gate runs through the model's own function.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,36 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fastpack_trl.kernels._triton import runs_triton
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """How a block makes ``a`` (S, I) from the pre-activation ``h`` (S, 2I).
-
-    Attributes:
-        kind: ``silu``: ``silu(gate) * up``; ``clamped``: gpt-oss' form, ``(up + 1) * gate * sigmoid(alpha * gate)``
-            with gate clamped from above and up from both sides at `limit`; ``own``: the model's function.
-        interleaved: gate and up alternate (``h[:, ::2]``, ``h[:, 1::2]``) instead of lying in halves.
-        alpha, limit: of ``clamped``.
-        own: the model's function of ``h``, for ``own``.
-    """
-
-    kind: Literal["silu", "clamped", "own"]
-    interleaved: bool = False
-    alpha: float = 0.0
-    limit: float = 0.0
-    own: Callable[[Tensor], Tensor] | None = None
-
-    def halves(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of gate and up."""
-        if self.interleaved:
-            return h[:, ::2], h[:, 1::2]
-        middle = h.shape[1] // 2
-        return h[:, :middle], h[:, middle:]
+from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 
 
 def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate) -> Tensor:
-    """``a`` (S, I) from the pre-activation without bias.
+    """Return ``a`` (S, I) from the pre-activation without bias.
 
     Args:
         h_sf: (S, 2I), rows sorted by expert.
@@ -77,8 +48,8 @@ def gate_forward_torch(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, g
 def gate_backward(
     h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of ``weight * a``: the routing weight is applied here, so that no second down product is needed for its
-    gradient.
+    """Return the gradients of ``weight * a``: with the routing weight applied here, its own gradient needs no second
+    down product.
 
     Args:
         h_sf, bias_ef, expert_s, gate: as in `gate_forward`.
@@ -86,7 +57,7 @@ def gate_backward(
         weight_s: (S,), routing weight of each row, in any float dtype.
 
     Returns:
-        gradient of ``h`` (S, 2I); ``weight * a`` (S, I); gradient of the weight (S,), fp32 or wider.
+        Gradient of ``h`` (S, 2I); ``weight * a`` (S, I); gradient of the weight (S,), fp32 or wider.
     """
     if gate.own is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s):
         from fastpack_trl.kernels.gate_triton import gate_backward_triton
@@ -133,15 +104,6 @@ def _clamp_backward(grad: Tensor, x: Tensor, low: float, high: float, out: Tenso
             float(np.nextafter(np.float32(bound), np.float32(far))) for bound, far in ((low, -np.inf), (high, np.inf))
         )
     torch.ops.aten.hardtanh_backward.grad_input(grad, x, low, high, grad_input=out)
-
-
-@functools.cache
-def passes_at_bounds() -> bool:
-    """Whether torch's `clamp` has a gradient where its input is a bound: in 2.13 it has, in 2.15 it has not."""
-    with torch.inference_mode(False), torch.enable_grad():
-        bound = torch.ones(1, requires_grad=True)
-        (grad,) = torch.autograd.grad(bound.clamp(-1.0, 1.0), bound)
-    return bool(grad)
 
 
 def _own_backward(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack_trl.kernels._triton import on_device_of
-from fastpack_trl.kernels.gate import Gate, passes_at_bounds
+from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 
 _ROWS = 4
 _MAX_COLUMNS = 512

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
-from fastpack_trl.kernels.gate import Gate, gate_backward, gate_forward
+from fastpack_trl.kernels.gate import gate_backward, gate_forward
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.grouped import grouped_mm, grouped_outer, grouped_sum
 from fastpack_trl.moe.quantised import Packed
 from fastpack_trl.moe.routing import RoutingPlan

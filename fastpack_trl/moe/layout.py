@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.kernels.gate import Gate, gate_forward, passes_at_bounds
+from fastpack_trl.kernels.gate import gate_forward
+from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 from fastpack_trl.model.hooks import users_hooks_off
 
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")

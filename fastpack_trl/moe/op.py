@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.kernels.gate import Gate
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, Kept, experts_backward, experts_forward
 from fastpack_trl.moe.routing import RoutingPlan

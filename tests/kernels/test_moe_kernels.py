@@ -7,7 +7,8 @@ import torch
 from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, reference_gate, routed
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
-from fastpack_trl.kernels.gate import Gate, gate_backward, gate_forward
+from fastpack_trl.kernels.gate import gate_backward, gate_forward
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer, grouped_sum
 from fastpack_trl.moe.routing import routing_plan
 

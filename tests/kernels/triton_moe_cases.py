@@ -11,7 +11,8 @@ from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, refer
 
 from fastpack_trl.kernels.combine import bias_weight_grad_torch, combine_torch
 from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
-from fastpack_trl.kernels.gate import Gate, gate_backward_torch, gate_forward_torch
+from fastpack_trl.kernels.gate import gate_backward_torch, gate_forward_torch
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.gate_triton import gate_backward_triton, gate_forward_triton
 from fastpack_trl.moe.routing import routing_plan
 

@@ -11,7 +11,7 @@ from moe_material import adapted, experts_of, input_ids, moe_model, norm_of_diff
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack_trl.kernels.gate import Gate
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights
 from fastpack_trl.moe.op import _experts, experts_in_graph

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.kernels.gate import Gate
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.testing import gradients
 
