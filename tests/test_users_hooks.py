@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting, make, one_step, row
+from hook_material import REGISTER, REGISTER_GLOBAL
 from lora_material import adapted, any_ids
 from lora_material import step as lora_step
 from moe_material import moe_model
-from test_hooks import REGISTER, REGISTER_GLOBAL
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from trainer_material import train

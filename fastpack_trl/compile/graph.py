@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.compile import recorded
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -99,8 +98,8 @@ def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict
     # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
         return None
-    if isinstance(packed, PerDocumentLayer) and hidden.device.type != "cpu":
-        packed = packed.compiled
+    if hidden.device.type != "cpu":
+        packed = getattr(packed, "compiled", packed)  # what stands in for one kernel per document
     names = recorded.asked_for()
     if packed is None or not recorded.KNOWN.issuperset(names):
         return None

@@ -55,10 +55,18 @@ def test_model_is_as_stock_made_it_after_success_and_after_an_exception(family: 
 
 def test_two_models_share_the_registered_name() -> None:
     first, second = tiny_model("qwen3"), tiny_model("llama")
+
+    def documents(model: Any) -> Tensor:
+        logits = [model(input_ids=ids, use_cache=False).logits for ids in IDS.split(LENGTHS, dim=1)]
+        return torch.cat(logits, dim=1)
+
+    expected = [documents(model) for model in (first, second)]
     with packed_attention(first):
         with packed_attention(second):
-            forward(second, PackedBatch.from_lengths(LENGTHS))
-        forward(first, PackedBatch.from_lengths(LENGTHS))
+            torch.testing.assert_close(forward(second, PackedBatch.from_lengths(LENGTHS)), expected[1])
+        torch.testing.assert_close(forward(first, PackedBatch.from_lengths(LENGTHS)), expected[0])
+        leaking = second(input_ids=IDS, use_cache=False).logits  # without the metadata: the row is one document
+        assert not torch.allclose(leaking, expected[1], atol=1e-3)
 
 
 def test_a_copy_taken_inside_works_as_stock_outside() -> None:

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from offload_material import LAYERS, assert_same, loss_of, make, step
+from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings, train
@@ -335,42 +336,6 @@ def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Pat
     trainer._fastpack_facts = None
     trainer.train()
     assert "max_length=None" in trainer.fastpack_report["activation_memory"].reason
-
-
-@contextlib.contextmanager
-def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[str]]:
-    """The device is full in the forward or backward pass of a middle layer, `times` times, from its third call on."""
-    layer = decoder_layers(trainer.model)[1]
-    calls: list[str] = []
-    seen = 0
-
-    def fail(*args: Any) -> None:
-        nonlocal seen
-        if not layer.training or not hasattr(layer, "_gradient_checkpointing_func") or not trainer.state.max_steps:
-            return
-        seen += 1
-        if seen >= 3 and len(calls) < times:
-            calls.append(place)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    if place == "backward":
-        handle = layer.mlp.register_full_backward_hook(fail)
-        try:
-            yield calls
-        finally:
-            handle.remove()
-        return
-    stock = layer.mlp.forward
-
-    def forward(*args: Any) -> Any:  # no hook: the plan would leave a hooked layer to its checkpoint
-        fail()
-        return stock(*args)
-
-    layer.mlp.forward = forward
-    try:
-        yield calls
-    finally:
-        del layer.mlp.forward
 
 
 def with_dropout(folder: Path) -> FastSFTTrainer:

@@ -52,8 +52,9 @@ def test_loss_and_gradients_are_bit_equal(family: str, lora: bool, mode: str) ->
 def test_inputs_are_stored_in_their_own_dtype(dtype: torch.dtype) -> None:
     model = make("llama").to(dtype)
     stock = step(model)
-    with offloaded(model):
+    with offloaded(model) as offload:
         assert_same(step(model), stock)
+        assert offload.use.most_leased
 
 
 def test_inputs_below_the_threshold_stay_on_the_device() -> None:
@@ -88,12 +89,16 @@ def test_any_non_reentrant_checkpointing_composes(keywords: dict[str, Any]) -> N
 
 def test_dropout_sees_the_same_random_numbers() -> None:
     model = enable(tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.3, attn_implementation="eager"))
-    results = []
-    for context in (offloaded(model), offloaded(model, keep_last_layers=LAYERS)):
-        with context:
+    results, used = [], []
+    for kept in (0, LAYERS):
+        with offloaded(model, keep_last_layers=kept) as offload:
             torch.manual_seed(5)
             results.append(step(model))
+            used.append(offload.use.most_leased > 0)
     assert_same(*results)
+    assert used == [True, False]
+    torch.manual_seed(6)
+    assert not torch.equal(step(model)[0][0], results[0][0][0]), "the dropout draws nothing"
 
 
 def test_a_retained_graph_is_read_again() -> None:
@@ -107,8 +112,9 @@ def test_a_retained_graph_is_read_again() -> None:
         return [loss.detach()], gradients(model)
 
     stock = twice()
-    with offloaded(model):
+    with offloaded(model) as offload:
         assert_same(twice(), stock)
+        assert offload.use.most_leased
 
 
 def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None:
@@ -161,8 +167,10 @@ def test_several_models_in_one_process() -> None:
         return [([losses[index].detach()], gradients(model)) for index, model in enumerate(models)]
 
     stock = both()
-    with offloaded(models[0]), offloaded(models[1], "single_buffer"):
+    with offloaded(models[0]) as first, offloaded(models[1], "single_buffer") as second:
         ours = both()
+        assert first.use.most_leased
+        assert second.use.most_leased
     for mine, theirs in zip(ours, stock, strict=True):
         assert_same(mine, theirs)
 
@@ -212,8 +220,9 @@ def test_four_bit_weights() -> None:
     model.enable_input_require_grads()
     enable(model)
     stock = step(model)
-    with offloaded(model):
+    with offloaded(model) as offload:
         assert_same(step(model), stock)
+        assert offload.use.most_leased
 
 
 def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:

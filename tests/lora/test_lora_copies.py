@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lora_material import adapted
-from test_activation_memory import too_large
+from out_of_memory import too_large
 from test_lora_quantised import quantised
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 

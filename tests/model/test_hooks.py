@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hook_material import REGISTER, REGISTER_GLOBAL
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -25,20 +25,6 @@ def nothing(*_args: Any) -> None:
 class Callback:
     def __call__(self, *_args: Any) -> None:
         return None
-
-
-REGISTER: dict[str, Callable[[nn.Module, Any], RemovableHandle]] = {
-    "forward hook": lambda module, hook: module.register_forward_hook(hook),
-    "forward pre-hook": lambda module, hook: module.register_forward_pre_hook(hook),
-    "backward hook": lambda module, hook: module.register_full_backward_hook(hook),
-    "backward pre-hook": lambda module, hook: module.register_full_backward_pre_hook(hook),
-}
-REGISTER_GLOBAL: dict[str, Callable[[Any], RemovableHandle]] = {
-    "forward hook": torch_module.register_module_forward_hook,
-    "forward pre-hook": torch_module.register_module_forward_pre_hook,
-    "backward hook": torch_module.register_module_full_backward_hook,
-    "backward pre-hook": torch_module.register_module_full_backward_pre_hook,
-}
 
 
 def network() -> nn.Sequential:
