@@ -28,7 +28,7 @@ from fastpack_trl.features import EARLY_SWITCHES, SWITCHES, enter
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.model.preflight import check_given
-from fastpack_trl.model.saved import choose_checkpoint
+from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing import dataset as dataset_facts
 from fastpack_trl.packing.batching import (

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import shown
-from fastpack_trl.model.saved import weights_fault
+from fastpack_trl.model.saved_files import weights_fault
 
 _COUNTS = {
     "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
-from fastpack_trl.model.watchers import BATCHES, own_methods
+from fastpack_trl.model.user_code import BATCHES, own_methods
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows

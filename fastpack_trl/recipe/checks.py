@@ -51,7 +51,7 @@ def check_paths(training: FastSFTConfig) -> None:
         ValueError: no checkpoint there is complete.
     """
     from fastpack_trl.model.preflight import unwritable
-    from fastpack_trl.model.saved import choose_checkpoint
+    from fastpack_trl.model.saved_files import choose_checkpoint
 
     output = Path(str(training.output_dir))
     if training.should_save and (reason := unwritable(output)):

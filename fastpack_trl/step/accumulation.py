@@ -2,7 +2,7 @@
 
 The trainer's loop stays as it is. It is given all micro-batches and calls a step for each; those before the last of a
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
-So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.watchers` finds those that could
+So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.user_code` finds those that could
 tell), and under DDP the group that ends the accumulation is the one that reduces the gradients. The NaN filter of the
 logged loss looks at each micro-batch of a group.
 """
@@ -25,7 +25,7 @@ from trl import SFTTrainer
 from fastpack_trl.config import setting_of
 from fastpack_trl.errors import close_frames
 from fastpack_trl.model.hooks import HookWatch, hook_inside
-from fastpack_trl.model.watchers import (
+from fastpack_trl.model.user_code import (
     BATCHES,
     callback_between,
     hook_on_a_gradient,

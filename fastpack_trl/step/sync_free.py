@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.upstream import found
-from fastpack_trl.model.watchers import LOOP, hook_on_the_outputs, own_methods
+from fastpack_trl.model.user_code import LOOP, hook_on_the_outputs, own_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.cli.main import main
-from fastpack_trl.model.saved import checkpoint_fault, choose_checkpoint, weights_fault
+from fastpack_trl.model.saved_files import checkpoint_fault, choose_checkpoint, weights_fault
 
 Harm = Callable[[Path], object]
 
