@@ -15,15 +15,15 @@ from fastpack_trl.model.hooks import is_users
 _EXEMPT = frozenset({"transformers", "trl", "accelerate", "fastpack_trl"})
 """Packages whose callbacks do not look at gradients between two micro-batches, and whose methods are known."""
 
-LOOP = ("_inner_training_loop", "_run_epoch")
-BATCHES = (
-    *LOOP, "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
+LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
+BATCH_METHODS = (
+    *LOOP_METHODS, "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
     "get_batch_samples", "_prepare_input", "_prepare_inputs", "_prepare_context_parallel_inputs",
 )  # fmt: skip
 """Methods of a trainer that are called in training with a batch, or once for each."""
 
 
-def own_methods(trainer: Any, names: Iterable[str]) -> str:
+def replaced_methods(trainer: Any, names: Iterable[str]) -> str:
     """Which of `names` a subclass of ours, or somebody on this trainer, has replaced; empty where none is."""
     own = [name for name in names if hasattr(trainer, name) and _package(getattr(trainer, name)) not in _EXEMPT]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
-from fastpack_trl.model.user_code import BATCHES, own_methods
+from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.rows import ArrowRows
@@ -78,7 +78,7 @@ def _only_stock(trainer: Any, path: str) -> str:
 
 # A subclass may count on one document per row in them.
 _SEE_BATCHES = (
-    *BATCHES, "_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "get_train_dataloader",
+    *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "get_train_dataloader",
     "get_eval_dataloader", "get_test_dataloader", "_get_dataloader", "_get_collator_with_removed_columns",
     "prediction_step", "prediction_loop", "evaluation_loop",
 )  # fmt: skip
@@ -88,7 +88,7 @@ def _rather_padded(trainer: Any, path: str) -> str:
     """Why stock's padded batches stay; empty where rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
-    own, hook = own_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
+    own, hook = replaced_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
     reasons = {
         f"{path} would pad the documents again": path not in ("varlen", "per_document"),
         "one document per batch has no padding": args.per_device_train_batch_size == 1,
@@ -134,7 +134,7 @@ def fast_view(trainer: Any, dataset: Any) -> Any:
     if dataset.format["type"] is not None:
         return dataset
     plain = getattr(trainer.args, "train_sampling_strategy", "random") in ("random", "sequential")
-    samplers = own_methods(trainer, ("_get_train_sampler", "_get_eval_sampler"))
+    samplers = replaced_methods(trainer, ("_get_train_sampler", "_get_eval_sampler"))
     if not (plain and not samplers and is_token_lists(dataset, columns)):
         return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
     return ArrowRows(dataset, columns)

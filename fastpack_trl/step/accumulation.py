@@ -26,11 +26,11 @@ from fastpack_trl.config import setting_of
 from fastpack_trl.errors import close_frames
 from fastpack_trl.model.hooks import HookWatch, hook_inside
 from fastpack_trl.model.user_code import (
-    BATCHES,
+    BATCH_METHODS,
     callback_between,
     hook_on_a_gradient,
     once_per_micro_batch,
-    own_methods,
+    replaced_methods,
     trained_parameters,
 )
 from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
@@ -305,7 +305,7 @@ def _why_not(trainer: Any, setting: str) -> str:
     device = torch.device(args.device).type
     watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
     watched = watched or once_per_micro_batch(hook_inside(trainer.model))
-    own = own_methods(trainer, BATCHES)
+    own = replaced_methods(trainer, BATCH_METHODS)
     reasons = {
         "switched off": setting == "off",
         "gradient_accumulation_steps is 1": args.gradient_accumulation_steps == 1,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.upstream import found
-from fastpack_trl.model.user_code import LOOP, hook_on_the_outputs, own_methods
+from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
@@ -117,7 +117,7 @@ def sync_free(trainer: Any) -> Iterator[None]:
         yield
         return
     stock = why_stock_loss(trainer)
-    own_step = own_methods(trainer, (*LOOP, "training_step", "floating_point_ops"))
+    own_step = replaced_methods(trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
     remarks = _remarks(trainer, own_step)
     if stock:
         report.add("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
