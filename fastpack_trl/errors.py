@@ -1,4 +1,4 @@
-"""Wrong settings become one line with the value and the remedy; everything else keeps its traceback."""
+"""Errors for the user: one line with the value and the remedy; everything else keeps its traceback."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PackingError(RuntimeError):
 
 
 SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError, PackingError)
-"""What transformers, datasets, accelerate, peft and the packing proof raise for a setting that cannot work."""
+"""Errors that transformers, datasets, accelerate, peft and the packing proof raise for a wrong setting."""
 
 
 class _Short(reprlib.Repr):
-    """Walks a bounded part of a value: lists that name each other ten times over have no end in sight."""
+    """A repr of a bounded part of a value: lists that contain each other can be endless."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 6
 
     def repr1(self, x: object, level: int) -> str:
-        # The class of the library goes by the name of the type, and writes out a subclass of a list whole.
+        # `reprlib` looks the type up by name, and writes out a subclass of a list whole.
         for kind in (dict, list, tuple, set, frozenset, str):
             if isinstance(x, kind):
                 short: str = getattr(self, f"repr_{kind.__name__}")(x, level)
@@ -52,7 +52,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """The repr of a user's value for a message, in bounded time and length: ``[[1, 2, 3, 4, 5, 6, ...], ...]``."""
+    """Return the repr of a user's value for a message, bounded in time and length: ``[[1, 2, 3, 4, 5, 6, ...]]``."""
     text = _Short().repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
@@ -62,13 +62,13 @@ class NonFiniteError(ValueError):
 
 
 def one_line(message: object) -> str:
-    """``message`` without line breaks, cut where upstream lists hundreds of names."""
+    """Return the message without line breaks, cut after 600 characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
 
 
 def close_frames(error: BaseException | None) -> None:
-    """Drop what the frames of a caught exception hold, its causes' too, here and now.
+    """Clear the local variables in the frames of a caught exception and of its causes.
 
     In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the
     garbage collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for
@@ -82,14 +82,14 @@ def close_frames(error: BaseException | None) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The message of `error` as one line; its class name where it has none."""
+    """Return the message of `error` as one line; its class name if it has none."""
     # str(KeyError("text")) is the repr of the text, quotes and escapes included.
     message = error.args[0] if isinstance(error, KeyError) and error.args else error
     return one_line(message) or type(error).__name__
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """``"; did you mean 'max_length'?"``, or nothing when no valid name is near."""
+    """Return ``"; did you mean 'max_length'?"``; empty if no valid name is near."""
     near = get_close_matches(str(name), sorted(set(valid)), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -107,10 +107,10 @@ def _never() -> bool:
 
 @contextmanager
 def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
-    """An unexpected keyword argument is said with the setting that has it: ``{"lr_scheduler_kwargs": {"fo": 1}}``.
+    """Name the setting that has an unexpected keyword argument: ``{"lr_scheduler_kwargs": {"fo": 1}}``.
 
     Raises:
-        UserError: for the TypeError of a call that one of the mappings was handed to.
+        UserError: in place of the TypeError of a call that got one of the mappings.
     """
     try:
         yield
@@ -124,10 +124,10 @@ def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
 
 @contextmanager
 def preparing(finished: Callable[[], bool] = _never) -> Iterator[None]:
-    """While a run is prepared, what the libraries raise for a wrong setting becomes a `UserError`.
+    """Turn what the libraries raise for a wrong setting into a `UserError` while a run is prepared.
 
     Args:
-        finished: asked when an error arrives; once it returns ``True`` errors pass unchanged. For a call that both
+        finished: asked when an error arrives; if it returns True the error passes unchanged. For a call that both
             prepares and trains.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tiny random models of real families, and the checks that this project's tests and yours can share."""
+"""Tiny random models of real families, and checks for tests: this project's and yours."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A random causal language model of `family` with two layers, fp32, in training mode, dropout 0.
+    """Return a random causal language model of `family` with two layers, fp32, in training mode, dropout 0.
 
     Args:
         family: one of `FAMILIES`.
@@ -119,17 +119,17 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every gradient of `model`, by parameter name."""
+    """Return a copy of every gradient of `model`, by parameter name."""
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_gradients_close(
     actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-5, atol_of_all: float = 1e-8
 ) -> None:
-    """``|d| <= rtol |g| + atol_of_all |all g|`` per parameter, in the 2-norm; survives gradients that are exactly zero.
+    """Check ``|d| <= rtol |g| + atol_of_all |all g|`` per parameter, in the 2-norm; also for gradients of exactly zero.
 
     Raises:
-        AssertionError: a parameter without a gradient on one side, or over the bound; names the worst.
+        AssertionError: a parameter has a gradient on one side only, or is over the bound; names the worst.
     """
     assert actual.keys() == expected.keys(), f"only on one side: {sorted(actual.keys() ^ expected.keys())}"
     everything = _norm(expected.values())

@@ -31,7 +31,7 @@ _DEFAULT_STEPS = 4
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options of ``fastpack-trl doctor``; imports nothing heavy."""
+    """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
     add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
@@ -46,14 +46,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print what is found, section by section; write the JSON, also of what was found before an error.
+    """Print the sections as they are found; write the JSON, after an error that of the sections before it.
 
     Returns:
         0: a missing package is a finding, not a failure.
 
     Raises:
-        UserError: a config that cannot be loaded or whose steps fail, ``--audit`` without a config, a step count below
-            1, a JSON path that cannot be written.
+        UserError: a config cannot be loaded or its steps fail, ``--audit`` without a config, fewer than 1 step, or a
+            JSON path that cannot be written.
     """
     if args.audit and not args.config:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         if args.config:
             from fastpack_trl.recipe.yaml import load_config
 
-            load_config(args.config)  # a wrong name is said before the machine is looked at
+            load_config(args.config)  # refuse a wrong name before looking at the machine
         _machine(record)
         if args.config:
             with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
@@ -136,9 +136,9 @@ def _device() -> dict[str, Any]:
 
 
 def transfer_rates(device: Any) -> dict[str, str]:
-    """Copies of 256 MiB between host and a CUDA device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
+    """Measure copies of 256 MiB between host and device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
 
-    Pinned memory is what the loader and offloading copy from; where it cannot be had the reason stands in its place.
+    The loader and offloading copy from pinned memory; if there is none, ``pinned`` has the reason.
     """
     import torch
 
@@ -157,7 +157,7 @@ def transfer_rates(device: Any) -> dict[str, str]:
 
 
 def _copy_rate(source: Any, target: Any) -> float:
-    """10^9 bytes per second; the median of `_TRANSFER_ROUNDS` copies after one that is not counted."""
+    """Return 10^9 bytes per second, median of `_TRANSFER_ROUNDS` copies after one that is not counted."""
     import statistics
 
     import torch
@@ -174,7 +174,7 @@ def _copy_rate(source: Any, target: Any) -> float:
 
 
 def _attention() -> dict[str, str]:
-    """Per backend whether it runs here, for heads of 128 without windows, sinks or softcap."""
+    """Return ``available`` or the reason against it per backend, for heads of 128 without windows, sinks or softcap."""
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
@@ -199,7 +199,7 @@ def _attention() -> dict[str, str]:
 
 
 def _missing() -> list[dict[str, str]]:
-    """What could be installed, what needs it, and the command; packages older or newer than needed come first."""
+    """List what could be installed, what needs it, and the command; packages outside of their range come first."""
     rows = _out_of_range()
     for extra, (module, needed_for) in EXTRAS.items():
         if find_spec(module) is None:

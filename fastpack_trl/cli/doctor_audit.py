@@ -1,4 +1,4 @@
-"""A few steps of a config under stock and under fastpack: what makes the host wait, at which line, how often."""
+"""Host waits in a few steps of a config, with stock and with fastpack: operation, line and count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 70  # characters of a source line
 
 
 class _Window(TrainerCallback):
-    """Counts from the end of one optimizer step to the end of a later one: fetching, logging and callbacks included."""
+    """Host waits from the end of one optimizer step to the end of a later one, with fetching, logging and callbacks."""
 
     def __init__(self, steps: int) -> None:
         self.first, self.last = _WARM_UP, _WARM_UP + steps
@@ -109,7 +109,7 @@ def _quiet() -> Iterator[None]:
 
 
 def short(file: str) -> str:
-    """``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``; relative to here else."""
+    """Shorten a path: ``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``."""
     path = Path(file).resolve()
     for root in (_LIBRARIES, str(Path(__file__).resolve().parents[2]), str(Path.cwd())):
         if path.is_relative_to(root):
@@ -129,7 +129,7 @@ def _calls(sides: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """The audit for people: one row per call site that waits, the totals, and what was left out of them."""
+    """Format the audit: one row per call site that waits, the totals, and what they leave out."""
     sides = figures["sides"]
     failed = {side for side, facts in sides.items() if facts["total"] is None}
 

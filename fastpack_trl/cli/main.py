@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
     """Reports a wrong argument as `UserError` (one line) where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises: UserError, always."""
+        """Raise `UserError` with the message."""
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
@@ -115,9 +115,9 @@ def _rank_note() -> str:
 
 @contextmanager
 def _without_kernel_advice() -> Iterator[None]:
-    """Drop what bitsandbytes says on import, whether or not anything is quantised: a CPU kernel is not on the hub.
+    """Drop the note of bitsandbytes, on import, that a CPU kernel is not on the hub.
 
-    trl and peft import it for commands that never use it.
+    trl and peft import bitsandbytes for commands that quantise nothing.
     """
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
 
@@ -132,7 +132,7 @@ def _without_kernel_advice() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line; return the exit code.
 
     0: done; 2: something the user has to change, one line on stderr; 130: interrupted. Any other error, a bug or one
     raised by a training step, leaves with its traceback.

@@ -1,7 +1,7 @@
 """``fastpack-trl sft``: supervised fine-tuning from a YAML or flags, with every option of ``trl sft`` and ours.
 
 The steps are those of ``trl/scripts/sft.py``. What differs: the trainer is `FastSFTTrainer`, ``dataset_name`` may be a
-local file, and whatever can be wrong is checked before the model is loaded.
+local file, and settings and data are checked before the model is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAUNCHED = "FASTPACK_LAUNCHED"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``fastpack-trl sft`` with these arguments; returns the exit code.
+    """Run ``fastpack-trl sft`` with these arguments; return the exit code.
 
     Raises:
         UserError: a setting, file or model that the user has to change.
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def under_launcher() -> bool:
-    """Whether `accelerate launch`, `torchrun` or the like started this process.
+    """Return True if `accelerate launch`, `torchrun` or the like started this process.
 
-    `accelerate launch` sets no WORLD_SIZE for a single process, but always the last variable, which nobody sets by hand
-    (unlike ACCELERATE_USE_CPU or ACCELERATE_MIXED_PRECISION).
+    `accelerate launch` sets no WORLD_SIZE for a single process, but always ACCELERATE_DYNAMO_USE_FULLGRAPH, which
+    nobody sets by hand (unlike ACCELERATE_USE_CPU or ACCELERATE_MIXED_PRECISION).
     """
     names = (_LAUNCHED, "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH")
     return any(name in os.environ for name in names)
@@ -66,9 +66,11 @@ def _launches_by_default() -> bool:
 
 
 def launch(arguments: SftArguments, extra: Sequence[str] = ()) -> int:
-    """Start ``python -m fastpack_trl sft`` through `accelerate launch`; returns the exit code of what it started.
+    """Start ``python -m fastpack_trl sft`` through `accelerate launch`; return the exit code.
 
-    `extra` goes to what is started, after its own arguments.
+    Args:
+        arguments: as parsed.
+        extra: arguments for the started processes, after their own.
 
     Raises:
         UserError: `accelerate launch` refuses its options.

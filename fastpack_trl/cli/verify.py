@@ -1,4 +1,4 @@
-"""``fastpack-trl verify``: loads a model and shows whether packed documents see each other in it."""
+"""``fastpack-trl verify``: load a model and prove that packed documents do not see each other in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LISTED_LEAKS = 20
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options of ``fastpack-trl verify``; imports nothing heavy."""
+    """Add the options of ``fastpack-trl verify``; imports nothing heavy."""
     add = parser.add_argument
     add("--model", metavar="DIR", help="folder of a causal language model, or its hub name")
     add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
@@ -123,7 +123,7 @@ def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _check_folder(option: str, name: str, needs: str) -> None:
-    """A name that is written as a path, or that exists here, is a folder with the file that makes it one."""
+    """Refuse a name that is written as a path, or exists here, and is no folder with the file `needs`."""
     folder = Path(name).expanduser()
     if not (name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or folder.exists()):
         return  # a hub name
@@ -232,7 +232,7 @@ def _table(model: Any, proof: PackingProof, reason: str) -> str:
 
 
 def _leak_lines(proof: PackingProof) -> list[str]:
-    """Largest gradient of each document's logits with respect to each other document's embeddings."""
+    """Format the largest gradient of each document's logits with respect to each other document's embeddings."""
     count = len(proof.lengths)
     leaks = {(source, target): gradient for source, target, gradient in proof.leaks}
     if count > _LARGEST_MATRIX:

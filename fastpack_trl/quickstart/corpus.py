@@ -62,7 +62,7 @@ class Document:
     answer: str
 
     def messages(self) -> list[dict[str, str]]:
-        """The document in the conversational format of TRL's ``messages`` column."""
+        """Return the document in the conversational format of TRL's ``messages`` column."""
         return [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
 
 
@@ -83,12 +83,12 @@ class Corpus:
 
 
 def stdlib_folder() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def collect(folder: Path | None = None, *, progress: bool = True) -> Corpus:
-    """The docstrings under `folder` (default: the standard library) of 30 to 6,000 characters, each text once.
+    """Collect the docstrings under `folder` (default: the standard library) of 30 to 6,000 characters, each text once.
 
     Raises:
         UserError: fewer than a few hundred documents, as with an interpreter without its sources.
@@ -123,7 +123,7 @@ def collect(folder: Path | None = None, *, progress: bool = True) -> Corpus:
 
 
 def write_splits(corpus: Corpus, folder: Path, *, test_every: int) -> dict[str, int]:
-    """Write ``train.jsonl`` and ``test.jsonl``, and return the documents in each.
+    """Write ``train.jsonl`` and ``test.jsonl``; return the number of documents in each.
 
     Every `test_every`-th document is held out. The order is that of the library, so the held-out documents come from
     all of it.
@@ -147,7 +147,7 @@ def _source_files(folder: Path) -> Iterator[Path]:
 
 def _parse(path: Path) -> ast.Module:
     with warnings.catch_warnings():
-        # An invalid escape sequence in a library file is no business of the reader of a quickstart.
+        # Invalid escape sequences in files of the library.
         warnings.simplefilter("ignore")
         return ast.parse(path.read_bytes())
 
@@ -160,7 +160,7 @@ def _module_name(relative: Path) -> str:
 
 
 def _docstrings(tree: ast.Module, module: str) -> Iterator[tuple[str, Kind, str]]:
-    """Qualified name, kind and cleaned docstring of everything in the module, in the order of its lines."""
+    """Yield qualified name, kind and cleaned docstring of everything in the module, in the order of its lines."""
     stack: list[tuple[ast.AST, str, Kind]] = [(tree, module, "module")]
     while stack:
         node, name, kind = stack.pop()

@@ -1,4 +1,4 @@
-"""What the notebooks train: a public model where this machine has a GPU and the hub for it, else a small random one."""
+"""Models and data of the notebooks: a public model where this machine can train it, else a small random one."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Example:
 
 
 def choose_example(name: str, folder: str | Path = "notebook-files") -> Example:
-    """`name` where a CUDA device has the memory for it and the hub answers; else a small random model of its family.
+    """Choose `name` if a CUDA device has memory for it and the hub answers, else a small random model of its family.
 
-    The text is made on the spot in both cases, so that only the model is downloaded. What an earlier call left in
-    `folder` is used again.
+    The text is made on the spot in both cases, so that only the model is downloaded. Files of an earlier call in
+    `folder` are used again.
 
     Args:
         name: a key of `PUBLIC`.
@@ -88,20 +88,20 @@ def choose_example(name: str, folder: str | Path = "notebook-files") -> Example:
     public, folder = PUBLIC[name], Path(folder)
     data = folder / "data"
     if not data.is_dir():
-        _whole(data, _write_text)
+        _write_whole(data, _write_text)
     obstacle = _obstacle(name, public)
     if not obstacle:
         settings = _settings(PUBLIC_ROW, public.learning_rate) | _loading(public)
         return Example(name, str(data), settings, f"on {_device_name()}")
     small = folder / f"small-{public.family}"
     if not small.is_dir():
-        _whole(small, lambda place: _write_small_model(place, data, public))
+        _write_whole(small, lambda place: _write_small_model(place, data, public))
     settings = _settings(SMALL_ROW, learning_rate=3e-3) | {"gradient_checkpointing": False}
     return Example(str(small), str(data), settings, f"random weights in place of {name}: {obstacle}")
 
 
 def _obstacle(name: str, public: Public) -> str:
-    """Why the public model is not taken; empty where it is. Asks the hub only where there is a GPU for it."""
+    """Return the reason against the public model, empty if there is none; ask the hub last."""
     import torch
 
     if not torch.cuda.is_available():
@@ -138,7 +138,7 @@ def _settings(tokens: int, learning_rate: float) -> dict[str, Any]:
 
 
 def _precision() -> dict[str, Any]:
-    """bf16 where the device computes in it, which is TRL's default; fp16 on an older GPU, fp32 on the CPU."""
+    """Return the precision settings: bf16 where the device has it, fp16 on an older GPU, fp32 on the CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -156,8 +156,8 @@ def _loading(public: Public) -> dict[str, Any]:
     return {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": Mxfp4Config(dequantize=True)}}
 
 
-def _whole(folder: Path, write: Any) -> None:
-    """`folder` with all that `write` puts there, or not at all: it is used again by its name."""
+def _write_whole(folder: Path, write: Any) -> None:
+    """Make `folder` with everything that `write` puts there, or not at all: a later call takes it for complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -173,7 +173,7 @@ def _write_text(folder: Path) -> None:
 
 
 def _write_small_model(folder: Path, data: Path, public: Public) -> None:
-    """A tokenizer trained on the text, and a model of its vocabulary."""
+    """Write a tokenizer trained on the text, and a model of its vocabulary."""
     from fastpack_trl.quickstart.small_model import train_tokenizer
     from fastpack_trl.testing import tiny_model
 

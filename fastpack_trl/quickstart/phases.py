@@ -1,4 +1,4 @@
-"""The parts of the quickstart that make inputs, train and generate. Imported by `quickstart` once it is offline."""
+"""Parts of the quickstart that make inputs, train and generate; imported once the process is offline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 48
 
 
 class LossBar(ProgressCallback):
-    """The trainer's progress bar with the loss beside it, where stock prints a line per log."""
+    """The trainer's progress bar with the loss beside it, in place of a line per log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the loss of the last step."""
@@ -26,7 +26,7 @@ class LossBar(ProgressCallback):
 
 
 def make_inputs(folder: Path, settings: Settings, *, test_every: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``data/`` with the text, ``init/`` with tokenizer and random model; returns what the results say of both."""
+    """Write ``data/`` with the text, ``init/`` with tokenizer and random model; return their figures."""
     text = corpus.collect()
     splits = corpus.write_splits(text, folder / "data", test_every=test_every)
     tokenizer = small_model.train_tokenizer(
@@ -48,7 +48,7 @@ def make_inputs(folder: Path, settings: Settings, *, test_every: int) -> tuple[d
 
 
 def full_fine_tune(folder: Path, settings: Settings) -> tuple[Phase, Any]:
-    """All weights of ``init/`` trained on the answers, saved as ``model/``; returns the packed rows as well."""
+    """Train all weights of ``init/`` on the answers and save ``model/``; return the phase and the packed rows."""
     from datasets import load_dataset
 
     from fastpack_trl.config import FastSFTConfig
@@ -76,7 +76,7 @@ def full_fine_tune(folder: Path, settings: Settings) -> tuple[Phase, Any]:
 
 
 def lora(folder: Path, yaml_file: Path, settings: Settings) -> tuple[Phase, Any]:
-    """The code path of ``fastpack-trl sft --config quickstart.yaml``, saved as ``adapter/``; returns the model too."""
+    """Train as ``fastpack-trl sft --config quickstart.yaml`` and save ``adapter/``; return the phase and the model."""
     from fastpack_trl.recipe.train import train
 
     arguments = ["--config", str(yaml_file)]

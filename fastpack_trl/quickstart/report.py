@@ -1,4 +1,4 @@
-"""What the quickstart found: the promises it must keep, the table, the plot and the JSON."""
+"""Results of the quickstart: the promises it must keep, the table, the plot and the JSON."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Phase:
 
     @classmethod
     def of(cls, trainer: Any) -> Phase:
-        """The phase that `trainer` has just trained."""
+        """Return the phase that `trainer` has just trained."""
         return cls(tuple(dict(entry) for entry in trainer.state.log_history), trainer.fastpack_report.to_dict())
 
     def curve(self, key: str = "loss") -> list[tuple[int, float]]:
-        """``[(step, value), ...]`` of `key`; ``"eval_loss"`` is the held-out loss."""
+        """Return ``[(step, value), ...]`` of `key`; ``"eval_loss"`` is the held-out loss."""
         return [(int(entry["step"]), float(entry[key])) for entry in self.log if key in entry]
 
     @property
@@ -72,7 +72,7 @@ class Phase:
         return facts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "first_loss": self.first,
             "last_loss": self.last,
@@ -99,7 +99,7 @@ class Results:
 
     @classmethod
     def start(cls, settings: Settings) -> Results:
-        """Nothing measured yet; settings, versions and machine."""
+        """Return results with settings, versions and machine, and nothing measured yet."""
         import torch
 
         from fastpack_trl import __version__
@@ -114,7 +114,7 @@ class Results:
         )
 
     def promises(self) -> list[Promise]:
-        """What a run must show; a NaN keeps no promise."""
+        """Return what a run must show; a NaN keeps no promise."""
         full, held_out, compared = self.full, self.lora.held_out, self.comparison
         logits = self.answer["max_logit_difference"]
         return [
@@ -143,7 +143,7 @@ class Results:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, which has no NaN and no infinity: they become the strings ``"nan"`` and ``"inf"``."""
+        """Return plain data for JSON, which has no NaN and no infinity: they become ``"nan"`` and ``"inf"``."""
         plain: dict[str, Any] = _finite(
             {
                 "settings": self.settings,
@@ -163,7 +163,7 @@ class Results:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities as strings (JSON has neither), tuples as lists, anything unknown as text."""
+    """Turn NaN and infinities into strings, tuples into lists, and anything unknown into text."""
     if isinstance(value, dict):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -174,7 +174,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(results: Results) -> str:
-    """The figures for people, one per line."""
+    """Format the figures, one per line."""
     compared = results.comparison
     rows = [
         ("full fine-tune", f"loss {results.full.first:.3f} -> {results.full.last:.3f}"),
@@ -206,7 +206,7 @@ def _path(losses: Sequence[float]) -> str:
 
 
 def plot(results: Results, path: Path) -> bool:
-    """Draw both loss curves to `path`; returns whether matplotlib was there to do it."""
+    """Draw both loss curves to `path`; return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -25,7 +25,7 @@ from fastpack_trl.recipe.options import add_json
 
 DEFAULT_FOLDER = "quickstart-output"
 MARKER = ".fastpack-quickstart"
-"""Its presence says that the folder and all of `OUR_NAMES` in it were written by the quickstart."""
+"""A file that marks the folder, and all of `OUR_NAMES` in it, as written by the quickstart."""
 OUR_NAMES = {
     "data": "the text: train.jsonl, test.jsonl",
     "init": "tokenizer and random model",
@@ -44,7 +44,7 @@ ROUNDS = 2  # runs of each side in the comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``fastpack-trl quickstart``."""
+    """Add the options of ``fastpack-trl quickstart``."""
     add = parser.add_argument
     add("--output_dir", default=DEFAULT_FOLDER, metavar="DIR", help="folder for everything it writes (%(default)s)")
     add_json(parser, "every figure, setting, version and logged loss")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do all of it; 0 if every promise held, otherwise 1 and a line that says which did not.
+    """Run all stages; return 0 if every promise was kept, else 1, with a line for each that was not.
 
     Raises:
         UserError: a wrong setting, or a folder that holds something else.
@@ -100,11 +100,11 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
-    """An empty place for each of `OUR_NAMES` in `folder`; what an earlier quickstart left there is removed.
+    """Make `folder` with no file of `OUR_NAMES` in it; those of an earlier quickstart are removed.
 
     Raises:
-        UserError: `folder` is a file, or holds what the quickstart did not write. `overwrite` accepts other files
-            beside ours, but not in our places: they would have to be deleted.
+        UserError: `folder` is a file, or has files that the quickstart did not write. With `overwrite` they may be
+            there, but not under our names: they would have to be deleted.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another --output_dir")
@@ -135,7 +135,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def yaml_text(folder: Path | None = None) -> str:
-    """The LoRA run's settings as the package ships them; with `folder` its paths lead there."""
+    """Return ``configs/quickstart.yaml``; with `folder`, its paths lead there."""
     text = (configs_folder() / "quickstart.yaml").read_text(encoding="utf-8")
     if folder is None:
         return text
@@ -188,7 +188,7 @@ def _stage(title: str, results: Any) -> Iterator[None]:
 
 @contextmanager
 def _environment(cache: Path) -> Iterator[None]:
-    """No network, no telemetry, the data cache inside our folder; threads that wait without spinning.
+    """Set variables: no network, no telemetry, the data cache inside our folder, threads that wait without spinning.
 
     The libraries read these variables when they are imported, so this comes before their import.
     """
@@ -216,9 +216,9 @@ def _environment(cache: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings and errors from the libraries, without the known noise; progress bars and the trainer's banner stay.
+    """Drop known noise of the libraries; warnings, errors, progress bars and the trainer's banner stay.
 
-    (Not errors alone: transformers takes that level for a wish to have no progress bars.)
+    Not errors alone: at that level transformers shows no progress bars.
     """
     import logging
 

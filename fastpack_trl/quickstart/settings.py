@@ -11,7 +11,7 @@ MAX_LENGTH = 1_024  # tokens of a packed row
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line decides."""
+    """Settings of one run, from the command line."""
 
     folder: Path
     json_file: Path | None
@@ -23,7 +23,7 @@ class Settings:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Arguments of the full fine-tune and of both sides of the comparison."""
+        """Return the arguments of the full fine-tune and of both sides of the comparison."""
         return {
             "packing": True,
             "packing_strategy": "bfd",

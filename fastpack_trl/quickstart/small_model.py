@@ -27,7 +27,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progress: bool = True) -> Any:
-    """A byte-level BPE tokenizer of `vocabulary` tokens with a chat template; no text is unknown to it.
+    """Train a byte-level BPE tokenizer of `vocabulary` tokens with a chat template; it can encode every text.
 
     Returns:
         `transformers.PreTrainedTokenizerFast`
@@ -58,7 +58,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progr
 
 
 def build_model(tokenizer: Any, *, seed: int, max_length: int) -> Any:
-    """A Qwen3 of 4 layers with random weights (`seed`), its embeddings tied, for rows of up to `max_length` tokens.
+    """Build a Qwen3 of 4 layers with random weights and tied embeddings, for rows of up to `max_length` tokens.
 
     Returns:
         `transformers.Qwen3ForCausalLM`

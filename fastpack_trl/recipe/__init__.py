@@ -1,1 +1,1 @@
-"""From a YAML or flags to a trainer."""
+"""Everything between a YAML or flags and a trainer."""

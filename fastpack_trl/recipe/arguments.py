@@ -1,6 +1,6 @@
 """Arguments of ``fastpack-trl sft``: TRL's parser and dataclasses, with every wrong value reported as one line.
 
-Names are checked here, YAML values in `sft_yaml`; what is valid then takes TRL's own way.
+Names are checked here, YAML values in `recipe.yaml`; valid values then go through TRL's own parser.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SftArguments:
 
 
 def take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """``["--config", "a.yaml", "--packing"]`` -> ``("a.yaml", ["--packing"])``; ``--config=a.yaml`` as well.
+    """Split off ``--config``: ``["--config", "a.yaml", "--packing"]`` -> ``("a.yaml", ["--packing"])``.
 
     Raises:
         UserError: ``--config`` without a file, or given twice.
@@ -72,7 +72,7 @@ def take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def make_parser(prog: str | None = None) -> Any:
-    """TRL's parser over ScriptArguments, FastSFTConfig, ModelConfig and DatasetMixtureConfig."""
+    """Return TRL's parser over ScriptArguments, FastSFTConfig, ModelConfig and DatasetMixtureConfig."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
     from fastpack_trl.config import FastSFTConfig
@@ -102,7 +102,7 @@ def _hints(parser: Any) -> dict[str, object]:
 
 
 def _mapping_text(text: str) -> str:
-    """JSON for a mapping, unchanged (the configuration class parses it). TRL keeps other text until it fails later."""
+    """Return JSON of a mapping as it is, for the configuration class to parse; refuse other text before TRL does."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def _path_or_mapping_text(text: str) -> str:
 
 
 def _launch_options() -> dict[str, argparse.Action]:
-    """Name without dashes -> option of `accelerate launch`; ``accelerate_config`` is TRL's addition."""
+    """Return the options of `accelerate launch` by name without dashes; ``accelerate_config`` is TRL's addition."""
     from accelerate.commands.launch import launch_command_parser
 
     options: dict[str, argparse.Action] = {}
@@ -131,7 +131,7 @@ def _launch_options() -> dict[str, argparse.Action]:
 def _split_flags(
     argv: Sequence[str], known: set[str], launch: Mapping[str, argparse.Action]
 ) -> tuple[list[str], list[str]]:
-    """``["--num_processes", "2", "--packing"]`` -> ``(["--packing"], ["--num_processes", "2"])``.
+    """Split flags into ours and launch options: ``(["--packing"], ["--num_processes", "2"])``.
 
     Raises:
         UserError: a flag that is neither ours nor of `accelerate launch`, or one without its value.
@@ -159,7 +159,7 @@ def _split_flags(
 
 
 def _launch_words(name: str, value: object, action: argparse.Action, path: str) -> list[str]:
-    """A YAML key of `accelerate launch` as flags: ``num_processes: 2`` -> ``["--num_processes", "2"]``."""
+    """Turn a YAML key of `accelerate launch` into flags: ``num_processes: 2`` -> ``["--num_processes", "2"]``."""
     if isinstance(value, list | dict):
         raise UserError(
             f"{path}: {name}: {shown(value)} is not a single value: give one, as for `accelerate launch --{name}`"
@@ -176,7 +176,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
 
 
 def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
-    """Check the YAML values and make them the parser's defaults; returns the options for `accelerate launch`."""
+    """Check the YAML values and make them the parser's defaults; return the options for `accelerate launch`."""
     hints = _hints(parser)
     actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
@@ -201,7 +201,7 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
 
 
 def _accelerate_file(words: list[str]) -> list[str]:
-    """``--accelerate_config zero2`` -> ``--config_file .../zero2.yaml``, from a path or by the names TRL ships.
+    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name.
 
     Raises:
         UserError: neither a file nor one of these names.
@@ -232,8 +232,8 @@ def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
     """Read the YAML and the command line.
 
     Args:
-        may_launch: whether flags of `accelerate launch` can still have an effect. In the YAML they are accepted either
-            way: the launched processes read the same file.
+        may_launch: accept flags of `accelerate launch`. In the YAML they are accepted either way: the launched
+            processes read the same file.
 
     Raises:
         UserError: a file, name or value that is wrong, with the nearest valid name where there is one; a launch flag
@@ -251,8 +251,8 @@ def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep two messages from the user who caused neither, so that an error is the one line it should be."""
-    # bitsandbytes says on import that it found no CPU kernel on the hub, whether or not anything is quantized.
+    """Silence two messages that no user has caused, so that an error is one line."""
+    # On import bitsandbytes says that it found no CPU kernel on the hub, also where nothing is quantised.
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -267,7 +267,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _bf16_needs_a_gpu() -> Iterator[None]:
-    """Name the fields behind the refusal of transformers, and what to set."""
+    """Name the fields behind the error of transformers, and what to set."""
     try:
         yield
     except ValueError as error:

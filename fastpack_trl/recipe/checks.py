@@ -1,4 +1,4 @@
-"""What ``fastpack-trl sft`` checks before the model is loaded: paths, architecture, tokenizer, columns."""
+"""Checks of ``fastpack-trl sft`` before the model is loaded: paths, architecture, tokenizer, columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPORTERS = (
 
 
 def check_reporters(training: FastSFTConfig) -> None:
-    """What `report_to` names is installed; transformers says so only after the model and the data were prepared.
+    """Check that the targets of `report_to` are installed: transformers does so after preparing model and data.
 
     Raises:
         UserError: names the target and the command that installs it.
@@ -37,14 +37,18 @@ def check_reporters(training: FastSFTConfig) -> None:
 
 
 def check_optimizer_arguments(training: FastSFTConfig) -> None:
-    """Raises: UserError: ``optim_args`` is not a list of names and values."""
+    """Check ``optim_args``.
+
+    Raises:
+        UserError: it is not a list of names and values.
+    """
     given = training.optim_args
     if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):
         raise UserError(f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'")
 
 
 def check_paths(training: FastSFTConfig) -> None:
-    """``output_dir`` can be made, and ``resume_from_checkpoint`` names something to resume from.
+    """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a checkpoint.
 
     Raises:
         UserError: ``output_dir`` is or lies below a file or is not writable; there is no such checkpoint.
@@ -65,11 +69,11 @@ def check_paths(training: FastSFTConfig) -> None:
         raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
     if resume is True and not any(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint-*")):
         raise UserError(f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}")
-    choose_checkpoint(resume, str(output))  # what it says is said when training starts
+    choose_checkpoint(resume, str(output))  # the choice is reported when training starts
 
 
 def local_model(model: ModelConfig) -> str:
-    """``model_name_or_path`` with ``~`` expanded.
+    """Return ``model_name_or_path`` with ``~`` expanded.
 
     Raises:
         UserError: it is not set, or is written as a path where no folder is.
@@ -93,10 +97,10 @@ def local_model(model: ModelConfig) -> str:
 
 
 def check_architecture(name: str, init: Mapping[str, Any]) -> None:
-    """The checkpoint is a causal language model, by its ``config.json``.
+    """Check by its ``config.json`` that the checkpoint is a causal language model.
 
     Raises:
-        UserError: no configuration there or on the hub, or an architecture without a causal language-model head.
+        UserError: no configuration there or on the hub, or an architecture without a language-model head.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -133,7 +137,7 @@ def check_architecture(name: str, init: Mapping[str, Any]) -> None:
 
 
 def check_attention(name: object) -> None:
-    """``attn_implementation`` exists and can run here. ``None`` and mappings (one name per sub-model) pass.
+    """Check that ``attn_implementation`` exists and can run here; None and mappings (a name per sub-model) pass.
 
     Raises:
         UserError: no such implementation, or one whose package is not installed.
@@ -162,7 +166,7 @@ def check_attention(name: object) -> None:
 
 
 def quantization(given: object) -> Any:
-    """``{"quant_method": "mxfp4", "dequantize": True}`` as an object of transformers' class; others as they are.
+    """Return ``{"quant_method": "mxfp4", "dequantize": True}`` as an object of transformers' class; others as they are.
 
     For a checkpoint that is quantised itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
 
@@ -182,7 +186,7 @@ def quantization(given: object) -> Any:
 
 
 def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) -> Any:
-    """The processing class as TRL loads it, after a check of the tokens that training needs.
+    """Load the processing class as TRL does, and check the tokens that training needs.
 
     Raises:
         UserError: no tokenizer, a ``pad_token`` or ``eos_token`` outside its vocabulary, or no padding token at all.
@@ -214,7 +218,11 @@ def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) 
 
 
 def check_template(training: FastSFTConfig) -> None:
-    """Raises: UserError: ``chat_template_path`` is written as a path where nothing is."""
+    """Check ``chat_template_path``.
+
+    Raises:
+        UserError: it is written as a path, and nothing is there.
+    """
     path = training.chat_template_path
     if path is None:
         return
@@ -227,7 +235,13 @@ def check_template(training: FastSFTConfig) -> None:
 
 
 def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") -> Any:
-    """The split `name`; `field` is the setting that chose it.
+    """Return a split that has rows.
+
+    Args:
+        splits: by name.
+        name: of the split.
+        field: the setting that chose it, for the message.
+        why: what needs it, for the message.
 
     Raises:
         UserError: no such split, or it has no rows.
@@ -244,14 +258,15 @@ def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") 
 
 
 def check_rows(split: Any, name: str, training: FastSFTConfig, processing_class: Any) -> None:
-    """The columns of `split` make it one of the data set types that TRL trains on; of a stream, in the first row.
+    """Check that the columns are those of a data set type that TRL trains on; of a stream, those of the first row.
 
     Args:
         name: ``train`` or ``eval``, for the message.
 
     Raises:
-        DataError: no such column, or a row that holds something else.
-        UserError: a tokenizer that cannot make tokens of it.
+        DataError: no such columns, or a row that holds something else.
+        UserError: the tokenizer makes no tokens of it, or has no chat template or end-of-sequence token where one is
+            needed.
     """
     from datasets import Dataset
 

@@ -30,7 +30,7 @@ _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
 
 
 def builder_of(path: str) -> str | None:
-    """``"a/b.jsonl.gz"`` -> ``"json"``; ``None`` for a name without the suffix of a data file."""
+    """Return the builder for a file name: ``"a/b.jsonl.gz"`` -> ``"json"``; None without the suffix of a data file."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
@@ -38,7 +38,7 @@ def builder_of(path: str) -> str | None:
 
 
 def looks_local(name: str) -> bool:
-    """Whether `name` can only be meant as a path: it exists, is written as one, or has the suffix of a data file.
+    """Return True if `name` is a path: it exists, is written as one, or has the suffix of a data file.
 
     ``"./corpus"``, ``"~/corpus"``, ``"data.jsonl"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False`` unless there is
     such a folder.
@@ -65,7 +65,7 @@ def _existing(name: str) -> Path:
 
 
 def local_source(name: str) -> tuple[str, Any]:
-    """How `datasets.load_dataset` reads the local data `name`: the builder and its ``data_files``.
+    """Return the builder and the ``data_files`` with which `datasets.load_dataset` reads local data.
 
     ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files -> ``(folder, None)``; a folder made by
     `save_to_disk` -> ``("arrow", ...)``.
@@ -90,7 +90,7 @@ def local_source(name: str) -> tuple[str, Any]:
 
 
 def _files(name: str) -> list[Path]:
-    """The data files that a local name, pattern or folder stands for, as far as their suffix says so."""
+    """Return the files behind a local name, pattern or folder that have the suffix of a data file."""
     path = Path(name).expanduser()
     if _is_pattern(name):
         found = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
@@ -102,7 +102,7 @@ def _files(name: str) -> list[Path]:
 
 
 def _saved_files(folder: Path) -> Any:
-    """``data_files`` of a folder made by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; ``None`` for others."""
+    """Return the ``data_files`` of a folder made by `save_to_disk`; None for other folders."""
     if (folder / "state.json").is_file():
         return str(folder / "*.arrow")
     if (folder / "dataset_dict.json").is_file():
@@ -142,7 +142,7 @@ def _load_mixture(mixture: DatasetMixtureConfig) -> Splits:
 
 
 def _local_entry(entry: Any) -> Any:
-    # `path` may also be the name of a builder ("json") beside `data_files`: then the user has said it all.
+    # `path` may also be the name of a builder ("json") beside `data_files`: nothing is left to find.
     if entry.data_files is not None or entry.data_dir is not None or not looks_local(entry.path):
         return entry
     source, data_files = local_source(entry.path)
@@ -150,12 +150,12 @@ def _local_entry(entry: Any) -> Any:
 
 
 def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
-    """The data as the user named them: ``"data.jsonl"``, or ``"a.jsonl, owner/b"`` for a mixture."""
+    """Return the data as the user named them: ``"data.jsonl"``, or ``"a.jsonl, owner/b"`` for a mixture."""
     return ", ".join(str(entry.path) for entry in mixture.datasets) or str(script.dataset_name)
 
 
 def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) -> None:
-    """The part of `load_data` that costs nothing: is there a name, and are its local files there?
+    """Check that data are named and that local ones exist, without loading them.
 
     Raises:
         UserError: neither ``dataset_name`` nor ``datasets``, or a local file or folder that cannot be read.
@@ -172,7 +172,7 @@ def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) ->
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
-    """The splits of the data set that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
+    """Load the splits of the data set that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
 
     Raises:
         UserError: no data set named, nothing at that path or on the hub, or files that cannot be read.
@@ -193,7 +193,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
 
 def _reason(error: BaseException, names: Sequence[str]) -> str:
-    """Why these data cannot be loaded, with the line where it is in a file."""
+    """Return the reason why these data cannot be loaded, with the line if it is in a file."""
     for name in names:
         for file in _files(name) if looks_local(name) else ():
             builder = str(builder_of(str(file)))

@@ -1,4 +1,4 @@
-"""Where a data file is wrong that a loader refused: the first line of it that cannot be read."""
+"""The first wrong line of a data file that could not be loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 
 
 def first_fault(file: Path, builder: str) -> str:
-    """What is wrong with the first wrong line of `file`, and the remedy; empty where nothing is found.
+    """Return what is wrong with the first wrong line of `file`, and the remedy; empty if nothing is found.
 
     ``"line 3 is not one JSON object (Expecting value, column 10): write one object per line"``
 
@@ -37,7 +37,7 @@ def first_fault(file: Path, builder: str) -> str:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that hold something, numbered from 1."""
+    """Yield the lines that are not blank, numbered from 1."""
     left = _MOST_BYTES
     with file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
@@ -49,7 +49,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_one_document(file: Path) -> bool:
-    """A JSON array, or an object over several lines in a file that does not say it is JSON lines."""
+    """Return True for a JSON array, or an object over several lines in a file not named as JSON lines."""
     first = next(_lines(file), (0, b""))[1].removeprefix(b"\xef\xbb\xbf").strip()
     return first.startswith(b"[") or (file.suffix.lower() == ".json" and first == b"{")
 
@@ -65,7 +65,7 @@ def _of_document(file: Path) -> str:
 
 
 def _of_lines(file: Path) -> str:
-    """The first line that is no JSON object, or, where all are, that changes the type of a column."""
+    """Report the first line that is no JSON object, else the first that changes the type of a column."""
     kinds: dict[str, tuple[str, int]] = {}
     changed = ""
     for number, line in _lines(file):

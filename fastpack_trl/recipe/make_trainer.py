@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def load(config: str, folder: str, *flags: str) -> SftArguments:
-    """The arguments of a YAML for a short run that writes to `folder` only, reports to nobody and never evaluates.
+    """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
+
+    Args:
+        config: a YAML of ``fastpack-trl sft``.
+        folder: its ``output_dir``.
+        flags: further flags; they win over both.
 
     Raises:
         UserError: a file, name or value that is wrong.
@@ -35,7 +40,10 @@ def load(config: str, folder: str, *flags: str) -> SftArguments:
 
 
 def check_settings(arguments: SftArguments) -> dict[str, Any]:
-    """Everything that can be wrong without reading data or weights. Returns the keywords to load the model with.
+    """Check everything that can be checked without reading data or weights.
+
+    Returns:
+        The keywords to load the model with.
 
     Raises:
         UserError: names the setting, its value and the remedy.
@@ -74,11 +82,16 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] | None = None,
     trainer_class: Callable[..., Any] | None = None,
 ) -> Any:
-    """Check, load and construct: the trainer before its first step, of `trainer_class` (default: `FastSFTTrainer`).
+    """Check, load and construct: return the trainer before its first step.
+
+    Args:
+        arguments: as parsed.
+        callbacks: for the trainer.
+        trainer_class: default: `FastSFTTrainer`.
 
     Raises:
         UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
-            `preparing` turns it into one.
+            inside `preparing` it becomes a `UserError` too.
     """
     from trl import get_peft_config, get_quantization_config
 
@@ -117,7 +130,7 @@ def make_trainer(
 
 @contextmanager
 def naming_data(named: str) -> Iterator[None]:
-    """What is wrong with rows is said with the name of the data."""
+    """Put the name of the data into errors about rows and templates."""
     from jinja2 import TemplateError
 
     try:
@@ -134,7 +147,7 @@ def naming_data(named: str) -> Iterator[None]:
 
 @contextmanager
 def _lora_targets(model: ModelConfig) -> Iterator[None]:
-    """A LoRA that matches no module is said with its setting, and with what TRL makes of a single name."""
+    """Name the setting if LoRA matches no module, and what TRL makes of a single name."""
     try:
         yield
     except ValueError as error:

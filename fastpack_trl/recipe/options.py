@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def add_json(parser: ArgumentParser, what: str) -> None:
-    """``--json FILE``: also write `what` to FILE."""
+    """Add ``--json FILE``: also write `what` to FILE."""
     parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")
 
 
 def json_file(args: Namespace) -> Path | None:
-    """Where ``--json`` writes; None where it was not given.
+    """Return the file of ``--json``; None without it.
 
     Raises:
-        UserError: nothing can be written there; said before any work is done.
+        UserError: nothing can be written there. Ask before any work is done.
     """
     from fastpack_trl.measure.record import check_writable
 

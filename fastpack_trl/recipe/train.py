@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
-    """Parse, load, train and save in this process; never launches others. Returns the trainer.
+    """Parse, load, train and save in this process, without a launcher; return the trainer.
 
     ``train(["--config", "sft.yaml", "--max_steps", "3"])``
 
@@ -32,7 +32,7 @@ def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = 
 
 
 def train_parsed(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
-    """Train and save from parsed arguments; as `train`."""
+    """Load, train and save as `train` does, from parsed arguments."""
     training = arguments.training
     with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
         with preparing():
@@ -74,7 +74,7 @@ def _release_ddp(trainer: FastSFTTrainer) -> None:
 
 
 def _progress() -> Any:
-    """A callback whose ``training`` becomes true when everything is prepared and the steps begin."""
+    """Return a callback whose ``training`` becomes True when everything is prepared and the steps begin."""
     from transformers import TrainerCallback
 
     class Progress(TrainerCallback):
@@ -88,9 +88,9 @@ def _progress() -> Any:
 
 @contextmanager
 def _nothing_left_behind(folder: Path) -> Iterator[None]:
-    """When the run is refused or interrupted, folders that did not exist before and are empty are removed again.
+    """Remove the empty folders that a refused or interrupted run has made.
 
-    `Trainer.__init__` makes ``output_dir``; what is found wrong later must not leave an empty folder.
+    `Trainer.__init__` makes ``output_dir``; an error found later must not leave it behind.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

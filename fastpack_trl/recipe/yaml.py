@@ -31,7 +31,7 @@ _FALSE = {"false", "no", "f", "n", "0"}
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """The mapping in the YAML file `path`.
+    """Return the mapping in the YAML file `path`.
 
     Raises:
         UserError: no such file, not UTF-8, a syntax error or an unsafe tag (with its line), or not a mapping.
@@ -79,7 +79,7 @@ def set_environment(variables: object, path: str) -> None:
 
 
 def as_bool(value: object) -> bool | None:
-    """The words that TRL's parser takes for a boolean, and 0 and 1; ``None`` for anything else."""
+    """Read the words that TRL's parser takes for a boolean, and 0 and 1; None for anything else."""
     if isinstance(value, int | str):
         word = str(value).lower()
         return True if word in _TRUE else False if word in _FALSE else None
@@ -87,7 +87,7 @@ def as_bool(value: object) -> bool | None:
 
 
 def member_types(hint: object) -> set[object]:
-    """``dict[str, Any] | str | None`` -> ``{dict, str, NoneType}``; an enum and a Literal count as text."""
+    """Return the types in a hint: ``dict[str, Any] | str | None`` -> ``{dict, str, NoneType}``; an enum is text."""
     if get_origin(hint) in (Union, types.UnionType):
         return set().union(*(member_types(member) for member in get_args(hint)))
     if get_origin(hint) is Literal:
@@ -97,12 +97,12 @@ def member_types(hint: object) -> set[object]:
 
 
 def names_only(hint: object) -> bool:
-    """Whether lists of a field hold text: ``list[str] | str | None`` -> True."""
+    """Return True if lists of a field hold text: ``list[str] | str | None``."""
     return list[str] in (hint, *get_args(hint))
 
 
 def _convert(value: str | float | bool, allowed: set[object]) -> Any:
-    """`value` as the first type of `allowed` that takes it. YAML reads ``2e-4`` as text: numbers are parsed here.
+    """Convert to the first type of `allowed` that takes the value. YAML reads ``2e-4`` as text: it is parsed here.
 
     Raises:
         ValueError: none takes it.
@@ -124,7 +124,7 @@ def _convert(value: str | float | bool, allowed: set[object]) -> Any:
 
 
 def checked_value(name: str, value: Any, hint: object, action: argparse.Action, path: str) -> Any:
-    """The YAML value of the field `name`, in the type of the field: ``learning_rate: 2e-4`` (text) -> ``0.0002``.
+    """Return a YAML value in the type of its field: ``learning_rate: 2e-4`` (text) -> ``0.0002``.
 
     Args:
         hint: the type annotation of the field.
@@ -169,7 +169,7 @@ def _plain(value: object) -> object:
 
 
 def check_entries(entries: object, path: str) -> None:
-    """The YAML key ``datasets`` is a list of mappings with ``path`` and other keys that TRL knows.
+    """Check that ``datasets`` is a list of mappings with ``path`` and other keys that TRL knows.
 
     Raises:
         UserError: names the entry or key that is not.

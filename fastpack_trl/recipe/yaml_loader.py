@@ -1,4 +1,4 @@
-"""PyYAML's safe loader with bounds: a few lines of aliases stand for billions of values, a few brackets for a crash."""
+"""PyYAML's safe loader with bounds: a few aliases can stand for billions of values, deep nesting ends in a crash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_VALUES = 100_000
 
 
 def load_yaml(text: str) -> Any:
-    """The value of the YAML document `text`.
+    """Return the value of the YAML document `text`.
 
     Raises:
         yaml.YAMLError: a syntax error, an unsafe tag, or more than the bounds allow; mostly with its line.
@@ -26,7 +26,7 @@ def load_yaml(text: str) -> Any:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Refuses, with its line, what is nested without end, what its aliases make huge, and what has no value.
+    """A loader that refuses, with the line, deep nesting, huge values made by aliases, and impossible scalars.
 
     Safe: a tag such as ``!!python/object`` is an error, never an object.
     """
@@ -37,7 +37,7 @@ class _BoundedLoader(yaml.SafeLoader):
         self._values: dict[Any, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As PyYAML's; counts values as they would be written out, each alias as what it names."""
+        """Compose as PyYAML does; count values as if every alias were written out."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
@@ -54,7 +54,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """As PyYAML's, which raises a bare ValueError for a date in month 13, say."""
+        """Construct as PyYAML does, but with the line for a bare ValueError (a date in month 13)."""
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
