@@ -1,1 +1,1 @@
-"""Packed attention: what a model needs, the backends, the choice between them, and the seam into transformers."""
+"""Packed attention: the backends, the choice between them, the seam into transformers, and the proof."""

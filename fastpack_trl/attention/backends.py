@@ -29,7 +29,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs, and why: the name of a backend, ``padded_rows``, or ``off`` for stock."""
+    """The choice: the name of a backend, ``padded_rows`` or ``off`` (stock), and its reason."""
 
     path: str
     reason: str
@@ -46,14 +46,14 @@ def choose(
     stock_requested: str | None = None,
     attempt: Callable[[Backend, ModelFeatures], str] = _untried,
 ) -> Choice:
-    """Pick the path for a model.
+    """Choose the path for a model.
 
     Args:
         requested: ``auto``, ``off``, ``padded_rows`` or the name of a backend.
-        features: what the model's attention needs.
+        features: of the model's attention.
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
-        attempt: why a backend that should be right fails on this machine; empty where it runs (`trial.failure`).
+        attempt: returns why a backend that should be right fails on this machine, or ``""`` (`trial.failure`).
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.

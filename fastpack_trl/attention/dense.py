@@ -15,7 +15,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class DenseLayer(NamedTuple):
-    """What crosses a layer boundary: the masks, and the name of stock's function."""
+    """The masks, and the name of stock's function: what crosses a layer boundary."""
 
     masks: dict[int | None, Tensor]
     """Per window (None: full): (1, 1, total_tokens, total_tokens), bool for sdpa, additive float for eager."""

@@ -16,7 +16,7 @@ NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 class FlashAttentionLayer(NamedTuple):
-    """What crosses a layer boundary: one tensor and one int."""
+    """One tensor and one int: what crosses a layer boundary."""
 
     cu_seqlens: Tensor
     """(num_segments + 1,) int32 on the device."""

@@ -21,7 +21,7 @@ _compiled: dict[str, Any] = {}
 
 
 class FlexLayer(NamedTuple):
-    """What crosses a layer boundary: one `BlockMask` per window (None: full)."""
+    """One `BlockMask` per window (None: full): what crosses a layer boundary."""
 
     block_masks: dict[int | None, BlockMask]
 

@@ -34,7 +34,7 @@ from fastpack_trl.model.stock_attention import OVER, stock_attention
 
 
 class PackedAttention:
-    """What `packed_attention` yields.
+    """The attention that `packed_attention` has installed.
 
     Attributes:
         choice: the path and its reason.
@@ -149,7 +149,7 @@ def _register(name: str, stock: str) -> None:
 def _fed(
     model: nn.Module, backend: Backend, features: ModelFeatures, batch_check: BatchCheck | None = None
 ) -> Iterator[None]:
-    """A pre-hook on the backbone turns the keyword `packed_batch` into what its layers read."""
+    """Hook the backbone, so that the keyword `packed_batch` becomes what its layers read."""
     base = text_model(model)
     prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check or BatchCheck())
     with shared(base, "_fastpack_feed", lambda: _hooked(base)) as feed:
@@ -179,9 +179,9 @@ def _hooked(base: nn.Module) -> Iterator[_Feed]:
 
 
 class _Feed:
-    """The hook; a class, so that a model can be pickled and copied while it is installed.
+    """The pre-hook of a backbone; a class, so that a model can be pickled and copied while it is installed.
 
-    A trainer made in the middle of another's run prepares its own batches: the latest who asked does.
+    Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _Feed:
 
 
 class _Prepare:
-    """What one of them does with a batch."""
+    """The preparation of a batch for one `packed_attention`."""
 
     def __init__(self, backend: Backend, features: ModelFeatures, config: Any, batch_check: BatchCheck) -> None:
         self.backend, self.features, self.config, self.batch_check = backend, features, config, batch_check
@@ -230,7 +230,7 @@ def _attention(
     packed_layer: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function behind our name: the packed path with `packed_layer`, the family's own function without."""
+    """Run the packed path with `packed_layer`, the family's own function without: registered under our name."""
     if packed_layer is None:
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
             raise PackingError(
@@ -271,7 +271,7 @@ def _packed(
 
 
 def _compute_dtype(value: Tensor) -> torch.dtype:
-    """The autocast dtype, else that of the value projection, which is the weights'.
+    """Return the autocast dtype, else that of the value projection, which is the weights'.
 
     Never the query's: rotary embeddings and norms return it in fp32 while the run computes in bf16.
     """
@@ -280,7 +280,7 @@ def _compute_dtype(value: Tensor) -> torch.dtype:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """The config of every sub-model, and the sub-configs that no sub-model owns."""
+    """Yield the config of every sub-model, and the sub-configs that no sub-model owns."""
     pending = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
     seen: set[int] = set()
     while pending:

@@ -25,20 +25,20 @@ DEFAULT_LIMIT = 4.0
 
 @dataclass(slots=True)
 class PaddedRows:
-    """Tokens seen so far: what the padding costs."""
+    """Count of tokens seen so far, real and padded."""
 
     real_tokens: int = 0
     padded_tokens: int = 0
 
     @property
     def cost(self) -> float:
-        """Tokens computed per real token; 1.0 before the first batch."""
+        """Return the tokens computed per real token; 1.0 before the first batch."""
         return self.padded_tokens / self.real_tokens if self.real_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where each token goes: token t of the row is token ``flat_index[t]`` of the flattened (rows, width) batch."""
+    """The place of each token: token t of the row is token ``flat_index[t]`` of the flattened (rows, width) batch."""
 
     rows: int
     width: int
@@ -48,21 +48,21 @@ class _Rows:
     """(rows, width) int64."""
 
     def unpack(self, row: Tensor, fill: float) -> Tensor:
-        """(1, total_tokens, ...) -> (rows, width, ...)."""
+        """Turn (1, total_tokens, ...) into (rows, width, ...)."""
         out = row.new_full((self.rows * self.width, *row.shape[2:]), fill)
         return out.index_copy(0, self.flat_index, row[0, : self.flat_index.numel()]).unflatten(
             0, (self.rows, self.width)
         )
 
     def pack(self, rows: Tensor, total_tokens: int) -> Tensor:
-        """(rows, width, ...) -> (1, total_tokens, ...), zeros in the tail."""
+        """Turn (rows, width, ...) into (1, total_tokens, ...), zeros in the tail."""
         flat = rows.flatten(0, 1).index_select(0, self.flat_index)
         tail = total_tokens - flat.shape[0]
         return torch.cat([flat, flat.new_zeros(tail, *flat.shape[1:])])[None] if tail else flat[None]
 
 
 def padding_cost(seq_lengths: tuple[int, ...]) -> float:
-    """Padded tokens per real token when these documents become rows: (4, 2) -> (4 + 4) / 6."""
+    """Return padded tokens per real token when these documents become rows: (4, 2) -> (4 + 4) / 6."""
     return max(seq_lengths) * len(seq_lengths) / sum(seq_lengths)
 
 
@@ -70,7 +70,7 @@ def padding_cost(seq_lengths: tuple[int, ...]) -> float:
 def padded_rows(
     model: nn.Module, limit: float = DEFAULT_LIMIT, batch_check: BatchCheck | None = None
 ) -> Iterator[PaddedRows]:
-    """Hooks that unpack a batch with the keyword `packed_batch` before the model and pack its output after it.
+    """Unpack a batch with the keyword `packed_batch` before the model, and pack its output after it, by hooks.
 
     The backbone is wrapped, so that everything above it (head, loss) sees the packed row. Prompt learning is unpacked
     before PEFT, which prepends its virtual tokens to every row.
@@ -150,7 +150,7 @@ class _BackboneHooks:
 
 
 class _PromptHooks(_BackboneHooks):
-    """Around PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
+    """Hooks of PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
 
     def __init__(self, counts: PaddedRows, limit: float, batch_check: BatchCheck) -> None:
         super().__init__(counts, limit, batch_check)

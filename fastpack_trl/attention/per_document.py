@@ -38,7 +38,7 @@ _HAS_FLASH_CPU = not lacks("per_document on the CPU")
 
 
 class PerDocumentLayer(NamedTuple):
-    """What crosses a layer boundary: tensors and one int, built once per batch by `prepare`."""
+    """Tensors and one int, built once per batch by `prepare`: what crosses a layer boundary."""
 
     cu_seqlens: Tensor
     """(num_segments + 1,) int32 **on the host**, so that no layer asks the device for lengths."""

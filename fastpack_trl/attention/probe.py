@@ -52,7 +52,7 @@ class Probe:
         self.batch = PackedBatch.from_lengths(lengths).to(device)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings as a leaf that takes a gradient, for every comparison.
+        """Return embeddings as a leaf that takes a gradient, for every comparison.
 
         On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
         training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
@@ -62,14 +62,14 @@ class Probe:
         return embeddings
 
     def packed(self, leaf: Tensor, last: int) -> Tensor:
-        """Logits of the `last` tokens of the packed row, (last, vocabulary)."""
+        """Return logits of the `last` tokens of the packed row, (last, vocabulary)."""
         kwargs = to_transformers_kwargs(self.batch)
         if self.attention.path != "off":
             kwargs["packed_batch"] = self.batch
         return self._logits(leaf, last, **kwargs)
 
     def separate(self, document: int, last: int) -> Tensor:
-        """Of one document by itself, without gradient: without `packed_batch` the model runs stock's own attention."""
+        """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
         return self._logits(self.embed(self.documents[document][None]), last).detach()
 
     def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
@@ -81,12 +81,12 @@ class Probe:
         return logits[-last:]  # prompt learning puts its virtual tokens before
 
     def loss(self, document: int, logits: Tensor) -> float:
-        """Sum of the losses that `logits`, of the last tokens of a document, give to the tokens after them."""
+        """Sum the losses that `logits`, of the last tokens of a document, give to the tokens after them."""
         labels = self.documents[document][len(self.documents[document]) - len(logits) + 1 :].to(logits.device)
         return float(nn.functional.cross_entropy(logits.detach()[:-1].double(), labels, reduction="sum"))
 
     def reach(self, last: int) -> tuple[Reach, Reach, list[tuple[float, float]]]:
-        """What the last token of each document sees, packed and separate, in each layer.
+        """Measure what the last token of each document sees, packed and separate, in each layer.
 
         Args:
             last: tokens of the row whose logits are compared as well.
@@ -120,21 +120,21 @@ class Probe:
 
 
 def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
-    """Windows and chunks of a model in tokens, by what the report calls them."""
+    """Return the windows and chunks of a model in tokens, by their name in the report."""
     chunk = getattr(text_model(model).config.get_text_config(), "attention_chunk_size", None)
     found = {f"window {size}": size for size in sorted(attention.features.windows)}
     return found | ({f"chunk {chunk}": int(chunk)} if chunk is not None else {})
 
 
 def exceeds(length: int, span: int) -> bool:
-    """Whether a document has a prediction that sees less than all before it."""
+    """Return whether a document has a prediction that sees less than all before it."""
     return length > span + _LAST_PREDICTS_NOTHING
 
 
 def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
-    """Tokens per document of a probe that exceeds the largest of `sizes` that is affordable; empty where none is.
+    """Return tokens per document of a probe that exceeds the largest affordable one of `sizes`; empty if none is.
 
-    Too large is a window for the model's positions, for `LARGEST_WINDOW`, or for what the start of a run may cost.
+    A window may be too large for the model's positions, for `LARGEST_WINDOW`, or for the start of a run.
     """
     config: Any = text_model(model).config.get_text_config()
     device = next(iter(model.parameters())).device.type
@@ -150,11 +150,11 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
 
 
 def last_past(lengths: tuple[int, ...]) -> int:
-    """Tokens at the end of such a row whose logits are compared: those past the window, and the document after it."""
+    """Return the tokens at the end of such a row whose logits are compared: past the window, and the next document."""
     return PAST + lengths[-1]
 
 
 def keeps_logits(model: nn.Module) -> bool:
-    """Whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
+    """Return whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
     parameters = inspect.signature(type(text_model(model)).forward).parameters
     return not is_prompt_learning(model) and "logits_to_keep" in parameters

@@ -24,7 +24,7 @@ _FP32_EPSILON = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True)
 class PackingProof:
-    """What was shown.
+    """Result of a packing proof.
 
     Attributes:
         path: how documents were kept apart, e.g. ``per_document``; ``stock`` where nothing of ours ran.
@@ -94,7 +94,7 @@ class PackingProof:
         raise PackingError(f"packing proof with {self.path}: {self}; {remedy or f'set {setting}'}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {**asdict(self), "difference": self.difference, "proven": self.proven}
 
 
@@ -162,7 +162,7 @@ def verify_packing(
 
 
 def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, float]], float, float]:
-    """Gradients from document to document that are not zero, and the sums of losses, packed and separate.
+    """Return the gradients from document to document that are not zero, and the sums of losses, packed and separate.
 
     Raises:
         NonFiniteError: the model is not finite on separate documents either.
@@ -194,7 +194,7 @@ def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, flo
 def _past_windows(
     probe: Probe, seed: int, *, fixed: bool
 ) -> tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], list[tuple[float, float]]]:
-    """What layers see in a row that exceeds the model's windows.
+    """Compare what layers see in a row that exceeds the model's windows.
 
     Args:
         probe: the row that was examined so far.
@@ -257,7 +257,7 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
+    """Return the relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return max(torch.finfo(dtype).eps, 2.0**-10 if tf32 and dtype == torch.float32 else 0.0)
 
@@ -269,7 +269,7 @@ def _has_experts(config: Any) -> bool:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, unseen by hooks of the user; afterwards modes and random states are as before."""
+    """Switch to evaluation mode without the user's hooks; afterwards modes and random states are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with users_hooks_off(model), torch.random.fork_rng(devices=devices):

@@ -1,4 +1,4 @@
-"""How far back each attention layer looks, measured: exact in every dtype, where a loss only shows large errors.
+"""Measure how far back each attention layer looks: exact in every dtype, where a loss only shows large errors.
 
 A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with a
 gradient says how many tokens a layer sees, whatever computes it.

@@ -14,7 +14,7 @@ NO_WINDOW = 0
 
 
 class DocumentInputs(NamedTuple):
-    """What attention per document is computed from, in the order of the operator's arguments."""
+    """Inputs of attention per document, in the order of the operator's arguments."""
 
     query: Tensor
     """(1, num_heads, total_tokens, head_dim)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with the sinks in the denominator.
+    """Return output and log-sum-exp with the sinks in the denominator.
 
     Args:
         out: (..., tokens, heads, head_dim), of a kernel without sinks; overwritten.
@@ -27,7 +27,7 @@ def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """``-sum(exp(sink - lse') * rowsum(dout * out'))`` per head; an empty tensor where there are no sinks.
+    """Return ``-sum(exp(sink - lse') * rowsum(dout * out'))`` per head; an empty tensor if there are no sinks.
 
     Args:
         grad_out, out: (..., tokens, heads, head_dim), as `fold_sinks` returned it.
@@ -42,5 +42,5 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 
 def pad_head(tensor: Tensor, width: int) -> Tensor:
-    """Zeros behind the last dimension up to `width`: they change no score, and no value before them."""
+    """Append zeros to the last dimension up to `width`: they change no score, and no value before them."""
     return F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor

@@ -1,4 +1,4 @@
-"""What the source of a model says about packed rows under stock's own attention, where the model cannot be run.
+"""Read from its source how a model treats packed rows under stock's own attention, where it cannot be run.
 
 The packing proof runs the model; with sharded parameters it cannot. Stock tells documents apart by `position_ids`: by
 the mask that is made of them, or by a kernel that gets them.
@@ -26,7 +26,7 @@ from fastpack_trl.model.stock_attention import stock_implementation
 
 
 def stock_leak(model: nn.Module) -> str:
-    """Why packed documents of `model` see each other under stock; empty where nothing of that is known."""
+    """Return why packed documents of `model` see each other under stock; empty if no reason is known."""
     return next(_leaks(model), "")
 
 
@@ -48,7 +48,7 @@ def _leaks(model: nn.Module) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _separates_states(module: Any) -> bool:
-    """Whether the file of a model with state gives its kernels what tells them where a document begins."""
+    """Return whether the file of a model with state tells its kernels where a document begins."""
     try:
         source = inspect.getsource(module)
     except (OSError, TypeError):
@@ -59,7 +59,7 @@ def _separates_states(module: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _mask_knows_positions(cls: Any) -> bool:
-    """Whether `cls.forward` gives `position_ids` to each causal mask that it makes; True where that cannot be read."""
+    """Return whether `cls.forward` gives `position_ids` to each causal mask that it makes; True if unreadable."""
     tree = source_tree(cls.forward)
     if tree is None:
         return True

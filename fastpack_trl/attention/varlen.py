@@ -50,7 +50,7 @@ tokens 54 against 95; at a mean of 1,500 tokens varlen is ahead (2.1 against 2.5
 
 
 class VarlenLayer(NamedTuple):
-    """What crosses a layer boundary: one tensor and one int, or several of both for a row that int32 cannot index."""
+    """One tensor and one int, or several of both for a row that int32 cannot index: what crosses a layer boundary."""
 
     parts: tuple[tuple[Tensor, int, int, int], ...]
     """(cu_seqlens, max_seqlen, first token, end token): (num_segments + 1,) int32 on the device, starting at 0."""
@@ -180,7 +180,7 @@ def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> li
 
 
 class RowInputs(NamedTuple):
-    """What the kernel takes, in the order of the operator's arguments."""
+    """Inputs of the kernel, in the order of the operator's arguments."""
 
     query: Tensor
     """(total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most 256."""
@@ -200,13 +200,13 @@ class RowInputs(NamedTuple):
 
     @property
     def in_kernel(self) -> dict[str, Any]:
-        """Scale and window as torch's operators take them: flash kernels do not count the token itself."""
+        """Return scale and window as torch's operators take them: flash kernels do not count the token itself."""
         left = self.window - 1 if self.window else -1
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
 
     @property
     def for_reference(self) -> DocumentInputs:
-        """The same inputs in the layout of `reference.py`."""
+        """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
         band, longest = None, self.max_seqlen
         if self.window and longest > self.window:

@@ -14,7 +14,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class XformersLayer(NamedTuple):
-    """What crosses a layer boundary: one `BlockDiagonalCausalMask` per window (None: full)."""
+    """One `BlockDiagonalCausalMask` per window (None: full): what crosses a layer boundary."""
 
     biases: dict[int | None, Any]
 

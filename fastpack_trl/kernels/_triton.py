@@ -1,4 +1,4 @@
-"""Whether Triton kernels run here: the only guard around them."""
+"""The only guard around Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether Triton is installed; it is imported only when a kernel runs."""
+    """Return whether Triton is installed; it is imported only when a kernel runs."""
     return find_spec("triton") is not None
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may take these tensors: on CUDA, contiguous or not, in fp32, bf16 or fp16."""
+    """Return whether a kernel may take these tensors: on CUDA, contiguous or not, in fp32, bf16 or fp16."""
     given = [tensor for tensor in tensors if tensor is not None]
     return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in given) and has_triton()

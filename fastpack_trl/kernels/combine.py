@@ -22,7 +22,7 @@ def combine(
     ids_tk: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Per token the sum over its k slots of ``weight * (row + bias)``, accumulated in fp32.
+    """Return per token the sum over its k slots of ``weight * (row + bias)``, accumulated in fp32.
 
     Args:
         rows_sh: (S, H), rows sorted by expert.
@@ -51,7 +51,7 @@ def combine_torch(
     ids_tk: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The torch twin of `combine`."""
+    """Compute `combine` in plain torch."""
     dtype = dtype or rows_sh.dtype
     if (weights_tk is None or weights_tk.dtype == rows_sh.dtype) and dtype == rows_sh.dtype:
         # Gather and sum in one; rounds once.
@@ -70,7 +70,7 @@ def combine_torch(
 
 
 def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """The bias' part of the routing weights' gradient, (T, k): the token's gradient times its slot's bias."""
+    """Return the bias' part of the routing weights' gradient, (T, k): a token's gradient times its slot's bias."""
     if runs_triton(grad_th, bias_eh):
         from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton
 
@@ -79,6 +79,6 @@ def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor
 
 
 def bias_weight_grad_torch(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """The torch twin of `bias_weight_grad`."""
+    """Compute `bias_weight_grad` in plain torch."""
     wide = torch.promote_types(grad_th.dtype, torch.float32)
     return (grad_th @ bias_eh.t()).gather(1, ids_tk.long()).to(wide)

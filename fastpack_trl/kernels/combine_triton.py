@@ -64,7 +64,7 @@ def combine_triton(
     ids_tk: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`combine` as one kernel."""
+    """Compute `combine` in one kernel."""
     tokens, top_k = inverse_tk.shape
     width = rows_sh.shape[1]
     out = torch.empty(tokens, width, dtype=dtype or rows_sh.dtype, device=rows_sh.device)
@@ -82,7 +82,7 @@ def combine_triton(
 
 
 def bias_weight_grad_triton(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """`bias_weight_grad` as one kernel: no (T, E) product."""
+    """Compute `bias_weight_grad` in one kernel, without a (T, E) product."""
     tokens, top_k = ids_tk.shape
     out = torch.empty(tokens, top_k, dtype=torch.float32, device=grad_th.device)
     if tokens:

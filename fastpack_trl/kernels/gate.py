@@ -26,7 +26,7 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
         expert_s: (S,) int32, the expert of each row.
         gate: the form.
     """
-    if gate.own is None and runs_triton(h_sf, bias_ef):
+    if gate.function is None and runs_triton(h_sf, bias_ef):
         from fastpack_trl.kernels.gate_triton import gate_forward_triton
 
         return gate_forward_triton(h_sf, bias_ef, expert_s, gate)
@@ -34,10 +34,10 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
 
 
 def gate_forward_torch(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate) -> Tensor:
-    """The torch twin of `gate_forward`."""
+    """Compute `gate_forward` in plain torch."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
-    if gate.own is not None:
-        return gate.own(h_sf)
+    if gate.function is not None:
+        return gate.function(h_sf)
     first, up = gate.halves(h_sf)
     if gate.kind == "silu":
         return F.silu(first).mul_(up)
@@ -59,7 +59,7 @@ def gate_backward(
     Returns:
         Gradient of ``h`` (S, 2I); ``weight * a`` (S, I); gradient of the weight (S,), fp32 or wider.
     """
-    if gate.own is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s):
+    if gate.function is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s):
         from fastpack_trl.kernels.gate_triton import gate_backward_triton
 
         return gate_backward_triton(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
@@ -69,11 +69,11 @@ def gate_backward(
 def gate_backward_torch(
     h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The torch twin of `gate_backward`."""
+    """Compute `gate_backward` in plain torch."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
     weight = weight_s.unsqueeze(1)
-    if gate.own is not None:
-        return _own_backward(h_sf, gate.own, grad_a_si, weight)
+    if gate.function is not None:
+        return _backward_of_function(h_sf, gate.function, grad_a_si, weight)
     first, up = gate.halves(h_sf)
     grad_h = torch.empty_like(h_sf)
     grad_first, grad_up = gate.halves(grad_h)
@@ -98,7 +98,7 @@ def gate_backward_torch(
 
 
 def _clamp_backward(grad: Tensor, x: Tensor, low: float, high: float, out: Tensor) -> None:
-    """The gradient where ``low < x < high``, else zero; at the bounds themselves as the installed torch has it."""
+    """Write the gradient where ``low < x < high``, else zero; at the bounds as the installed torch has it."""
     if passes_at_bounds():
         low, high = (
             float(np.nextafter(np.float32(bound), np.float32(far))) for bound, far in ((low, -np.inf), (high, np.inf))
@@ -106,12 +106,12 @@ def _clamp_backward(grad: Tensor, x: Tensor, low: float, high: float, out: Tenso
     torch.ops.aten.hardtanh_backward.grad_input(grad, x, low, high, grad_input=out)
 
 
-def _own_backward(
-    h_sf: Tensor, own: Callable[[Tensor], Tensor], grad_a_si: Tensor, weight: Tensor
+def _backward_of_function(
+    h_sf: Tensor, function: Callable[[Tensor], Tensor], grad_a_si: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.enable_grad():
         leaf = h_sf.detach().requires_grad_()
-        a = own(leaf)
+        a = function(leaf)
         (grad_h,) = torch.autograd.grad(a, leaf, _scaled(grad_a_si, weight))
     a = a.detach()
     return grad_h, _scaled(a, weight), _row_dot(grad_a_si, a)

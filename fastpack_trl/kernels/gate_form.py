@@ -20,17 +20,17 @@ class Gate:
 
     Attributes:
         kind: ``silu``: ``silu(gate) * up``; ``clamped``: gpt-oss' form, ``(up + 1) * gate * sigmoid(alpha * gate)``
-            with gate clamped from above and up from both sides at `limit`; ``own``: the model's function.
+            with gate clamped from above and up from both sides at `limit`; ``model``: the model's function.
         interleaved: gate and up alternate (``h[:, ::2]``, ``h[:, 1::2]``) instead of lying in halves.
         alpha, limit: of ``clamped``.
-        own: the model's function of ``h``, for ``own``.
+        function: the model's function of ``h``, for ``model``.
     """
 
-    kind: Literal["silu", "clamped", "own"]
+    kind: Literal["silu", "clamped", "model"]
     interleaved: bool = False
     alpha: float = 0.0
     limit: float = 0.0
-    own: Callable[[Tensor], Tensor] | None = None
+    function: Callable[[Tensor], Tensor] | None = None
 
     def halves(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of gate and up."""

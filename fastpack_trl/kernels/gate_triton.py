@@ -22,7 +22,7 @@ _MAX_COLUMNS = 512
 def _load_halves(
     base, row, first_column, row_inside, inner, interleaved: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Gate and up, (rows, columns) fp32, of rows of 2 * inner elements. Interleaved pairs are read as one run."""
+    """Load gate and up, (rows, columns) fp32, of rows of 2 * inner elements. Interleaved pairs are read as one run."""
     row = row.to(tl.int64)[:, None] * (2 * inner)
     if interleaved:
         wide = first_column * 2 + tl.arange(0, 2 * columns)[None, :]
@@ -127,7 +127,7 @@ def _backward_kernel(
 
 
 def gate_forward_triton(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate) -> Tensor:
-    """`gate_forward` as one kernel; the gate is one of those with a formula."""
+    """Compute `gate_forward` in one kernel; the gate is one of those with a formula."""
     slots, inner = h_sf.shape[0], h_sf.shape[1] // 2
     out = h_sf.new_empty(slots, inner)
     if slots:
@@ -144,7 +144,7 @@ def gate_forward_triton(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, 
 def gate_backward_triton(
     h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gate_backward` as one kernel."""
+    """Compute `gate_backward` in one kernel."""
     slots, inner = grad_a_si.shape
     grad_h, weighted_a = torch.empty_like(h_sf), torch.empty_like(grad_a_si)
     grad_weight = torch.empty(slots, dtype=torch.float32, device=h_sf.device)

@@ -13,13 +13,13 @@ ALIGNMENT = 16
 
 
 def aligned_rank(rank: int, dtype: torch.dtype) -> int:
-    """`rank` rounded up so that a row of that many elements is a multiple of 16 bytes: 4 in bf16 becomes 8."""
+    """Round `rank` up so that a row of that many elements is a multiple of 16 bytes: 4 in bf16 becomes 8."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-rank // step) * step
 
 
 def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
-    """Rows of group e times matrix e.
+    """Multiply the rows of group e by matrix e.
 
     Args:
         x_sk: (S, K), rows sorted by group.
@@ -40,7 +40,7 @@ def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
 
 
 def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Tensor) -> Tensor:
-    """``x^T y`` of each group's rows: (E, K, N), zero for a group without rows.
+    """Return ``x^T y`` of each group's rows: (E, K, N), zero for a group without rows.
 
     Args:
         x_sk: (S, K), rows sorted by group.
@@ -58,7 +58,7 @@ def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Tensor) -> Tensor:
 
 
 def grouped_sum(x_sn: Tensor, offsets_e: Tensor, weights_s: Tensor | None = None) -> Tensor:
-    """Sum of each group's rows, weighted on request: (E, N). Deterministic, accumulated in fp32 by the grouped GEMM."""
+    """Sum each group's rows, weighted on request: (E, N). Deterministic, accumulated in fp32 by the grouped GEMM."""
     # As a product with one column, padded to the alignment: an `index_add` would be non-deterministic on CUDA.
     column = x_sn.new_zeros(x_sn.shape[0], aligned_rank(1, x_sn.dtype))
     column[:, 0] = 1 if weights_s is None else weights_s

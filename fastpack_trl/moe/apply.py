@@ -19,7 +19,7 @@ from fastpack_trl.moe.plans import PlanKeeper, plans_kept
 
 @dataclass(frozen=True, slots=True)
 class LayerPath:
-    """Which path an experts module runs on, and why."""
+    """The path of an experts module, and its reason."""
 
     name: str
     path: str
@@ -28,7 +28,7 @@ class LayerPath:
 
 @dataclass(slots=True)
 class MoeReport:
-    """What `apply_moe` did. Also a context manager that reverts on exit.
+    """Report of `apply_moe`, and a context manager that reverts on exit.
 
     Attributes:
         layers: one entry per experts module.
@@ -44,12 +44,12 @@ class MoeReport:
 
     @property
     def active(self) -> int:
-        """How many experts modules run on our path."""
+        """Return how many experts modules run on our path."""
         return sum(layer.path == NAME for layer in self.layers)
 
     @property
     def sorts(self) -> int:
-        """Routing plans made since `apply_moe`: one per experts module and forward, none in a recompute."""
+        """Return the routing plans made since `apply_moe`: one per experts module and forward, none in a recompute."""
         return sum(keeper.sorts for keeper in self._keepers)
 
     def revert(self) -> None:
@@ -65,7 +65,7 @@ class MoeReport:
         self.revert()
 
     def __str__(self) -> str:
-        """One line per path and reason, with the number of layers."""
+        """Return one line per path and reason, with the number of layers."""
         lines = _summary(self.layers) + [f"expert LoRA {line}" for line in _summary(self.adapters)] + self.warnings
         return "\n".join(lines) or "no experts"
 
@@ -105,7 +105,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         gate = read_gate(module)
         keeper = PlanKeeper(int(module.num_experts), check=check_plans)
         states[module] = ExpertsState(BlockForm(gate, bool(module.is_transposed)), keeper)
-        report.layers.append(LayerPath(name, NAME, "the model's own gate" if gate.kind == "own" else ""))
+        report.layers.append(LayerPath(name, NAME, "the model's own gate" if gate.kind == "model" else ""))
     with contextlib.ExitStack() as stack:
         if states:
             register()

@@ -1,4 +1,4 @@
-"""The experts function that transformers calls, and what `apply_moe` hangs on an experts module for it."""
+"""The experts function that transformers calls, and its state on each experts module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DECODE_TOKENS = 32
 
 @dataclass(slots=True)
 class ExpertsState:
-    """What `apply_moe` hangs on an experts module that it covers."""
+    """State that `apply_moe` hangs on an experts module that it covers."""
 
     form: BlockForm
     keeper: PlanKeeper
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
-    """Stock's experts function of that name."""
+    """Return stock's experts function of that name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[name]
@@ -66,22 +66,22 @@ def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
 
 
 def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
-    """Whether this call is a decode step of `generate` rather than training or evaluation."""
+    """Return whether this call is a decode step of `generate` rather than training or evaluation."""
     return not torch.is_grad_enabled() and not module.training and hidden_th.shape[0] <= DECODE_TOKENS
 
 
 def traceable(state: ExpertsState) -> bool:
-    """Whether this block runs on our path now: a gate of the model's own cannot be part of a compiled graph."""
-    return state.form.gate.own is None or not torch.compiler.is_compiling()
+    """Return whether this block runs on our path: a gate of the model's own cannot be part of a compiled graph."""
+    return state.form.gate.function is None or not torch.compiler.is_compiling()
 
 
 def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules that stock calls in the gate of an experts module, which our formulas stand for."""
+    """Return the modules that stock calls in the gate of an experts module; our formulas replace those calls."""
     return [child for child in module._modules.values() if child is not None]
 
 
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
+    """Run the experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
     Args:
         self: the experts module.
@@ -111,7 +111,7 @@ def run_experts(
     gate_up: LowRank | None = None,
     down: LowRank | None = None,
 ) -> Tensor:
-    """Our path for a module that `apply_moe` covers, with low-rank additions to its stacks.
+    """Run our path for a module that `apply_moe` covers, with low-rank additions to its stacks.
 
     Args:
         module: the experts module.

@@ -47,7 +47,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertNeeds(NamedTuple):
-    """Which tensors of `ExpertWeights`, field by field, need a gradient."""
+    """Need of a gradient, for each tensor of `ExpertWeights`."""
 
     gate_up: bool
     gate_up_bias: bool
@@ -60,18 +60,18 @@ class ExpertNeeds(NamedTuple):
 
     @property
     def gate_up_stack(self) -> tuple[bool, bool, bool]:
-        """The stack and its two factors."""
+        """Return the needs of the stack and of its two factors."""
         return self.gate_up, self.gate_up_a, self.gate_up_b
 
     @property
     def down_stack(self) -> tuple[bool, bool, bool]:
-        """The stack and its two factors."""
+        """Return the needs of the stack and of its two factors."""
         return self.down, self.down_a, self.down_b
 
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """What of an experts block is no tensor.
+    """Non-tensor settings of an experts block.
 
     Attributes:
         gate: the activation between the projections.
@@ -89,7 +89,7 @@ class BlockForm:
 
 
 class Kept(NamedTuple):
-    """What backward needs beside the inputs.
+    """Tensors that backward needs beside the inputs.
 
     Attributes:
         h: (S, F), pre-activation without bias, in the dtype of the experts.
@@ -105,7 +105,7 @@ class Kept(NamedTuple):
 def experts_forward(
     hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm
 ) -> tuple[Tensor, Kept]:
-    """Output (T, H) in the dtype of `hidden_th`, and what backward needs."""
+    """Return the output (T, H) in the dtype of `hidden_th`, and what backward needs."""
     dtype = _dtype(block, form)
     x_sh = hidden_th.to(dtype).index_select(0, plan.token)
     h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form.gate_up_packed, form), plan.offsets)
@@ -130,7 +130,7 @@ def experts_backward(
     form: BlockForm,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the input, of the routing weights and of each tensor of `block`, None where not `needed`.
+    """Return the gradients of the input, the routing weights and each tensor of `block`; None where not `needed`.
 
     Args:
         grad_th: (T, H), gradient of the output.
@@ -210,7 +210,7 @@ class ExpertsFunction(torch.autograd.Function):
 
 
 def experts(hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm) -> Tensor:
-    """Output (T, H) of an experts block, differentiable in the input, the routing weights and every tensor of `block`.
+    """Return the output (T, H) of an experts block, differentiable in input, routing weights and tensors of `block`.
 
     Args:
         hidden_th: (T, H); cast to the dtype of the experts, as transformers does.
@@ -227,7 +227,7 @@ def _dtype(block: ExpertWeights, form: BlockForm) -> torch.dtype:
 
 
 def _in_out(stored: Tensor, packed: Packed | None, form: BlockForm) -> Tensor:
-    """The stack as (E, in, out)."""
+    """Return the stack as (E, in, out)."""
     weight = stored if packed is None else packed.dense(stored)
     return weight if form.transposed else weight.transpose(1, 2)
 
@@ -242,7 +242,7 @@ def _stack_grads(
     form: BlockForm,
     offsets_e: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of a stack and of its two low-rank factors, each only where needed.
+    """Return the gradients of a stack and of its two low-rank factors, each only where needed.
 
     Args:
         x_sk: input of the projection.
@@ -271,7 +271,7 @@ def _input_grad(
     offsets_e: Tensor,
     needed: bool = True,
 ) -> tuple[Any, Tensor | None]:
-    """Gradient (S, K) of the input of a projection, None where not needed, and (S, r) of its low-rank activation."""
+    """Return the gradient (S, K) of a projection's input, None if not needed, and (S, r) of its low-rank activation."""
     low_sr = None if b_ern is None else grouped_mm(grad_sn, b_ern.transpose(1, 2), offsets_e).mul_(scale)
     if not needed:
         return None, low_sr
@@ -294,7 +294,7 @@ def _weights_grad(
 def _add_low_rank(
     out_sn: Tensor, x_sk: Tensor, a_erk: Tensor | None, b_ern: Tensor | None, scale: float, plan: RoutingPlan
 ) -> Tensor | None:
-    """``out += scale * (x a^T) b``, in place: no dense delta of the weights. Returns ``x a^T`` (S, r)."""
+    """Add ``scale * (x a^T) b`` to ``out`` in place, without a dense delta of the weights; return ``x a^T`` (S, r)."""
     if a_erk is None or b_ern is None:
         return None
     low_sr = grouped_mm(x_sk, a_erk.transpose(1, 2), plan.offsets)
@@ -303,7 +303,7 @@ def _add_low_rank(
 
 
 def _ids(plan: RoutingPlan, block: ExpertWeights) -> Tensor | None:
-    """(T, k) expert ids, where the down bias asks for them."""
+    """Return the (T, k) expert ids, None if there is no down bias to need them."""
     if block.down_bias is None:
         return None
     return plan.expert.index_select(0, plan.inverse.reshape(-1)).view(plan.inverse.shape)

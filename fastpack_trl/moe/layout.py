@@ -1,4 +1,4 @@
-"""What an experts module of transformers is, read from its flags and tried on its own gate; never from shapes."""
+"""Read an experts module of transformers from its flags and by a try of its own gate; never from shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that transformers dispatches through its experts interface, by name."""
+    """Return the modules that transformers dispatches through its experts interface, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -25,7 +25,7 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def not_covered(module: Any) -> str:
-    """Why this module keeps stock's path; empty where ours covers it. Older transformers lack some of the flags."""
+    """Return why this module keeps stock's path; empty if ours covers it. Older transformers lack some of the flags."""
     if not module.has_gate:
         return "experts without a gate"
     if getattr(module, "has_post_expert_norm", False):
@@ -57,7 +57,7 @@ def _gate_parameters(module: nn.Module) -> Any:
 
 
 def read_gate(module: Any) -> Gate:
-    """The formula of the module's gate, where one of ours gives the same values; else the module's own function."""
+    """Return the formula of the module's gate if one of ours gives the same values, else the module's own function."""
     alpha = float(_first(module, ("alpha", "swiglu_alpha"), 1.0))
     limit = float(_first(module, ("limit", "swiglu_limit"), 7.0))
     known = [Gate("silu")]
@@ -72,7 +72,7 @@ def read_gate(module: Any) -> Gate:
             found = gate_forward(probe, None, expert, gate)
             if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
                 return gate
-    return Gate("own", own=module._apply_gate)
+    return Gate("model", function=module._apply_gate)
 
 
 def _first(module: Any, names: tuple[str, ...], default: float) -> float:

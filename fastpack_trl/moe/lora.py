@@ -35,7 +35,7 @@ class ExpertLora:
         name: of the outermost PEFT wrapper.
         wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
         module: the experts module inside.
-        reason: why PEFT's own path runs; empty where ours does. Read again in each forward: adapters may be merged,
+        reason: why PEFT's own path runs; empty if ours does. Read again in each forward: adapters may be merged,
             added or switched off at any time, hooks may come and go.
         hooked: whether hooks ask for PEFT's path.
     """
@@ -52,7 +52,7 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
     """Run LoRA on the stacks of covered experts through the experts function; PEFT's forward is restored on exit.
 
     Yields:
-        one entry per experts module with LoRA on its stacks.
+        One entry per experts module with LoRA on its stacks.
     """
     found = list(_adapted(model))
     with contextlib.ExitStack() as stack:
@@ -87,7 +87,7 @@ def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
 
 
 def has_expert_lora(model: nn.Module) -> bool:
-    """Whether LoRA sits on an expert stack of this model."""
+    """Return whether LoRA sits on an expert stack of this model."""
     return any(_is_wrapper(module) and module.parameter_name in STACKS for module in model.modules())
 
 
@@ -96,7 +96,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _forward(adapter: ExpertLora, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
+    """Run the forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
     outer = adapter.wrappers[0]
     reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
     if reason != adapter.reason and not torch.compiler.is_compiling():
@@ -142,7 +142,7 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
 
 
 def _reached_by_hooks(adapter: ExpertLora) -> bool:
-    """Whether PEFT's path would call a module with a hook that ours goes past."""
+    """Return whether PEFT's path would call a module with a hook that ours goes past."""
     module = adapter.module
     for inner in (module, *adapter.wrappers[1:]):
         kinds = (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks)
@@ -153,7 +153,7 @@ def _reached_by_hooks(adapter: ExpertLora) -> bool:
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:
-    """The active adapter of a PEFT wrapper as grouped factors, in the dtype of the stack.
+    """Return the active adapter of a PEFT wrapper as grouped factors, in the dtype of the stack.
 
     PEFT stores A as (E * r, in), experts slowest, and B as (out, r * E), experts fastest. The rank is padded with
     zeros to what torch's grouped GEMM can address.
@@ -170,7 +170,7 @@ def low_rank(wrapper: Any, module: Any) -> LowRank:
 
 
 def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
-    """A warning where LoRA wraps the routers beside these experts: `target_modules="all-linear"` may do that."""
+    """Return a warning if LoRA wraps the routers beside these experts: `target_modules="all-linear"` may do that."""
     inside = {name.split(".base_layer")[0].rpartition(".")[0] for name in experts}
     for name, module in model.named_modules():
         parent, _, own = name.rpartition(".")

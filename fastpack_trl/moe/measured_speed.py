@@ -1,4 +1,4 @@
-"""Where `moe="auto"` takes our path, by what was measured: one table, which a later measurement changes."""
+"""The table of measurements by which `moe="auto"` takes our path or stock's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_GAIN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """``Gain(1.06, "qwen3_moe-small at 512")``: what was measured, and on what.
+    """One measurement: ``Gain(1.06, "qwen3_moe-small at 512")``.
 
     Attributes:
         least: stock's time over ours, forward and backward of whole decoders: the lowest end of an interval.
@@ -37,7 +37,7 @@ MEASURED: dict[tuple[str, Training], Gain] = {
 
 
 def what_trains(model: nn.Module) -> Training:
-    """Of the experts: LoRA on their stacks, the stacks themselves, or nothing."""
+    """Return what is trained of the experts: LoRA on their stacks, the stacks themselves, or nothing."""
     if has_expert_lora(model):
         return "lora"
     stacks = (parameter for module in experts_modules(model).values() for parameter in module.parameters())
@@ -45,10 +45,9 @@ def what_trains(model: nn.Module) -> Training:
 
 
 def measured(device_type: str, training: Training) -> tuple[bool, str]:
-    """Whether ``auto`` takes our path, and what the report says of it.
+    """Return whether ``auto`` takes our path, and what the report says of it.
 
-    Without a measurement it does: the results are the same, less is kept for backward, and nothing that stock does is
-    done twice. The report says so, so that whoever measures knows where.
+    Without a measurement it does: results are the same and less is kept for backward. The report says so.
     """
     gain = MEASURED.get((device_type, training))
     experts = "LoRA on experts" if training == "lora" else f"{training} experts"

@@ -26,7 +26,7 @@ class PlanTape:
         self.place = 0
 
     def next(self, ids_tk: Tensor, make: Callable[[], RoutingPlan]) -> RoutingPlan:
-        """The plan of the block that runs now: of an earlier run of the same call, else made."""
+        """Return the plan of the block that runs now: that of an earlier run of the same call, else a new one."""
         place, self.place = self.place, self.place + 1
         if place >= len(self.plans) or self.plans[place].inverse.shape != ids_tk.shape:
             self.plans[place:] = [make()]  # what followed belongs to other activations
@@ -34,7 +34,7 @@ class PlanTape:
 
 
 class PlanKeeper:
-    """Hands an experts block its plan: a new one, or that of the forward that is being recomputed.
+    """Source of the plan of an experts block: a new one, or that of the forward that is being recomputed.
 
     Attributes:
         sorts: how many plans were made.
@@ -49,7 +49,7 @@ class PlanKeeper:
         self.tape: PlanTape | None = None
 
     def plan(self, ids_tk: Tensor) -> RoutingPlan:
-        """The plan for these (T, k) expert ids.
+        """Return the plan for these (T, k) expert ids.
 
         Raises:
             RuntimeError: with `check`, the recompute routed tokens differently from the forward.
@@ -81,7 +81,7 @@ def _with_tape(
 
 
 def _run(keepers: Sequence[PlanKeeper], tape: PlanTape, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs in forward and again in the recompute, with the same tape."""
+    """Run the layer, in forward and again in the recompute, with the same tape."""
     outer = [keeper.tape for keeper in keepers]
     tape.place = 0
     for keeper in keepers:

@@ -20,7 +20,7 @@ STACKS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a packed stack is made dense.
+    """Recipe by which a packed stack is made dense.
 
     Attributes:
         state: bitsandbytes' `QuantState`.
@@ -30,12 +30,12 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the dense stack."""
+        """Return the dtype of the dense stack."""
         dtype: torch.dtype = self.state.dtype
         return dtype
 
     def dense(self, packed: Tensor) -> Tensor:
-        """The stack (E, ., .), newly made."""
+        """Make the dense stack, (E, ., .)."""
         from bitsandbytes.functional import dequantize_4bit
 
         stack: Tensor = dequantize_4bit(packed, self.state)
@@ -43,7 +43,7 @@ class Packed:
 
 
 def read_stack(module: Any, name: str) -> tuple[Tensor, Packed | None]:
-    """A stack of an experts module: the dense parameter and None, or the packed one and how to make it dense."""
+    """Return the dense parameter of a stack and None, or the packed one and how to make it dense."""
     return _packed_stack(module, name) or (getattr(module, name), None)
 
 
@@ -57,14 +57,14 @@ def _packed_stack(module: Any, name: str) -> tuple[Tensor, Packed] | None:
 
 
 def stack_dtype(module: Any, name: str) -> torch.dtype:
-    """The dtype in which a stack is computed with."""
+    """Return the dtype in which a stack is computed with."""
     stack, packed = read_stack(module, name)
     return stack.dtype if packed is None else packed.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedExperts:
-    """What `quantize_experts` did: ``96 stacks, 56.62 -> 15.04 GiB (nf4)``."""
+    """Result of `quantize_experts`: ``96 stacks, 56.62 -> 15.04 GiB (nf4)``."""
 
     stacks: int
     bytes_before: int
@@ -75,7 +75,7 @@ class QuantisedExperts:
 
 
 def has_quantised_experts(model: nn.Module) -> bool:
-    """Whether a stack of this model is packed."""
+    """Return whether a stack of this model is packed."""
     return any(_packed_stack(module, STACKS[0]) is not None for module in experts_modules(model).values())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingPlan:
-    """Where each of the ``S = T * k`` routed slots goes.
+    """The order of the ``S = T * k`` routed slots of a layer by expert.
 
     Two tokens, two experts each: ``ids = [[1, 0], [1, 2]]`` -> slots sorted by expert ``perm = [1, 0, 2, 3]``, so
     ``expert = [0, 1, 1, 2]``, ``token = [0, 0, 1, 1]``, ``inverse = [[1, 0], [2, 3]]``, ``offsets = [1, 3, 4]``.
@@ -29,19 +29,19 @@ class RoutingPlan:
 
     @property
     def token(self) -> Tensor:
-        """(S,) int32, the token at each sorted place."""
+        """Return (S,) int32, the token at each sorted place."""
         return torch.div(self.perm, self.inverse.shape[1], rounding_mode="floor")
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four fields in order."""
+        """Return the four fields in order."""
         return self.perm, self.inverse, self.expert, self.offsets
 
     def sorted_weights(self, weights_tk: Tensor) -> Tensor:
-        """(S,) routing weights in sorted order."""
+        """Return the (S,) routing weights in sorted order."""
         return weights_tk.reshape(-1).index_select(0, self.perm)
 
     def matches(self, ids_tk: Tensor) -> bool:
-        """Whether this plan was made from these expert ids. Asks the device: for debugging only."""
+        """Return whether this plan was made from these expert ids. Asks the device: for debugging only."""
         return bool((ids_tk.reshape(-1).index_select(0, self.perm) == self.expert).all())
 
 

@@ -49,9 +49,9 @@ GATES = [
     Gate("silu", interleaved=True),
     Gate("clamped", interleaved=True, alpha=1.702, limit=1.0),
     Gate("clamped", alpha=1.0, limit=0.5),
-    Gate("own", own=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
+    Gate("model", function=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
 ]
-GATE_NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "own"]
+GATE_NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "model"]
 
 
 def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -140,8 +140,8 @@ def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tenso
 def reference_gate(h: Tensor, bias: Tensor | None, expert: Tensor, gate: Gate) -> Tensor:
     """The gate in plain operations, for autograd."""
     h = h if bias is None else h + bias[expert.long()]
-    if gate.own is not None:
-        return gate.own(h)
+    if gate.function is not None:
+        return gate.function(h)
     first, up = gate.halves(h)
     if gate.kind == "silu":
         return first * first.sigmoid() * up
