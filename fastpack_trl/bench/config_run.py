@@ -168,10 +168,10 @@ def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any
     """A `build` for `compare`: each call reads the YAML and loads its model and data anew."""
 
     def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
-        from fastpack_trl.recipe.make_trainer import load, make_trainer
+        from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
         words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-        arguments = load(config, folder, *flags, "--output_dir", folder, *words)
+        arguments = short_run_arguments(config, folder, *flags, "--output_dir", folder, *words)
         with preparing():
             return make_trainer(arguments, None, trainer_class)
 
@@ -182,11 +182,13 @@ def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dic
     """The record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
     from fastpack_trl.bench.compare import CASE, record_of
-    from fastpack_trl.recipe.make_trainer import load
+    from fastpack_trl.recipe.make_trainer import short_run_arguments
 
     plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
     flags = [*args.more, *seed]
-    arguments = load(args.config, folder, *flags)  # a wrong name or value is said before anything is loaded
+    arguments = short_run_arguments(
+        args.config, folder, *flags
+    )  # a wrong name or value is said before anything is loaded
     training = arguments.training
     sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":

@@ -245,9 +245,9 @@ def _out_of_range() -> list[dict[str, str]]:
 
 
 def _config(record: dict[str, Any], config: str, folder: str) -> None:
-    from fastpack_trl.recipe.make_trainer import load, make_trainer
+    from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
-    arguments = load(config, folder)
+    arguments = short_run_arguments(config, folder)
     record["config"] = {"not_used": arguments.launch}
     if arguments.launch:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)

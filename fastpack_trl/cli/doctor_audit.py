@@ -74,12 +74,12 @@ def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
 
 
 def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int, figures: dict[str, Any]) -> Any:
-    from fastpack_trl.recipe.make_trainer import load, make_trainer
+    from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
     window = _Window(steps)
     out: dict[str, Any] = {"error": None, "total": None, "entries": []}
     with _quiet():
-        arguments = load(config, folder, "--max_steps", str(window.last))
+        arguments = short_run_arguments(config, folder, "--max_steps", str(window.last))
         figures["micro_batches_per_step"] = arguments.training.gradient_accumulation_steps
         with preparing():
             trainer = make_trainer(arguments, [window], trainer_class)

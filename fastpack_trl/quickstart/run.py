@@ -220,12 +220,6 @@ def _quiet() -> Iterator[None]:
 
     Not errors alone: at that level transformers shows no progress bars.
     """
-    import logging
-
-    # bitsandbytes announces an optional kernel it could not load, although nothing here is quantised.
-    noisy = logging.getLogger("bitsandbytes")
-    before = noisy.level
-    noisy.setLevel(logging.ERROR)
     import datasets
     import transformers
 
@@ -237,7 +231,6 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults use names that transformers renames
             yield
     finally:
-        noisy.setLevel(before)
         transformers.logging.set_verbosity(verbosity[0])
         datasets.logging.set_verbosity(verbosity[1])
 

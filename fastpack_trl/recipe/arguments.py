@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -245,24 +244,17 @@ def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
     config = load_config(path) if path is not None else {}
     if "env" in config:
         set_environment(config.pop("env"), str(path))
-    with _quiet():
+    with _without_rename_warning():
         return _parse(path, config, flags, may_launch)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence two messages that no user has caused, so that an error is one line."""
-    # On import bitsandbytes says that it found no CPU kernel on the hub, also where nothing is quantised.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
-            warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)
+def _without_rename_warning() -> Iterator[None]:
+    """Silence a warning that no user has caused, so that an error is one line."""
+    with warnings.catch_warnings():
+        # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
+        warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
 
 
 @contextmanager

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
 
-def load(config: str, folder: str, *flags: str) -> SftArguments:
+def short_run_arguments(config: str, folder: str, *flags: str) -> SftArguments:
     """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
 
     Args:
