@@ -259,5 +259,5 @@ def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: py
     ours = train(FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, max_steps=1, eval_strategy="no")
     assert isinstance(ours, FastSFTTrainer)
     assert ours.state.log_history[0]["aux_loss"] == 3.0
-    assert "load_balancing_loss_func was replaced by test_moe_trainer" in ours.fastpack_report["sync_free"].reason
+    assert f"load_balancing_loss_func was replaced by {__name__}" in ours.fastpack_report["sync_free"].reason
     assert ours.fastpack_report["aux_loss"].status == "stock"
