@@ -16,7 +16,7 @@ _MOST_PER_SLAB = 8
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest buffer size for `nbytes`: eight sizes per power of two, at least a page."""
+    """Return the smallest buffer size for `nbytes`: eight sizes per power of two, at least a page."""
     if nbytes <= _LEAST_CLASS:
         return _LEAST_CLASS
     step = (1 << ((nbytes - 1).bit_length() - 1)) // _STEPS
@@ -24,12 +24,12 @@ def size_class(nbytes: int) -> int:
 
 
 def pinned_size(nbytes: int) -> int:
-    """What torch's pinned allocator takes from the system for `nbytes`: the next power of two."""
+    """Return the bytes that torch's pinned allocator takes from the system for `nbytes`: the next power of two."""
     return 1 << (nbytes - 1).bit_length()
 
 
 def buffers_per_slab(nbytes: int, budget: int) -> int:
-    """How many buffers of `nbytes` to pin in one piece so that least is lost to `pinned_size`; 0 where none fits.
+    """Return how many buffers of `nbytes` to pin in one piece to lose least to `pinned_size`; 0 where none fits.
 
     >>> buffers_per_slab(3 * 2**28, 8 * 2**30)  # 5 x 0.75 GiB in 4 GiB, not 1 x 0.75 in 1
     5
@@ -100,7 +100,7 @@ class HostPool:
         self._leases = self._leased = self._most_leased = 0
 
     def acquire(self, nbytes: int) -> HostBuffer | None:
-        """A buffer of at least `nbytes`; None where the host has no memory left, which is said."""
+        """Lease a buffer of at least `nbytes`; None where the host has no memory left, which is said."""
         buffer = self._find(nbytes) or self._pin(nbytes) or self._page(nbytes)
         if buffer is None:
             return None
@@ -132,7 +132,7 @@ class HostPool:
             self._streams.free_host_memory()
 
     def _find(self, nbytes: int) -> HostBuffer | None:
-        """The smallest free buffer that is not more than twice too large, pinned before pageable."""
+        """Return the smallest free buffer that is not more than twice too large, pinned before pageable."""
         most = 2 * size_class(nbytes)
         fitting = [slab for slab in self._slabs if slab.free and nbytes <= slab.buffer_bytes <= most]
         best = min(fitting, key=lambda slab: (not slab.pinned, slab.buffer_bytes), default=None)

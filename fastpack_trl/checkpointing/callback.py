@@ -79,12 +79,12 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.reason = ""
         self._budget, self._keep, self._min_bytes = offload_budget_gib, keep_last_layers, _min_bytes
         self._streams, self._say = _streams, _say
-        self._stays = _stays  # whoever made it closes it: others may stand around the layers' functions until then
+        self._stays = _stays  # whoever made it closes it
         self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Install: checkpointing has just been switched on."""
+        """Install the offload: checkpointing has just been switched on."""
         self.close()  # what an exception in an earlier run left behind
         trainer = _caller()
         conflict = offload_conflict(args, trainer)
@@ -131,7 +131,7 @@ class AsyncCheckpointCallback(TrainerCallback):
 
 
 def offload_conflict(args: Any, trainer: Any = None) -> str:
-    """What in the settings of a run excludes our offload, with the remedy; empty where nothing does."""
+    """Return which setting of a run excludes our offload, with the remedy; empty where none does."""
     if getattr(args, "activation_offloading", False):
         return "activation_offloading=True is another offload of the same memory: leave one of the two out"
     if checkpointing_arguments(args)[1].get("offload"):
@@ -147,7 +147,7 @@ def offload_conflict(args: Any, trainer: Any = None) -> str:
 
 
 def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
-    """Whether a run checkpoints, and its keywords; transformers 5.23 renamed ``gradient_`` to ``activation_``."""
+    """Return whether a run checkpoints, and with what keywords. transformers 5.23 renamed both arguments."""
     name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
     return bool(getattr(args, name)), dict(getattr(args, f"{name}_kwargs") or {})
 
@@ -169,12 +169,12 @@ class _Training:
 
 
 def _caller() -> Any:
-    """The trainer whose `train` calls this callback; None where something else does."""
+    """Return the trainer whose `train` calls this callback; None where something else does."""
     return _training_under(inspect.currentframe())
 
 
 def _training_under(frame: FrameType | None) -> Any:
-    """The `self` of the nearest frame of `Trainer.train` below `frame`. The frames are only looked at."""
+    """Return the `self` of the nearest frame of `Trainer.train` below `frame`. The frames are only looked at."""
     code = Trainer.train.__code__
     while frame is not None:
         if frame.f_code is code:

@@ -1,4 +1,4 @@
-"""What a decoder layer keeps for its backward pass: five levels, and a model with one of them per layer."""
+"""Five levels of what a decoder layer keeps for its backward pass, and a model with one of them per layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ATTENTION = frozenset(
 
 
 class Level(IntEnum):
-    """What a layer keeps, from most to least; in the same order, from no recompute to most."""
+    """What a layer keeps, from most to least, and so from no recompute to most."""
 
     KEEP = 0
     """All that autograd saves."""
@@ -48,7 +48,7 @@ class Level(IntEnum):
 
 
 def saves(level: Level, op: Any) -> bool:
-    """Whether `level` keeps the results of the operator `op`."""
+    """Return whether `level` keeps the results of the operator `op`."""
     schema = getattr(op, "_schema", None)
     if schema is None or schema.is_mutable:  # what an operator writes into is not its own to keep
         return False
@@ -63,7 +63,7 @@ def _policy(level: Level, context: Any, op: Any, *args: Any, **kwargs: Any) -> C
 
 
 class _Results(TorchDispatchMode):
-    """Hands the results that a level keeps to `seen`."""
+    """Calls `seen` with every result that a level keeps."""
 
     def __init__(self, level: Level, seen: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def level_function(level: Level, seen: Callable[[Tensor], None] | None = None) -> Callable[..., Any]:
-    """What stands in `_gradient_checkpointing_func` of a layer at `level`; `OFFLOAD` as `CHECKPOINT`.
+    """Return the checkpoint function of a layer at `level`; that of `OFFLOAD` is that of `CHECKPOINT`.
 
     Args:
         seen: called with every tensor that is kept beside the layer's input, at the levels that keep some.
@@ -110,7 +110,7 @@ def level_function(level: Level, seen: Callable[[Tensor], None] | None = None) -
 def layer_functions(
     layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
 ) -> Iterator[None]:
-    """Each layer with its own checkpoint function, and whether it is called at all; restored afterwards."""
+    """Give each layer its own checkpoint function, and whether it is called at all; both are restored afterwards."""
     with ExitStack() as stack:
         for layer, (function, enabled) in zip(layers, functions, strict=True):
             stack.enter_context(attribute_set(layer, CHECKPOINT, function))
@@ -122,7 +122,7 @@ def layer_functions(
 def layer_levels(
     layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], **offload: Any
 ) -> Iterator[Offload | None]:
-    """Every layer at its level, while the context is open; yields the offload where a layer has that level.
+    """Put every layer at its level while the context is open; yield the offload where a layer has that level.
 
     Args:
         layers: all decoder layers, first to last.
@@ -142,7 +142,7 @@ def layer_levels(
 
 
 def describe(levels: Sequence[Level]) -> str:
-    """``"offload 0-11, checkpoint 12-31"``: the layers of each level, in runs."""
+    """Return the layers of each level in runs: ``"offload 0-11, checkpoint 12-31"``."""
     runs: list[list[Any]] = []
     for index, level in enumerate(levels):
         if runs and runs[-1][0] is level:
@@ -153,5 +153,5 @@ def describe(levels: Sequence[Level]) -> str:
 
 
 def count(levels: Sequence[Level]) -> Mapping[Level, int]:
-    """Layers per level."""
+    """Return the number of layers per level."""
     return {level: levels.count(level) for level in Level if level in levels}

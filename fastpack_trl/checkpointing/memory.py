@@ -17,7 +17,7 @@ from fastpack_trl.checkpointing.callback import checkpointing_arguments, offload
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
-from fastpack_trl.checkpointing.trace import Run, host_copy_seconds, trace_levels
+from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.config import setting_of
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import HookWatch
@@ -184,7 +184,7 @@ def largest_row(trainer: Any) -> tuple[int, int]:
     return tokens, int(longest)
 
 
-def decoder_run(trainer: Any) -> Run:
+def decoder_run(trainer: Any) -> DecoderRun:
     """Runs the decoder of `trainer` on one document, as its training step does."""
     model, embedding = backbones(trainer.model)[0], text_model(trainer.model).get_input_embeddings()
     packed = trainer._fastpack_plan.kind != "stock" and trainer._fastpack_choice.path != "off"

@@ -1,8 +1,7 @@
 """Checkpointed layers of a model, with their inputs in host memory while the context is open.
 
-transformers gives every `GradientCheckpointingLayer` a `_gradient_checkpointing_func`. Around it, and only while it
-stores the layer's inputs, stand saved-tensor hooks of ours; the checkpoint itself, its `context_fn` included, is the
-one that was there.
+Around the checkpoint function of each layer (`model.checkpoint_seam`), and only while it stores the layer's inputs,
+stand saved-tensor hooks of ours; the checkpoint itself, its `context_fn` included, is the one that was there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
 from fastpack_trl.errors import shown
-from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ Mode = Literal["double_buffer", "single_buffer"]
 
 
 def offload_unavailable(device: torch.device) -> str:
-    """Why layer inputs gain nothing from host memory on `device`; empty where they may."""
+    """Return why layer inputs gain nothing from host memory on `device`; empty where they may."""
     if device.type != "cuda":
         return f"the model is on {device}: there is no device memory to spare and no copy engine"
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
@@ -44,13 +43,13 @@ def offload_unavailable(device: torch.device) -> str:
 
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers of `model` that are checkpointed in training, first to last."""
+    """Return the layers of `model` that are checkpointed in training, first to last."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return [layer for layer in layers if layer.gradient_checkpointing and stock_checkpoint(layer) is not None]
 
 
 def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
-    """Why the inputs of these layers cannot be taken to the host, with the remedy; empty where they can."""
+    """Return why the inputs of these layers cannot go to the host, with the remedy; empty where they can."""
     layers = list(layers)
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
@@ -98,7 +97,7 @@ class Offload:
 
     @property
     def use(self) -> HostUse:
-        """Host memory of all devices now. Leases and leased bytes are 0 when no graph is alive."""
+        """Return the host memory of all devices now. Leases and leased bytes are 0 when no graph is alive."""
         uses = [offloader.use for offloader in self._offloaders.values()]
         return HostUse(
             *(sum(getattr(use, name) for use in uses) for name in ("leases", "leased", "most_leased")),
@@ -123,7 +122,7 @@ class Offload:
         self.trim()
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
-        """What this call may offload; None where it is none of ours: no gradients, a nested layer, not training."""
+        """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
         inside = getattr(self._local, "inside", False)
         if inside or not torch.is_grad_enabled() or not self._active():
             return None
@@ -151,7 +150,7 @@ class Offload:
         return inputs
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
+        """Run the layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
         outside = getattr(self._local, "inside", False)
         self._local.inside = True
         try:
@@ -178,12 +177,12 @@ class _Offloaded:
 
 
 def default_budget_bytes() -> int:
-    """Pinned memory to take at most: half of the host's free memory, shared by the processes of this host."""
+    """Return the most pinned memory to take: half of the host's free memory, shared by the processes of this host."""
     return int(psutil.virtual_memory().available * 0.5 / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def always() -> bool:
-    """For `active`."""
+    """Return True: the default of `active`."""
     return True
 
 
@@ -235,12 +234,12 @@ def offload_checkpoints(
         stack.callback(offload.close)
         for index, layer in enumerate(layers):
             wrapper = _Offloaded(offload, index, kept=index >= len(layers) - keep_last_layers)
-            stack.enter_context(checkpoint_wrapped(layer, wrapper, Place.OFFLOAD))
+            stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
         yield offload
 
 
 def _compiled_around(layer: nn.Module) -> bool:
-    """Whether the whole layer is compiled, by something else than `layer_compile`, which compiles what we run."""
+    """Return whether a whole layer is compiled by something else than `layer_compile`, which compiles what we run."""
     call = getattr(layer, "_compiled_call_impl", None)
     return call is not None and not type(call).__module__.startswith("fastpack_trl.")
 

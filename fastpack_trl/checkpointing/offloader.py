@@ -60,7 +60,7 @@ class Lease:
 
     @property
     def host(self) -> Tensor:
-        """The stored bytes, with shape, strides and dtype of the tensor."""
+        """Return the stored bytes, with shape, strides and dtype of the tensor."""
         return self.buffer.data.view(self.dtype).as_strided(self.shape, self.stride)
 
     def __del__(self) -> None:
@@ -95,7 +95,7 @@ class LayerInputs:
         return [lease for lease in (ref() for ref in self._leases) if lease is not None]
 
     def pack(self, tensor: Tensor) -> Tensor | Lease:
-        """For `saved_tensors_hooks`: what autograd keeps in the place of `tensor`."""
+        """Return what autograd keeps in the place of `tensor`; for `saved_tensors_hooks`."""
         lease = self._offloader.write(tensor, self.index) if _place(tensor) in self._offered else None
         if lease is None:
             return tensor
@@ -103,19 +103,19 @@ class LayerInputs:
         return lease
 
     def unpack(self, packed: Tensor | Lease) -> Tensor:
-        """For `saved_tensors_hooks`: the tensor again, bit for bit. Begins to fetch what `before` packed."""
+        """Return the tensor again, bit for bit, and begin to fetch what `before` packed; for `saved_tensors_hooks`."""
         return self._offloader.read(packed, self)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Names the memory that a tensor shows: autograd hands a detached alias to the hook."""
+    """Name the memory that a tensor shows: autograd hands a detached alias to the hook."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def keeps_on_device(tensor: Tensor, streams: Streams) -> str:
-    """Why `tensor` cannot be stored and brought back exactly as it is; empty where it can."""
+    """Return why `tensor` cannot be stored and brought back exactly as it is; empty where it can."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
     if tensor.device != streams.device:
@@ -128,7 +128,7 @@ def keeps_on_device(tensor: Tensor, streams: Streams) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of the dimensions."""
+    """Return whether the elements fill one piece of memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -171,7 +171,7 @@ class Offloader:
 
     @property
     def use(self) -> HostUse:
-        """Host memory now."""
+        """Return the host memory now."""
         with self._lock:
             self._collect()
             return self._pool.use
@@ -221,7 +221,7 @@ class Offloader:
             return lease
 
     def read(self, packed: Tensor | Lease, inputs: LayerInputs) -> Tensor:
-        """The packed tensor on the device; compute waits for its copy. Then `inputs.before` is fetched ahead.
+        """Return the packed tensor on the device; compute waits for its copy. Then `inputs.before` is fetched ahead.
 
         Raises:
             torch.OutOfMemoryError: not even one input fits.

@@ -26,7 +26,7 @@ class Growth:
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, int]]) -> Growth:
-        """The parabola through three measurements (tokens of one document, bytes)."""
+        """Return the parabola through three measurements (tokens of one document, bytes)."""
         (a, fa), (b, fb), (c, fc) = points
         slope, next_slope = (fb - fa) / (b - a), (fc - fb) / (c - b)
         pair = (next_slope - slope) / (c - a)
@@ -53,11 +53,11 @@ class LayerCosts:
         return len(self.growth[Level.KEEP])
 
     def bytes_of(self, levels: Sequence[Level], tokens: int, longest: int) -> int:
-        """Kept on the device between forward and backward."""
+        """Return the bytes kept on the device between forward and backward."""
         return sum(self.growth[level][index].at(tokens, longest) for index, level in enumerate(levels))
 
     def working_bytes(self, levels: Sequence[Level], tokens: int, longest: int) -> int:
-        """Of the layer that is in its backward pass, beside what `bytes_of` counts."""
+        """Return the bytes of the layer that is in its backward pass, beside what `bytes_of` counts."""
         largest = max(growth.at(tokens, longest) for growth in self.growth[Level.KEEP])
         recomputes = any(level is not Level.KEEP for level in levels)
         return round(largest * (WORKING_SHARE if recomputes else WORKING_SHARE - 1))
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def left(self) -> int:
-        """Bytes of the budget that no activation needs."""
+        """Return the bytes of the budget that no activation needs."""
         return max(0, self.budget - self.predicted)
 
     def __str__(self) -> str:
@@ -97,14 +97,14 @@ class Plan:
 
 
 def make_plan(costs: LayerCosts, levels: Sequence[Level], *, budget: int, tokens: int, longest: int) -> Plan:
-    """The plan that has these levels."""
+    """Return the plan that has these levels."""
     predicted = costs.bytes_of(levels, tokens, longest) + costs.working_bytes(levels, tokens, longest)
     recompute = sum(costs.products[level] for level in levels) / len(levels)
     return Plan(tuple(levels), predicted, budget, recompute)
 
 
 def choose_levels(costs: LayerCosts, *, budget: int, tokens: int, longest: int, deepest: Level = Level.OFFLOAD) -> Plan:
-    """The least recompute that fits `budget`, layer by layer; the last layers are the first to be kept.
+    """Return the plan of least recompute that fits `budget`, layer by layer; the last layers are the first to be kept.
 
     Two levels at most: with layers of one size the best mix for a given memory is, but for the rounding to whole
     layers, one of two neighbours on the lower convex hull of (bytes, seconds). So all pairs are tried.
@@ -140,7 +140,7 @@ def choose_levels(costs: LayerCosts, *, budget: int, tokens: int, longest: int, 
 
 
 def worthwhile(costs: LayerCosts, tokens: int, longest: int, deepest: Level = Level.OFFLOAD) -> list[Level]:
-    """The levels that no other beats in both time and memory, most memory first."""
+    """Return the levels that no other beats in both time and memory, most memory first."""
     size = {
         level: costs.bytes_of([level] * costs.layers, tokens, longest) for level in costs.growth if level <= deepest
     }
@@ -152,7 +152,7 @@ def worthwhile(costs: LayerCosts, tokens: int, longest: int, deepest: Level = Le
 
 
 def deeper(costs: LayerCosts, plan: Plan, *, tokens: int, longest: int, deepest: Level) -> Plan | None:
-    """The next plan with less memory: every layer of the level that keeps most, one level down; None at the end."""
+    """Return the next plan with less memory: layers of the level that keeps most go one level down; None at the end."""
     top = min(plan.levels)
     below = [level for level in worthwhile(costs, tokens, longest, deepest) if level > top]
     if not below:

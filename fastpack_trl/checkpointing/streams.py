@@ -1,4 +1,4 @@
-"""What the offloader asks of a device: streams, events and copies, behind one small protocol.
+"""Streams, events and copies of a device, as the offloader asks for them, behind one small protocol.
 
 The order of work is decided in `offloader`, which knows nothing of CUDA; so it can be run on the CPU, and under a
 recording stand-in that checks the order itself.
@@ -25,26 +25,26 @@ class Streams(Protocol):
     copier: Any
 
     def compute(self) -> Any:
-        """The stream that the calling thread's kernels go to now; asked for each time, never kept."""
+        """Return the stream that the calling thread's kernels go to now; asked for each time, never kept."""
 
     def record(self, stream: Any) -> Any:
-        """An event that is done when everything asked of `stream` so far is done."""
+        """Return an event that is done when everything asked of `stream` so far is done."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What is asked of `stream` from now on starts after `event`. The host does not wait."""
+        """Let work that `stream` gets from now on start after `event`. The host does not wait."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Enqueue ``target <- source`` on the copier; same shape, strides and dtype."""
 
     def device_memory(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised device memory that belongs to `compute()`: freed, it is used again by later work of it.
+        """Return uninitialised device memory that belongs to `compute()`: freed, it is used again by later work of it.
 
         Raises:
             torch.OutOfMemoryError: none left.
         """
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
-        """Uninitialised host memory as ``(nbytes,)`` uint8.
+        """Return uninitialised host memory as ``(nbytes,)`` uint8.
 
         Raises:
             RuntimeError: refused; what torch raises for pinned as for pageable memory.
@@ -123,7 +123,7 @@ class TimedCudaStreams(CudaStreams):
         self._times.copies.append((before, self._mark(self.copier)))
 
     def take(self) -> tuple[float, float]:
-        """Seconds of copies, and seconds for which compute stood still for them, since the last call.
+        """Return the seconds of copies, and those for which compute stood still for them, since the last call.
 
         Waits for the device. A wait that finds its event done costs a few microseconds, counted as a stall too.
         """
@@ -151,7 +151,7 @@ class HostStreams:
         return None
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all is done."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with torch.no_grad():
@@ -164,4 +164,4 @@ class HostStreams:
         return torch.empty(nbytes, dtype=torch.uint8)  # pinning needs an accelerator
 
     def free_host_memory(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""

@@ -1,4 +1,4 @@
-"""What each level of each layer keeps and computes again, found by running a few tokens."""
+"""Bytes that each level of each layer keeps, and the cost of what it computes again, from runs of a few tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE_TOKENS = (64, 128, 192)
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, NotImplementedError)
 _POINTWISE_SHARE = 0.03  # of a step's products, where nothing was timed: element-wise work beside them
 
-Run = Callable[[int], tuple[Tensor, Tensor]]
+DecoderRun = Callable[[int], tuple[Tensor, Tensor]]
 """Runs the decoder on one document of that many tokens: (embeddings, a leaf; hidden states)."""
 
 
@@ -76,9 +76,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def saved_bytes(
-    model: nn.Module, layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, tokens: int
+    model: nn.Module, layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, tokens: int
 ) -> list[int]:
-    """Bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
+    """Return the bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
     known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     counted = [_Counted(level, known) for _ in layers]
     with layer_functions(layers, [(function, True) for function in counted]):
@@ -91,7 +91,7 @@ def saved_bytes(
 def trace_levels(
     model: nn.Module,
     layers: Sequence[GradientCheckpointingLayer],
-    run: Run,
+    run: DecoderRun,
     *,
     timed_tokens: int | None = None,
     copy_seconds: Callable[[int], float] | None = None,
@@ -153,7 +153,7 @@ def _add_offload(
     timed_tokens: int | None,
     base: tuple[float, float] | None,
 ) -> None:
-    """`OFFLOAD` from `CHECKPOINT`: no bytes kept, and what a copy takes longer than a layer's backward."""
+    """Add `OFFLOAD`, made from `CHECKPOINT`: no bytes kept, and what a copy takes longer than a layer's backward."""
     inputs = growth[Level.CHECKPOINT]
     growth[Level.OFFLOAD] = [Growth() for _ in inputs]
     products[Level.OFFLOAD] = products[Level.CHECKPOINT]
@@ -164,16 +164,16 @@ def _add_offload(
     seconds[Level.OFFLOAD] = (seconds[Level.CHECKPOINT] + exposed) * 1.02 or 1e-9
 
 
-def _pass(run: Run, tokens: int, parameters: Sequence[Tensor]) -> None:
-    """Forward and backward, with the gradients of weights that a step computes; none is kept."""
+def _pass(run: DecoderRun, tokens: int, parameters: Sequence[Tensor]) -> None:
+    """Run forward and backward, with the gradients of weights that a step computes; none is kept."""
     leaf, hidden = run(tokens)
     torch.autograd.grad(hidden.float().sum(), [leaf, *parameters], allow_unused=True)
 
 
 def _products(
-    layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, parameters: Sequence[Tensor]
+    layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, parameters: Sequence[Tensor]
 ) -> float:
-    """Operations of the matrix products of forward and backward at `level`."""
+    """Return the operations of the matrix products of forward and backward at `level`."""
     functions = layer_functions(layers, [(level_function(level), True)] * len(layers))
     with functions, FlopCounterMode(display=False) as counter:
         _pass(run, PROBE_TOKENS[0], parameters)
@@ -181,9 +181,13 @@ def _products(
 
 
 def _seconds(
-    layers: Sequence[GradientCheckpointingLayer], level: Level, run: Run, tokens: int, parameters: Sequence[Tensor]
+    layers: Sequence[GradientCheckpointingLayer],
+    level: Level,
+    run: DecoderRun,
+    tokens: int,
+    parameters: Sequence[Tensor],
 ) -> float:
-    """The faster of two passes, forward and backward, after one to warm up."""
+    """Return the time of the faster of two passes, forward and backward, after one to warm up."""
     times = []
     with layer_functions(layers, [(level_function(level), True)] * len(layers)):
         for _ in range(3):
@@ -196,9 +200,9 @@ def _seconds(
 
 
 def _fitting(
-    layers: Sequence[GradientCheckpointingLayer], run: Run, tokens: int, parameters: Sequence[Tensor]
+    layers: Sequence[GradientCheckpointingLayer], run: DecoderRun, tokens: int, parameters: Sequence[Tensor]
 ) -> int | None:
-    """The largest row of `tokens`, a half, a quarter, ... that may keep everything; None below `PROBE_TOKENS`."""
+    """Return the largest of `tokens`, a half, a quarter, ... that may keep everything; None below `PROBE_TOKENS`."""
     while tokens >= max(PROBE_TOKENS):
         try:
             _seconds(layers, Level.KEEP, run, tokens, parameters)
@@ -216,7 +220,7 @@ def _synchronize() -> None:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """Training mode; every module's mode and every random state are as before afterwards."""
+    """Put the model into training mode; every module's mode and every random state are as before afterwards."""
     modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
@@ -229,7 +233,7 @@ def training(model: nn.Module) -> Iterator[None]:
 
 
 def host_copy_seconds(device: torch.device, nbytes: int = 2**26) -> Callable[[int], float]:
-    """Seconds per copy from pinned host memory, from one short measurement on `device`."""
+    """Return the seconds per copy from pinned host memory, from one short measurement on `device`."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     times = []

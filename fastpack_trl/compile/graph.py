@@ -1,4 +1,4 @@
-"""What is compiled, where it lies relative to the checkpoint, and which sizes its graph leaves open."""
+"""The compiled function of a layer: inside or outside of the checkpoint, with sizes that change per row left open."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerCall:
 
     @property
     def place(self) -> str:
-        """Where the compiled function is: ``alone`` (no checkpoint), ``outside`` of the checkpoint, or ``inside``.
+        """Return where the compiled function is: ``alone`` (no checkpoint), ``outside`` of it or ``inside``.
 
         Nothing may be recorded in a checkpoint that is compiled: its function has no side effects there.
         """
@@ -48,12 +48,12 @@ class LayerCall:
         return "outside" if is_plain(self.checkpoint) and not self.names and not hooks_active() else "inside"
 
     def eagerly(self, hidden: Tensor) -> Any:
-        """The layer as it is, under torch's checkpoint."""
+        """Run the layer as it is, under torch's checkpoint."""
         forward = partial(_forward_of(self.layer, checkpointed=True), self.layer, **self.kwargs)
         return _not_compiled(forward, hidden, *self.rest)
 
     def for_trial(self) -> LayerCall:
-        """An offloading checkpoint counts the layers that it sees: a trial takes torch's, outside or inside as here."""
+        """Return the call for a trial, under torch's checkpoint: an offloading one counts the layers that it sees."""
         return replace(self, checkpoint=partial(_not_compiled)) if self.place == "inside" else self
 
 
@@ -70,8 +70,9 @@ class CompiledLayer:
         # graph for rows of less than 65, 128 and 257 tokens each.
         options = {"shape_padding": False} if backend == "inductor" else None
         compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True, options=options)
-        self._layer = _floats_as_constants(compiled(_own_code(_run_layer, name)))
-        self._with_checkpoint = _floats_as_constants(compiled(_own_code(_run_checkpointed, f"{name}_checkpointed")))
+        self._layer = _floats_as_constants(compiled(_separate_code(_run_layer, name)))
+        with_checkpoint = compiled(_separate_code(_run_checkpointed, f"{name}_checkpointed"))
+        self._with_checkpoint = _floats_as_constants(with_checkpoint)
 
     def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
         """Run `call` with other hidden states; the layer's output, and what was recorded."""
@@ -87,7 +88,7 @@ class CompiledLayer:
 
 
 def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
-    """The call of a layer as one that may be compiled; None where the layer runs as it is.
+    """Return the call of a layer as one that may be compiled; None where the layer runs as it is.
 
     That is: without a packed row, in evaluation, without gradients, where attention is one kernel per document (which
     no graph can hold), or where something else than router logits is recorded inside.
@@ -113,7 +114,7 @@ def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def is_plain(checkpoint: Any) -> bool:
-    """Whether it is torch's own checkpoint without reentry, which can be compiled with what it runs."""
+    """Return whether it is torch's own checkpoint without reentry, which can be compiled with what it runs."""
     return (
         isinstance(checkpoint, partial)
         and checkpoint.func is torch_checkpoint
@@ -128,13 +129,13 @@ def is_reentrant(checkpoint: Any) -> bool:
 
 
 def hooks_active() -> bool:
-    """Whether saved-tensor hooks are around this call: a checkpoint compiled beneath them would run eager."""
+    """Return whether saved-tensor hooks are around this call: a checkpoint compiled beneath them would run eager."""
     read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return read is not None and read(True) is not None
 
 
 def _floats_as_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``dynamic=True`` would first make symbols of scales and epsilons, give up, and trace the layer again.
+    """Make floats constants of the graph: ``dynamic=True`` would first make symbols of them, give up, and trace again.
 
     Set around every call, since any row may need a second graph, and around nothing else: what a user compiles beside
     it may have floats that change. In torch 2.13 the setting is one of the thread, a recompute may be in another.
@@ -181,7 +182,7 @@ def _call_impl(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_of(layer: Any, *, checkpointed: bool) -> Callable[..., Any]:
-    """What runs inside of the checkpoint, or the whole call of a layer without one."""
+    """Return what runs inside of the checkpoint; without a checkpoint, the whole call of the layer."""
     if checkpointed and "__call__" not in GradientCheckpointingLayer.__dict__:
         # The forward of the class is the checkpoint here, and its own code lies beneath; hooks run outside.
         forward: Callable[..., Any] = type(layer).forward.__wrapped__
@@ -189,7 +190,7 @@ def _forward_of(layer: Any, *, checkpointed: bool) -> Callable[..., Any]:
     return _call_impl
 
 
-def _own_code(function: Any, name: str) -> Any:
+def _separate_code(function: Any, name: str) -> Any:
     # torch counts graphs per code object and stops at `recompile_limit`: every kind of layer has its own.
     code = function.__code__.replace(co_name=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)

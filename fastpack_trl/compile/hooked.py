@@ -39,7 +39,7 @@ class HookedLayers:
         return bool(found)
 
     def on(self, layers: Sequence[nn.Module]) -> list[str]:
-        """The hook that each had when it ran last; empty for none."""
+        """Return the hook that each had when it ran last; empty for none."""
         return [self._watches[layer].found for layer in layers]
 
     def _tell(self, found: str) -> None:

@@ -19,7 +19,7 @@ from fastpack_trl.compile.graph import (
     packed_call,
 )
 from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.trial import CANNOT_RUN, Run, median_times, step, undisturbed
+from fastpack_trl.compile.trial import CANNOT_RUN, LayerRun, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ class LayerKind:
         self._tried: set[str] = set()
         self._compiled = CompiledLayer(self.name, settings.backend)
 
-    def run(self, layer: Any, checkpoint: Any, stock: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One layer of this kind.
+    def run(self, layer: Any, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one layer of this kind.
 
         Args:
             layer: the layer.
@@ -110,20 +110,20 @@ class LayerKind:
         recorded.hand_over(records)
         return output
 
-    def _decide(self, call: LayerCall, stock: Run) -> None:
+    def _decide(self, call: LayerCall, stock: LayerRun) -> None:
         """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
         first, trial = self.path == "pending", call.for_trial()
-        paths: dict[str, Run] = {"eager": stock if trial is call else trial.eagerly}
+        paths: dict[str, LayerRun] = {"eager": stock if trial is call else trial.eagerly}
         with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
             paths["compiled"] = partial(self._compiled, trial)
             if self._compile(paths["compiled"], call) and self._settings.measured and first:
                 self._choose(paths, call)
         self._settings.on_change()
 
-    def _compile(self, compiled: Run, call: LayerCall) -> bool:
+    def _compile(self, compiled: LayerRun, call: LayerCall) -> bool:
         settings = self._settings
         settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
@@ -142,7 +142,7 @@ class LayerKind:
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
         return True
 
-    def _choose(self, paths: dict[str, Run], call: LayerCall) -> None:
+    def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
         """Take the fastest."""
         times = median_times(paths, call.hidden, call.layer)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
@@ -159,6 +159,6 @@ class LayerKind:
 
 
 def _first_lines(error: BaseException) -> str:
-    """What an error says; the compiler's put the cause below a heading."""
+    """Return the message of an error; the compiler's errors have the cause below a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300]

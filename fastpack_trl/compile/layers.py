@@ -7,10 +7,10 @@ would travel with a pickled or copied model. Here each layer gets torch's own sl
 not the compiled layer but `_Call`, which hands everything but a packed training row to the layer as it is: evaluation,
 `generate` and padded batches neither run compiled nor cause a recompile.
 
-A checkpointed layer calls `_gradient_checkpointing_func` with its own forward, above `__call__` in older transformers
-and below it in 5.23; so that function is wrapped as well. The checkpoint is compiled together with the layer (what is
-computed again is then chosen per operator, and fused), unless it is not torch's plain one or saved-tensor hooks are
-around it: offloading needs the checkpoint at run time, and what it runs is compiled instead.
+A checkpointed layer calls its checkpoint function with its own forward, above `__call__` in older transformers and
+below it in 5.23; so that function is wrapped as well (`model.checkpoint_seam`). The checkpoint is compiled together
+with the layer (what is computed again is then chosen per operator, and fused), unless it is not torch's plain one or
+saved-tensor hooks are around it: offloading needs the checkpoint at run time, and what it runs is compiled instead.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import nn
 
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
-from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped, layer_keywords, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 
 class CompiledLayers:
-    """What `compiled_layers` yields.
+    """The compiled layers of one model, as `compiled_layers` yields them.
 
     Attributes:
         kinds: one `LayerKind` per kind of decoder layer, with its path, its reason and the seconds of compilation.
@@ -44,13 +44,13 @@ class CompiledLayers:
 
     @property
     def path(self) -> str:
-        """The paths in use, e.g. ``inductor`` or ``eager, inductor``."""
+        """Return the paths in use, e.g. ``inductor`` or ``eager, inductor``."""
         paths = {kind.path for kind in self.kinds if kind.path == "eager" or not all(self.hooked.on(kind.members))}
         return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
 
     @property
     def reason(self) -> str:
-        """What each kind does and why."""
+        """Return what each kind does and why."""
         waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
         said = [kind.reason for kind in self.kinds if kind.reason]
         found = self._hooked()
@@ -60,7 +60,7 @@ class CompiledLayers:
         return "; ".join([*said, *(f"{name} is compiled at its first packed row" for name in waiting)])
 
     def _hooked(self) -> list[str]:
-        """The hook of each layer that would be compiled without it."""
+        """Return the hook of each layer that would be compiled without it."""
         layers = [layer for kind in self.kinds if kind.path != "eager" for layer in kind.members]
         return list(filter(None, self.hooked.on(layers)))
 
@@ -124,7 +124,7 @@ def compiled_layers(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the module lists that hold the attention modules of the text decoder."""
+    """Return the members of module lists that hold the attention modules of the text decoder."""
     base = text_model(model)
     attentions = {id(module) for module in attention_modules(base)}
     found: dict[int, nn.Module] = {}
@@ -137,13 +137,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _structure(layer: nn.Module) -> Any:
-    """What a graph depends on beside shapes: the classes of the modules and the windows of the attentions."""
+    """Return what a graph depends on beside shapes: the classes of the modules and the windows of the attentions."""
     windows = (window_of(module) for module in attention_modules_of(layer))
     return tuple(type(module) for module in layer.modules()), tuple(windows)
 
 
 def attention_modules_of(layer: nn.Module) -> list[nn.Module]:
-    """The modules of one layer that have a window to be asked for."""
+    """Return the modules of one layer that have a window to be asked for."""
     return [module for module in layer.modules() if hasattr(module, "config") and hasattr(module, "layer_idx")]
 
 
@@ -156,7 +156,7 @@ class _Call:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        in_checkpoint = checkpoint_wrapped(self.layer, self.checkpointed, Place.COMPILE)
+        in_checkpoint = checkpoint_wrapped(self.layer, self.checkpointed, Nesting.COMPILE)
         with attribute_set(self.layer, "_compiled_call_impl", self), in_checkpoint:
             yield
 

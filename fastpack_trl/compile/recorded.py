@@ -24,7 +24,7 @@ Recorded = dict[str, list[Any]]
 
 
 def asked_for() -> tuple[str, ...]:
-    """What the model's caller wants recorded, e.g. ``("router_logits",)``."""
+    """Return what the model's caller wants recorded, e.g. ``("router_logits",)``."""
     collector = _active.get() if _active is not None else None
     return tuple(collector) if collector else ()
 
@@ -39,7 +39,7 @@ def hand_over(recorded: Recorded) -> None:
 
 @contextlib.contextmanager
 def nothing_recorded() -> Iterator[None]:
-    """Layers that run in here are not part of the model's output."""
+    """Keep outputs of layers that run in this context out of the model's output."""
     if _active is None:
         yield
         return
@@ -51,7 +51,7 @@ def nothing_recorded() -> Iterator[None]:
 
 
 def recording(names: tuple[str, ...], run: Callable[..., Any], *args: Any) -> tuple[Any, Recorded]:
-    """``run(*args)`` and what was recorded in it. Only to be compiled: else other threads would see the dictionary."""
+    """Return ``run(*args)`` and what was recorded in it. Only in graphs: else other threads see the dictionary."""
     recorded: Recorded = {name: [] for name in names}
     if _active is None:
         return run(*args), recorded

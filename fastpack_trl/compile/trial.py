@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Run = Callable[..., Any]
+LayerRun = Callable[..., Any]
 """Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 CANNOT_RUN: tuple[type[Exception], ...] = (
@@ -23,7 +23,7 @@ _ROUNDS = 5
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
-    """The random state is as before afterwards; saved-tensor hooks around the run (offloading) see nothing."""
+    """Restore the random state afterwards; hide the tensors from saved-tensor hooks around the run (offloading)."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         if hooked:
@@ -31,8 +31,8 @@ def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
         yield
 
 
-def step(run: Run, hidden: Tensor, layer: nn.Module) -> float:
-    """Seconds of one forward and backward."""
+def step(run: LayerRun, hidden: Tensor, layer: nn.Module) -> float:
+    """Return the seconds of one forward and backward."""
     _wait(hidden.device)
     start = time.perf_counter()
     _differentiate(run, hidden, layer)
@@ -40,8 +40,8 @@ def step(run: Run, hidden: Tensor, layer: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def median_times(paths: dict[str, Run], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
-    """Seconds of a layer step on each path: medians of interleaved rounds, after one round that is not counted."""
+def median_times(paths: dict[str, LayerRun], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
+    """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
     times: dict[str, list[float]] = {name: [] for name in paths}
     for count in range(_ROUNDS + 1):
         for name, run in paths.items():
@@ -51,7 +51,7 @@ def median_times(paths: dict[str, Run], hidden: Tensor, layer: nn.Module) -> dic
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _differentiate(run: Run, hidden: Tensor, layer: nn.Module) -> None:
+def _differentiate(run: LayerRun, hidden: Tensor, layer: nn.Module) -> None:
     """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
     hidden = hidden.detach().requires_grad_()
     roots = [tensor for tensor in _tensors(run(hidden)) if tensor.requires_grad]
@@ -60,7 +60,7 @@ def _differentiate(run: Run, hidden: Tensor, layer: nn.Module) -> None:
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:
-    """What a step trains, as the layer reads it.
+    """Yield what a step trains, as the layer reads it.
 
     Where adapters were cast together for the whole model (`apply_lora`) those casts stand for them: a gradient of the
     parameters would go through a graph that is not this layer's, and the run still needs it.

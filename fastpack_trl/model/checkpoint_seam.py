@@ -24,7 +24,7 @@ CHECKPOINT = "_gradient_checkpointing_func"
 _STACK = "_fastpack_checkpoint"
 
 
-class Place(IntEnum):
+class Nesting(IntEnum):
     """Where a wrapper stands, from the checkpoint function outwards."""
 
     PLANS = 0
@@ -48,7 +48,7 @@ class Wrapper(Protocol):
 
 
 @contextlib.contextmanager
-def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, place: Place) -> Iterator[None]:
+def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> Iterator[None]:
     """Put `wrapper` around the checkpoint function of `layer`, whichever is set, while the context is open.
 
     Wrappers come and go in any order; of two in one place the later one is outside.
@@ -56,11 +56,11 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, place: Place) -> Iter
     Args:
         layer: has the function already, or may get it.
         wrapper: called instead of the function.
-        place: in the stack.
+        nesting: where `wrapper` stands in the stack.
     """
     seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
-        entry = (place, wrapper)
+        entry = (nesting, wrapper)
         stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
         try:
             yield
@@ -89,7 +89,7 @@ class _Stack:
     """The wrappers of one layer, innermost first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Place, Wrapper]] = []
+        self.entries: list[tuple[Nesting, Wrapper]] = []
         self.wrapped: _Wrapped | None = None
 
 

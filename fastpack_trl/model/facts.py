@@ -1,4 +1,4 @@
-"""What a model's attention needs, and whether transformers' attention interface reaches all of its token mixing.
+"""Facts of a model: its decoder, attention and windows, and whether the attention interface reaches all token mixing.
 
 Read from the config, the modules and the source of their forwards; transformers finds out in the same way whether a
 model can switch its implementation. A guard at run time and the packing proof stand behind this reading.
@@ -36,7 +36,7 @@ _UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
-"""What a model raises whose modules or config are not as a reader takes them to be."""
+"""Errors of reading a model whose modules or config have another form than expected."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -73,14 +73,14 @@ class _AttentionCall:
 
 
 def text_model(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT, DDP or compiled wrapper."""
+    """Return the transformers model inside a PEFT, DDP or compiled wrapper."""
     model = getattr(model, "_orig_mod", model)
     model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def backbones(model: nn.Module) -> list[Any]:
-    """The modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
+    """Return the modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
 
     Found as the inner models that hold the token embedding: usually one, `base_model`. Composite models make their
     masks above the decoder; opt's head calls the decoder past the backbone; llama4_text's `base_model` is itself.
@@ -97,13 +97,13 @@ def backbones(model: nn.Module) -> list[Any]:
 
 
 def is_prompt_learning(model: nn.Module) -> bool:
-    """Prompt, prefix or p-tuning: PEFT drops `position_ids` and prepends virtual tokens to each *row*."""
+    """Return whether PEFT prepends virtual tokens to each *row* and drops `position_ids`: prompt, prefix, p-tuning."""
     config = getattr(model, "active_peft_config", None)
     return bool(getattr(config, "is_prompt_learning", False))
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of the text decoder that call transformers' attention interface."""
+    """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
     return [
         module
@@ -113,7 +113,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
-    """Mixers that carry state from token to token, outside of attention."""
+    """Return the mixers that carry state from token to token, outside of attention."""
     return [
         module
         for module in model.modules()
@@ -122,7 +122,7 @@ def state_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
-    """The attention implementation that the user chose; None where it is transformers' own default.
+    """Return the attention implementation that the user chose; None where it is transformers' own default.
 
     Args:
         model: a loaded model.
@@ -193,7 +193,7 @@ def _head_dim(config: Any, heads: int) -> int:
 
 
 def layer_values(config: Any, name: str) -> list[Any]:
-    """A field of a text config; one value per layer where its layers differ in it (gemma4), None where it has none."""
+    """Return a field of a text config: one value, None without it, or one per layer where they differ (gemma4)."""
     try:
         return [getattr(config, name, None)]
     except RuntimeError:  # what transformers raises where the config as a whole has no such field
@@ -201,13 +201,13 @@ def layer_values(config: Any, name: str) -> list[Any]:
 
 
 def layer_value(module: Any, name: str) -> Any:
-    """The field of a module's config that is its layer's."""
+    """Return the field of a module's config that holds for its layer."""
     values = layer_values(module.config, name)
     return values[module.layer_idx] if len(values) > 1 else values[0]
 
 
 def window_of(module: nn.Module) -> int | None:
-    """The window that stock's *mask* gives this layer, in tokens; None where it sees the whole document.
+    """Return the window that stock's *mask* gives this layer, in tokens; None where it sees the whole document.
 
     Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
     """
@@ -223,7 +223,7 @@ def window_of(module: nn.Module) -> int | None:
 
 
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
-    """Reasons, first one first, why the interface cannot keep documents of this model apart."""
+    """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
     family = config.model_type
     if missing := lacks("packed_attention"):
         yield missing
@@ -260,7 +260,7 @@ def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> 
 
 
 def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
-    """Whether a list of decoder layers has one without an interface attention (convolution, state space, ...)."""
+    """Return whether a list of decoder layers has one without interface attention (convolution, state space, ...)."""
     known = {id(module) for module in attentions}
     for stack in base.modules():
         if not isinstance(stack, nn.ModuleList):
@@ -272,7 +272,7 @@ def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
 
 
 def source_tree(function: Any) -> ast.Module | None:
-    """The parsed source of a function; None where it was built without (frozen applications, interactive classes)."""
+    """Return the parsed source of a function; None where there is none (frozen applications, interactive classes)."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -281,7 +281,7 @@ def source_tree(function: Any) -> ast.Module | None:
 
 @lru_cache(maxsize=256)
 def _attention_call(cls: Any) -> _AttentionCall | None:
-    """How the forward of `cls` calls the function it got from the attention interface; None if it does not."""
+    """Return how the forward of `cls` calls the function of the attention interface; None if it does not."""
     tree = source_tree(cls.forward) if hasattr(cls, "forward") and issubclass(cls, nn.Module) else None
     if tree is None:
         return None
@@ -302,7 +302,7 @@ def _attention_call(cls: Any) -> _AttentionCall | None:
 
 @lru_cache(maxsize=256)
 def _hands_on_kwargs(parent: Any, child: str) -> bool:
-    """Whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt in another way."""
+    """Return whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt otherwise."""
     tree = source_tree(parent.forward)
     calls = [
         node

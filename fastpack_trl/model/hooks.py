@@ -1,7 +1,7 @@
-"""Module hooks of the user: which modules have some, and calls that they shall not see.
+"""Module hooks of the user: where there are some, and how to run a model without them.
 
-Whoever replaces a forward, or runs one that is not the run's, answers for the hooks on it. torch announces no
-registration; but the id of `RemovableHandle` grows with each, and a hook that is there is looked for until it is gone.
+Code that replaces a forward, or runs one of its own, must keep the hooks of the user right. torch announces no
+registration, but the id of `RemovableHandle` grows with each: only then modules are searched, and while one is there.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _NOT_USERS = tuple(
         "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "torch.utils",
     )
 )  # fmt: skip
-"""Who hooks modules to work at all: outputs to record, shards to gather, weights to make. Part of the model."""
+"""Packages whose hooks are part of the model: they record outputs, gather shards, make weights."""
 
 
 def is_users(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the user's, by the module that its function or class comes from."""
+    """Return whether a hook is the user's, by the module that defines its function or class."""
     while isinstance(hook, partial):
         hook = hook.func
     return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a call of `module` runs more than the forward of its class: hooks, whoever's, or a forward of its own."""
+    """Return whether a call of `module` runs more than the forward of its class: any hook, or a forward of its own."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -54,17 +54,17 @@ def has_hooks(module: Any) -> bool:
 
 
 def has_global_hook() -> bool:
-    """Whether the user has a hook on every module of the process. Not asked in a graph, where torch traces them."""
+    """Return whether the user has a hook on every module of the process; False in a graph, where torch traces them."""
     return not torch.compiler.is_compiling() and any(_global_dictionaries()) and bool(global_hook())
 
 
 def are_hooked(*modules: nn.Module) -> bool:
-    """Whether a hook or a replaced forward runs when one of `modules` is called: who goes past them asks each time."""
+    """Return whether a call of one of `modules` runs a hook or a replaced forward: asked before each call past them."""
     return any(map(has_hooks, modules)) or has_global_hook()
 
 
 def global_hook() -> str:
-    """A hook of the user on every module, e.g. ``the global forward hook count``; empty without."""
+    """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty without."""
     for kind, hooks in zip(GLOBAL_KINDS.values(), _global_dictionaries(), strict=True):
         for hook in hooks.values():
             if is_users(hook):
@@ -73,7 +73,7 @@ def global_hook() -> str:
 
 
 def hook_on(module: nn.Module, name: str = "") -> str:
-    """A hook of the user on `module` itself, e.g. ``the forward hook scale on layers.1.mlp``; empty without.
+    """Return a hook of the user on `module` itself, e.g. ``the forward hook scale on layers.1.mlp``; empty without.
 
     Args:
         name: of the module, where it is to be said.
@@ -86,7 +86,7 @@ def hook_on(module: nn.Module, name: str = "") -> str:
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """A hook of the user that a call of `module` reaches: global, on it, or on a module inside; empty without."""
+    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without."""
     found = global_hook()
     if found or not _hooked_inside(module):
         return found
@@ -95,7 +95,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 def _hooked_inside(module: nn.Module) -> bool:
-    """Whether a hook of the user is on `module` or inside: a third of a microsecond per module, names take longer."""
+    """Return whether a hook of the user is on `module` or inside: 0.3 us per module; names would take longer."""
     modules: list[Any] = [module]
     for inner in modules:  # grows
         if inner is None:
@@ -126,7 +126,7 @@ class HookWatch:
         self._handles: int | None = None
 
     def look(self) -> str:
-        """What `hook_inside` says now. Costs two comparisons where no hook of any kind was registered since."""
+        """Return what `hook_inside` says now. Costs two comparisons where no hook of any kind was registered since."""
         handles = getattr(RemovableHandle, "next_id", None)
         if self.found or handles is None or handles != self._handles:
             self._handles = handles
@@ -136,7 +136,7 @@ class HookWatch:
 
 @contextlib.contextmanager
 def users_hooks_off(model: nn.Module) -> Iterator[None]:
-    """Forward and backward passes in here are not the run's: no module hook of the user, also no global one, sees them.
+    """Hide forward and backward passes in this context from every module hook of the user, also from global ones.
 
     Afterwards the hooks are there again, in their order, but for those that were removed meanwhile. Global hooks are
     off for the whole process while the context is open.
@@ -156,17 +156,17 @@ def users_hooks_off(model: nn.Module) -> Iterator[None]:
 
 
 def _silent(*_args: Any, **_keywords: Any) -> None:
-    """Stands for a hook that is off: what a module is given and gives stays."""
+    """Stand in for a hook that is off: inputs and outputs of the module stay."""
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread: a layer that is called now is computed again."""
+    """Return whether autograd is running on this thread: a layer that is called now is recomputed."""
     running = getattr(torch._C, "_current_graph_task_id", None)  # as torch.utils.checkpoint asks it
     return running is not None and running() != -1
 
 
 class SameInRecompute:
-    """The answer to a question that is asked in each forward of a module; computed again, it gives that of its forward.
+    """An answer that is asked for in each forward of a module: a recompute gets the one of its forward.
 
     A checkpoint compares what forward and recompute save: a hook that came or went between must not change the way.
     """

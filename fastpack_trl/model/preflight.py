@@ -1,4 +1,4 @@
-"""What is looked at before a trainer prepares anything: counts, the output folder, the model's files."""
+"""Checks before a trainer prepares anything: counts, the output folder, the model's files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_output_dir(args: Any) -> None:
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written to `folder`, which need not exist yet, and the remedy; empty where it can."""
+    """Return why nothing can be written to `folder`, which need not exist yet, and the remedy; empty where it can."""
     place = folder
     try:
         for place in (folder, *folder.absolute().parents):

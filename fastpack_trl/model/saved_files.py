@@ -1,4 +1,4 @@
-"""Which checkpoint a run can resume from: one that was cut short is named before anything is loaded, with another."""
+"""Files of checkpoints and models: a checkpoint that was cut short is named, with the newest complete one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHARDED_FOLDERS = ("pytorch_model_fsdp*", "global_step*")
 
 
 def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
-    """What to resume from, and what to say where it is not what was asked for.
+    """Return what to resume from, and a sentence for the log where it is not what was asked for.
 
     Args:
         asked: as `Trainer.train` takes it: a folder, or True for the last checkpoint in `output_dir`.
@@ -51,7 +51,7 @@ def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
-    """The folders ``checkpoint-N`` in `folder`, the newest first."""
+    """Yield the folders ``checkpoint-N`` in `folder`, the newest first."""
     found = {int(match[1]): child for child in folder.glob("checkpoint-*") if (match := _numbered(child))}
     yield from (found[step] for step in sorted(found, reverse=True))
 
@@ -61,7 +61,7 @@ def _numbered(path: Path) -> re.Match[str] | None:
 
 
 def checkpoint_fault(folder: Path) -> str:
-    """What keeps training from resuming at `folder`: ``"trainer_state.json is missing"``; empty where nothing does.
+    """Return why training cannot resume at `folder`, e.g. ``"trainer_state.json is missing"``; empty where it can.
 
     Reads the small files and the headers of the large ones.
     """
@@ -76,7 +76,7 @@ def checkpoint_fault(folder: Path) -> str:
 
 
 def weights_fault(folder: Path) -> str:
-    """What is wrong with the weights of a model, an adapter or a checkpoint in `folder`; empty where nothing is."""
+    """Return what is wrong with the weights of a model, adapter or checkpoint in `folder`; empty where nothing is."""
     for file in _weights(folder):
         if file.name not in _SHARDED:
             if fault := _file_fault(file):
@@ -92,7 +92,7 @@ def weights_fault(folder: Path) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files that transformers reads weights from, an index standing for its shards."""
+    """Return the files that transformers reads weights from, an index standing for its shards."""
     for names in (_SINGLE, _ADAPTERS, _SHARDED):
         if found := [folder / name for name in names if (folder / name).is_file()]:
             return found[:1]

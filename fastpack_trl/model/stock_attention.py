@@ -1,4 +1,4 @@
-"""Where transformers keeps a family's own attention functions."""
+"""Stock's attention of a model: its name, and the function of its family."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNDER = {ours: stock for stock, ours in OVER.items()}
 
 
 def stock_implementation(config: Any) -> str:
-    """The implementation of a text config, e.g. ``sdpa``: stock's also where ours is over it, as during a training."""
+    """Return stock's implementation of a text config, e.g. ``sdpa``, also while ours is registered over it."""
     name = str(config._attn_implementation)
     return _UNDER.get(name, name)
 
 
 def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
-    """The function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
+    """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
 
     Families define their own eager function beside the module (softcap, sinks) and may override others locally.
 

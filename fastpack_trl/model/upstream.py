@@ -1,4 +1,4 @@
-"""Every name of torch, transformers, trl, peft and accelerate in use here that is private or lies deep inside.
+"""Private and deep names of torch, transformers, trl, peft and accelerate that this package uses.
 
 `TABLE` has them all: where each is used, and what happens without it. Names of a feature (`NEEDS`) are looked up before
 the feature runs: where a version has moved one, stock runs in its place, named. The others are asked for where they
@@ -298,7 +298,7 @@ def lacks(part: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """Whether the installed versions have a name of `TABLE`, also one that only instances get: it is in the source."""
+    """Return whether the installed versions have a name; one that only instances get is looked for in the source."""
     if found(path) is not None:
         return True
     home, _, name = path.rpartition(".")

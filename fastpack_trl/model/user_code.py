@@ -1,4 +1,4 @@
-"""Code of the user that sees batches: where there is some, it gets them as stock makes them, one by one."""
+"""Code of the user that sees single batches or their gradients: it gets them as stock makes them, one by one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BATCH_METHODS = (
 
 
 def replaced_methods(trainer: Any, names: Iterable[str]) -> str:
-    """Which of `names` a subclass of ours, or somebody on this trainer, has replaced; empty where none is."""
+    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
     own = [name for name in names if hasattr(trainer, name) and _package(getattr(trainer, name)) not in _EXEMPT]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 
 
 def hook_on_the_outputs(model: nn.Module) -> str:
-    """A forward hook of the user that is given what a call of `model` with labels returns; empty without one.
+    """Return a forward hook of the user that gets the outputs of `model`, called with labels; empty without one.
 
     Args:
         model: plain, or as PEFT, accelerate and torch wrap it.
@@ -51,7 +51,7 @@ def _package(function: Any) -> str:
 
 
 def callback_between(trainer: Any) -> str:
-    """Why a callback needs each micro-batch to have run when the next begins; empty where none does."""
+    """Return which callback needs each micro-batch to have run when the next begins; empty where none does."""
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback, "on_substep_end", None)
         if method is not None and _package(method) not in _EXEMPT:
@@ -60,7 +60,7 @@ def callback_between(trainer: Any) -> str:
 
 
 def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
-    """Why the gradient of each micro-batch has to be made by itself: a hook on one of `parameters`; empty without.
+    """Return a hook on one of `parameters`, which needs the gradient of each micro-batch by itself; empty without.
 
     Args:
         model: whose name of the parameter is said.
@@ -75,10 +75,10 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
 
 
 def once_per_micro_batch(hook: str) -> str:
-    """Why a module hook needs micro-batches by themselves; empty without one."""
+    """Return why a module hook needs micro-batches by themselves; empty without one."""
     return f"{hook} runs once per micro-batch" if hook else ""
 
 
 def trained_parameters(optimizer: Any) -> Iterable[nn.Parameter]:
-    """Of the optimizer as it is now."""
+    """Yield the parameters of an optimizer as it is now."""
     return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.model.checkpoint_seam import Place, checkpoint_wrapped
+from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped
 from fastpack_trl.moe.routing import RoutingPlan, routing_plan
 
 
@@ -105,5 +105,5 @@ def plans_kept(model: nn.Module, keepers: dict[nn.Module, PlanKeeper]) -> Iterat
         for layer in model.modules():
             own = [keepers[module] for module in layer.modules() if module in keepers]
             if own and hasattr(layer, "gradient_checkpointing"):
-                stack.enter_context(checkpoint_wrapped(layer, partial(_with_tape, own), Place.PLANS))
+                stack.enter_context(checkpoint_wrapped(layer, partial(_with_tape, own), Nesting.PLANS))
         yield

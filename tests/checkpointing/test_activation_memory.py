@@ -27,7 +27,7 @@ from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import Run, saved_bytes, trace_levels, training
+from fastpack_trl.checkpointing.trace import DecoderRun, saved_bytes, trace_levels, training
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
@@ -37,7 +37,7 @@ TRACED = (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT)
 HOST = {"streams": HostStreams, "min_bytes": 1}
 
 
-def decoder(model: Any, documents: int, *, packed: bool = True) -> Run:
+def decoder(model: Any, documents: int, *, packed: bool = True) -> DecoderRun:
     """Runs the decoder on `documents` documents of equal length."""
     base = text_model(model)
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.model.checkpoint_seam import (
     CHECKPOINT,
-    Place,
+    Nesting,
     checkpoint_wrapped,
     layer_keywords,
     stock_checkpoint,
@@ -58,8 +58,8 @@ def _through(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(Place), ids=lambda order: "-".join(p.name for p in order))
-def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[Place, ...]) -> None:
+@pytest.mark.parametrize("order", itertools.permutations(Nesting), ids=lambda order: "-".join(p.name for p in order))
+def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[Nesting, ...]) -> None:
     layer, seen, hidden = layer_with(plain), [], torch.ones(2, 4)
     before = dict(layer.__dict__)
     expected = layer(hidden, factor=2.0)
@@ -81,7 +81,7 @@ def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[P
 def test_a_function_that_is_set_later_or_anew_is_wrapped() -> None:
     layer, seen = layer_with(), []
     other = layer_with(plain)
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Place.PLANS):
+    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
         assert not hasattr(layer, CHECKPOINT)
         assert stock_checkpoint(layer) is None
         for count, function in enumerate((plain, partial(torch_checkpoint, use_reentrant=False)), start=1):
@@ -98,7 +98,7 @@ def test_a_function_that_is_set_later_or_anew_is_wrapped() -> None:
 
 def test_who_wraps_ours_is_inside_of_the_stack_and_stays_afterwards() -> None:
     layer, seen = layer_with(plain), []
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Place.PLANS):
+    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
         found = layer._gradient_checkpointing_func
         theirs = partial(saying(seen, "theirs"), found)
         layer._gradient_checkpointing_func = theirs
@@ -115,12 +115,12 @@ def test_who_wraps_ours_is_inside_of_the_stack_and_stays_afterwards() -> None:
 def test_copies_and_pickles_have_the_function_that_was_set() -> None:
     model = make("llama", checkpointing=True)
     layer = model.model.layers[0]
-    with checkpoint_wrapped(layer, saying([], "ours"), Place.OFFLOAD):
+    with checkpoint_wrapped(layer, saying([], "ours"), Nesting.OFFLOAD):
         found = pickle.loads(pickle.dumps(layer)), copy.deepcopy(model).model.layers[0]
         alone = pickle.loads(pickle.dumps(layer._gradient_checkpointing_func))
         for function in (*(each._gradient_checkpointing_func for each in found), alone):
             assert (function.func, function.keywords) == (torch_checkpoint, {"use_reentrant": False})
-        with checkpoint_wrapped(found[1], seen := _Counts(), Place.OFFLOAD):  # a copy may be wrapped itself
+        with checkpoint_wrapped(found[1], seen := _Counts(), Nesting.OFFLOAD):  # a copy may be wrapped itself
             found[1]._gradient_checkpointing_func(torch.sin, torch.ones(1))
         assert seen.count == 1
     checkpoint(model)  # again, as a second `train()` does
@@ -143,7 +143,7 @@ def test_a_layer_compiled_around_its_wrapped_checkpoint_has_one_graph() -> None:
         return graph.forward
 
     hidden = torch.ones(2, 4, requires_grad=True)
-    with checkpoint_wrapped(layer, partial(_nothing, "ours"), Place.PLANS):
+    with checkpoint_wrapped(layer, partial(_nothing, "ours"), Nesting.PLANS):
         expected = layer(hidden)
         layer.compile(backend=backend, fullgraph=True)
         assert torch.equal(layer(hidden), expected)

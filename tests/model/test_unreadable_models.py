@@ -18,14 +18,14 @@ from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
-    "switches.has_lora": "lora",
+    "features.has_lora": "lora",
     "lora.linear._backbones": "lora",
-    "switches.experts_modules": "moe",
+    "features.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
     "step.accumulation._rope_follows_length": "merge_accumulation",
     "checkpointing.memory.decoder_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
-    "attention.model_features._gaps": "packed_attention",
+    "model.facts._gaps": "packed_attention",
 }
 
 
