@@ -117,10 +117,6 @@ class Offload:
             self.said.append(message)
             self._tell(f"checkpoint_offload: {message}")
 
-    def close(self) -> None:
-        """Free what no graph needs."""
-        self.trim()
-
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
         inside = getattr(self._local, "inside", False)
@@ -231,7 +227,7 @@ def offload_checkpoints(
     if any(_compiled_around(layer) for layer in layers):
         offload.say("layers compiled around their checkpoint run eagerly: compile what is inside of it")
     with ExitStack() as stack:
-        stack.callback(offload.close)
+        stack.callback(offload.trim)
         for index, layer in enumerate(layers):
             wrapper = _Offloaded(offload, index, kept=index >= len(layers) - keep_last_layers)
             stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
