@@ -13,12 +13,12 @@ from benchmarks.lora import LOSS_TOLERANCE, _installed
 from benchmarks.lora_models import LoraModel, build, definitions
 from benchmarks.model_shapes import PAD
 from benchmarks.model_steps import shared_copy
-from benchmarks.side_turns import measure_in_turns
-from benchmarks.steps import Side, Step, side_figures
+from benchmarks.side_turns import largest_memory, measure_in_turns
+from benchmarks.steps import Step, SteppedTrainer, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.measure.rounds import Rounds
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock
+from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -40,7 +40,7 @@ def measure_auto(
         A row without its labels: ``sides``, ``ratios`` and ``plan``, the line of the report.
     """
     start = time.perf_counter()
-    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    clock = clock_of(device)
     steps = WARMUP + rounds
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
@@ -49,7 +49,7 @@ def measure_auto(
         tokenizer, documents = definitions(tokens * (steps + SPARE_ROWS + 1), vocabulary, tokens)
         paths: dict[str, str] = {}
 
-        def make(name: str, first: Side | None) -> Side:
+        def make(name: str, first: SteppedTrainer | None) -> SteppedTrainer:
             arguments = trainer_arguments(Setting("", True, name != STOCK_KEEP), tokens, steps, device, seed, folder)
             arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn
             copied = shared_copy(weights)
@@ -66,7 +66,7 @@ def measure_auto(
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name if name == OURS else STOCK, trainer))
-            return Side(trainer, clock, steps)
+            return SteppedTrainer(trainer, clock, steps)
 
         turns = measure_in_turns(
             SIDES, make, weights=weights, device=device, rounds=rounds, warmup=WARMUP, least=LEAST_ROUNDS,
@@ -95,9 +95,8 @@ def measure_auto(
 
 def _figures(found: Rounds[tuple[Step, Any]], name: str, path: str, clock: Clock) -> dict[str, Any]:
     steps = [step for step, _ in found.results[name]]
-    memory = [used for _, used in found.results[name] if used is not None]
     return {
         "path": path,
         **side_figures(found.seconds[name], steps, clock),
-        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+        "memory": largest_memory(found.results[name]),
     }

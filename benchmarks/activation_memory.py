@@ -18,14 +18,19 @@ from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, 
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
 from benchmarks.published import RELOAD_GAINS
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import limited_threads, quiet
+from benchmarks.row_loop import RowTask, run_rows
+from benchmarks.side_turns import largest_memory
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.trace import host_copy_seconds
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import Rounds, attempt, free_memory, take_turns
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock, median_interval
+from fastpack_trl.measure.rounds import Rounds, take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
 
 Workload = tuple[LoraModel, int, int]
 """Model, decoder layers, tokens of the row."""
@@ -144,7 +149,7 @@ def _measure_row(
     device: str, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     start = time.perf_counter()
-    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    clock = clock_of(device)
     weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
     config = weights.get_base_model().config
     batch = Batch.of(tokens, min(DOCUMENT, tokens), int(config.vocab_size), device, seed)
@@ -178,7 +183,7 @@ def _measure_row(
             least=min(LEAST_ROUNDS, rounds),
             clock=clock,
             begin=load.restart,
-            clean=partial(free_memory, device),
+            dropped=lambda *_: free_memory(device),
         )
         other_load = load.cores()
         failed |= turns.failed
@@ -312,11 +317,10 @@ def _fits(made: DecoderSide, tokens: int, vocabulary: int, seed: int) -> None:
 
 def _figures(turns: Rounds[Any], label: str, tokens: int, said: list[str]) -> dict[str, Any]:
     values = turns.seconds[label]
-    memory = [used for _, used in turns.results[label] if used is not None]
     return {
         "path": "; ".join([label, *said]),
-        "seconds": {**median_interval(values).to_dict(), "values": list(values)},
+        "seconds": summary(values),
         "tokens_per_second": median_interval([tokens / value for value in values]).to_dict(),
         "losses": [float(loss) for loss, _ in turns.results[label]],
-        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+        "memory": largest_memory(turns.results[label]),
     }

@@ -20,7 +20,7 @@ from fastpack_trl.checkpointing.levels import layer_functions
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, Streams, TimedCudaStreams
-from fastpack_trl.measure.rounds import PeakMemory
+from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 

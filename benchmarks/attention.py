@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_sides import NAMES, TIMES_BUDGET, Attend, Heads, Layer, check, prepare, refusal
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import limited_threads
+from benchmarks.row_loop import RowTask, run_rows
+from fastpack_trl.bench.environment import limited_threads
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import PeakMemory, attempt, free_memory, take_turns
-from fastpack_trl.measure.timing import Clock, CudaClock, Interval, WallClock, median_interval
+from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 CASE = "attention"
@@ -225,7 +229,7 @@ def _measure_row(
         1, configuration.tokens, layer.heads.heads, layer.heads.head_dim, dtype=layer.dtype, device=device,
         generator=torch.Generator(device).manual_seed(seed + 1),
     )  # fmt: skip
-    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    clock = clock_of(device)
     backends: dict[str, dict[str, Any]] = {}
     sides = {}
     for name in names:
@@ -253,7 +257,7 @@ def _measure_row(
         least=min(LEAST_ROUNDS, rounds),
         clock=clock,
         begin=load.restart,
-        clean=partial(free_memory, device),
+        dropped=lambda *_: free_memory(device),
     )
     for name in sides:
         if name in found.failed:
@@ -297,7 +301,7 @@ def _pass(attend: Attend, inputs: list[Tensor], upstream: Tensor, clock: Clock, 
 
 def _rates(configuration: Configuration, per_pair: int, seconds: list[float]) -> dict[str, Any]:
     heads = configuration.layer.heads
-    taken: Interval = median_interval(seconds)
+    taken = median_interval(seconds)
     rates: dict[str, Any] = {}
     for convention, pairs in configuration.pairs().items():
         operations = per_pair * heads.heads * heads.head_dim * pairs / 1e12
@@ -306,7 +310,7 @@ def _rates(configuration: Configuration, per_pair: int, seconds: list[float]) ->
             "low": operations / taken.high,
             "high": operations / taken.low,
         }
-    return {"seconds": {**taken.to_dict(), "values": seconds}, "tflops": rates}
+    return {"seconds": summary(seconds), "tflops": rates}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Case:
 
 def _kept(args: Namespace) -> dict[str, Any]:
     """What the loop over rows is told beside the case's own options."""
-    from benchmarks.row_loop import ResultFile
+    from fastpack_trl.bench.result_file import ResultFile
 
     file = None if args.json is None else ResultFile(Path(args.json).expanduser(), again=args.again)
     return {"seed": args.seed, "progress": True, "file": file}

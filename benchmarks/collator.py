@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import platform
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import datasets
@@ -15,14 +13,16 @@ import torch
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl.measure.record import version_of
+from fastpack_trl.bench.environment import limited_threads
+from fastpack_trl.measure.failures import FAILURES
+from fastpack_trl.measure.intervals import median_interval
+from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.rows import ArrowRows
 
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000
 ROWS, ROWS_PER_BATCH = 64, 1
-PACKAGES = ("trl", "transformers", "datasets", "torch", "numpy", "fastpack-trl")
 
 
 def measure(
@@ -68,60 +68,29 @@ def measure(
     rows_of_arrow = ArrowRows(packed, packed.column_names)
     theirs, ours = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), PackingCollator(pad_token_id=0)
     batches = [list(range(start, min(start + rows_per_batch, rows))) for start in range(0, rows, rows_per_batch)]
-    sides: dict[str, Callable[[list[int]], Any]] = {
+    collate: dict[str, Callable[[list[int]], Any]] = {
         "trl": lambda indices: theirs(packed.__getitems__(indices)),
         "fastpack": lambda indices: ours(rows_of_arrow.__getitems__(indices)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    with _one_thread():
-        for indices in batches:  # also the round that warms up
-            _check_equal(sides["trl"](indices), sides["fastpack"](indices))
-        for index in range(rounds):
-            for name in sorted(sides, reverse=index % 2 == 0):
-                start = time.perf_counter()
-                for indices in batches:
-                    sides[name](indices)
-                seconds[name].append(time.perf_counter() - start)
 
-    rates = {name: [tokens / value for value in values] for name, values in seconds.items()}
+    def every_row(name: str) -> None:
+        for indices in batches:
+            collate[name](indices)
+
+    with limited_threads(1):
+        for indices in batches:  # also the round that warms up
+            _check_equal(collate["trl"](indices), collate["fastpack"](indices))
+        sides = {name: partial(every_row, name) for name in collate}
+        found = take_turns(sides, rounds=rounds, warmup=0, loud=FAILURES)
+    rates = {name: [tokens / value for value in values] for name, values in found.seconds.items()}
     return {
-        "case": "collator",
-        "settings": {
-            "tokens_per_row": tokens_per_row,
-            "rows": rows,
-            "rounds": rounds,
-            "seed": seed,
-            "rows_per_batch": rows_per_batch,
-        },
         "tokens_per_round": tokens,
         "documents": sum(map(len, packed["seq_lengths"])),
         **{
-            name: {"seconds": values, "tokens_per_second": median_interval(rates[name])}
-            for name, values in seconds.items()
+            name: {"seconds": values, "tokens_per_second": median_interval(rates[name]).to_dict()}
+            for name, values in found.seconds.items()
         },
-        "ratio": median_interval([a / b for a, b in zip(rates["fastpack"], rates["trl"], strict=True)]),
-        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "machine": {"processor": platform.machine(), "threads": 1},
-    }
-
-
-def median_interval(values: list[float], coverage: float = 0.95) -> dict[str, float]:
-    """The median and the narrowest pair of order statistics around it that covers it with at least `coverage`.
-
-    With fewer than 6 values not even the extremes do: they are given, with the coverage that they have.
-    """
-    ordered, count = sorted(values), len(values)
-    tail, cut = 0.5**count, 0  # probability that the median lies below the value at `cut`
-    while cut + 1 < count / 2:
-        wider = tail + math.comb(count, cut + 1) * 0.5**count
-        if 1 - 2 * wider < coverage:
-            break
-        tail, cut = wider, cut + 1
-    return {
-        "median": float(np.median(ordered)),
-        "low": ordered[cut],
-        "high": ordered[count - 1 - cut],
-        "coverage": max(0.0, 1 - 2 * tail),
+        "ratio": found.ratio("trl", "fastpack"),
     }
 
 
@@ -148,26 +117,8 @@ def _packed_dataset(tokens_per_row: int, rows: int, seed: int) -> datasets.Datas
     return packed.select(range(rows))
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _check_equal(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """A faster wrong answer is no result."""
     for name, value in theirs.items():
         same = torch.equal(value, ours[name]) if isinstance(value, torch.Tensor) else value == ours[name]
         assert same, f"{name} differs from TRL's"
-
-
-def _version(package: str) -> str:
-    if package == "fastpack-trl":
-        from fastpack_trl import __version__
-
-        return __version__
-    return version_of(package)

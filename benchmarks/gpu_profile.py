@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fastpack_trl.bench.gaps import covered
+
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 """Calls of the runtime in which the host does nothing but wait."""
 
@@ -53,12 +55,3 @@ class GpuProfile:
             "busy_seconds_per_micro_step": spans["device"] / 1e6 / micro_steps,
             "host_microseconds_per_micro_step": (self._window * 1e6 - spans["waits"]) / micro_steps,
         }
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals: ``(0, 2), (1, 3), (5, 6)`` -> 4. Kernels of several streams overlap."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total

@@ -17,12 +17,13 @@ from benchmarks.activation_sides import SINGLE
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel
 from benchmarks.model_shapes import shape_of
 from benchmarks.moe_sides import LOOP
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import limited_threads, quiet
+from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.workload import OURS, STOCK
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import NAMES_OF_OURS
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.timing import median_interval
+from fastpack_trl.measure.intervals import ratio_summary
 
 CASE = "headline"
 SCALES = ("tiny", "full")
@@ -199,8 +200,7 @@ def _gains(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         for part in PARTS:
             theirs, mine = _values(side, part), _values(ours, part)
             if theirs and mine:
-                values = [a / b for a, b in zip(theirs, mine, strict=True)]
-                out[name][part] = {**median_interval(values).to_dict(), "values": values}
+                out[name][part] = ratio_summary(theirs, mine)
     return out
 
 

@@ -19,13 +19,16 @@ from benchmarks.gpu_profile import GpuProfile
 from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from benchmarks.packed_attention import ParityError, check_parity
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import limited_threads, quiet
+from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.failures import FAILURES
+from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.timing import Comparison, interleave, median_interval
+from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.trainer import FastSFTTrainer
 
 CASE = "host_overhead"
@@ -172,10 +175,11 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
             return lambda: _run(trainers[name], device)
 
         load = OtherLoad()
-        found = interleave(
+        found = take_turns(
             {name: burst(name) for name in (STOCK, OURS)},
-            pairs=pairs,
-            after_pair=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
+            rounds=pairs,
+            loud=FAILURES,
+            after_round=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
         )
         other_load = load.cores()
         profiles = {name: _profiled(trainers[name], device, ga) for name in (STOCK, OURS)} if device == "cuda" else {}
@@ -188,7 +192,7 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
         "path": report["packed_attention"].path,
         "features": paths,
         "other_load": other_load,
-        "order": list(found.order),
+        "order": found.order,
         **{name: _figures(found.results[name], ga, profiles.get(name)) for name in (STOCK, OURS)},
     }
     return row | _ratios(found) | _judged(row, _ratios(found), work)
@@ -228,8 +232,10 @@ def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> Burst:
     return watch.burst
 
 
-def _check(pair: Mapping[str, Burst], tokens: int, bf16: bool) -> None:
+def _check(pair: Mapping[str, Burst], tokens: int, bf16: bool) -> dict[str, str]:
+    """After a round: both bursts computed the same loss; `ParityError` otherwise."""
     check_parity(pair[STOCK].loss, pair[OURS].loss, tokens=tokens, bf16=bf16)
+    return {}
 
 
 def _profiled(trainer: Any, device: str, ga: int) -> dict[str, Any]:
@@ -245,7 +251,7 @@ def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) ->
     overheads = [median(burst.outside) for burst in bursts]
     out = {
         "seconds": {**step.to_dict(), "values": [burst.seconds for burst in bursts]},
-        "overhead_seconds": {**median_interval(overheads).to_dict(), "values": overheads},
+        "overhead_seconds": summary(overheads),
         "tokens_per_second": median_interval(rates).to_dict(),
         "phases": {name: median(parts[name] for parts in inside) for name in ARITHMETIC}
         | {"overhead": median(overheads)},
@@ -258,13 +264,13 @@ def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) ->
     return {**out, "gpu": {**gpu, "idle_share": max(0.0, 1 - busy * ga / step.median)}}
 
 
-def _ratios(found: Comparison[Burst]) -> dict[str, Any]:
+def _ratios(found: Rounds[Burst]) -> dict[str, Any]:
     pairs = list(zip(found.results[STOCK], found.results[OURS], strict=True))
     steps = [stock.total / ours.total for stock, ours in pairs]
     overheads = [median(ours.outside) / median(stock.outside) for stock, ours in pairs]
     return {
-        "ratio": {**median_interval(steps).to_dict(), "values": steps},
-        "overhead": {**median_interval(overheads).to_dict(), "values": overheads},
+        "ratio": summary(steps),
+        "overhead": summary(overheads),
     }
 
 

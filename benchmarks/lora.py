@@ -22,9 +22,9 @@ from benchmarks.liger_side import liger_kernels
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import PAD, shape_of
 from benchmarks.model_steps import shared_copy
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.side_turns import measure_in_turns
-from benchmarks.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
+from benchmarks.row_loop import RowTask, run_rows
+from benchmarks.side_turns import largest_memory, measure_in_turns
+from benchmarks.steps import Step, SteppedTrainer, document_tokens, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.baselines import (
@@ -33,12 +33,14 @@ from fastpack_trl.bench.baselines import (
     compiled_regions,
     whole_row_attention,
 )
+from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.rebuild import rebuild_per_layer
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import attention_pairs, model_flops
 from fastpack_trl.measure.rounds import Rounds
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock
+from fastpack_trl.measure.timing import Clock, CudaClock, clock_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -157,7 +159,7 @@ def _measure_row(
     names: tuple[str, ...], seconds: float, *, peak: float | None, backend: str,
 ) -> dict[str, Any]:  # fmt: skip
     start = time.perf_counter()
-    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    clock = clock_of(device)
     steps = WARMUP + rounds + 1  # the last one is profiled
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes: their graphs are made anew anyway
@@ -170,13 +172,13 @@ def _measure_row(
         arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn: their losses stay comparable
         paths: dict[str, str] = {}
 
-        def make(name: str, first: Side | None) -> Side:
+        def make(name: str, first: SteppedTrainer | None) -> SteppedTrainer:
             trainer = _trainer(name, shared_copy(weights), arguments, documents, tokenizer)
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name, trainer, backend))
             with compiled_regions(trainer, backend) if name in (COMPILED, LIGER) else contextlib.nullcontext():
-                return Side(trainer, clock, steps)
+                return SteppedTrainer(trainer, clock, steps)
 
         turns = measure_in_turns(
             names, make, weights=weights, device=device, rounds=rounds, warmup=WARMUP, least=LEAST_ROUNDS,
@@ -269,11 +271,10 @@ def _figures(
     peak: float | None, lengths_of: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:  # fmt: skip
     steps = [step for step, _ in found.results[name]]
-    memory = [used for _, used in found.results[name] if used is not None]
     figures = {
         "path": path,
         **side_figures(found.seconds[name], steps, clock),
-        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+        "memory": largest_memory(found.results[name]),
         "batch_tokens": [step.input_ids.numel() for step in steps],
         "batch_documents": [step.documents for step in steps],
         "launches": None if launches is None else launches.to_dict(),

@@ -21,8 +21,9 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.lora_models import definitions
 from benchmarks.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from benchmarks.model_shapes import PAD, ModelShape, build_model
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import Side, Step, document_tokens, limited_threads, quiet, side_figures
+from benchmarks.row_loop import RowTask, run_rows
+from benchmarks.side_turns import largest_memory, make_sides, time_sides
+from benchmarks.steps import Step, SteppedTrainer, document_tokens, side_figures
 from benchmarks.workload import (
     OURS,
     SPARE_ROWS,
@@ -34,12 +35,16 @@ from benchmarks.workload import (
     without_emptiest,
 )
 from fastpack_trl.bench.baselines import RECOMPILES, compiled_path, compiled_regions, whole_row_attention
+from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import PeakMemory, Rounds, attempt, free_memory, take_turns
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock, median_interval
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import median_interval
+from fastpack_trl.measure.rounds import Rounds, take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -79,7 +84,7 @@ class Run:
 
     @property
     def clock(self) -> Clock:
-        return CudaClock() if self.device == "cuda" else WallClock()
+        return clock_of(self.device)
 
 
 def measure(
@@ -194,24 +199,11 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
         sides, paths, failed = _sides(model, shape, tokens, run, folder, stack)
         gate, wrong, positions = _gate(model, shape, sides, run.device)
         failed |= wrong
-        runs = {name: partial(_step, side, run.device) for name, side in sides.items() if name not in failed}
-        load = OtherLoad()
-
-        def clean() -> None:
-            model.zero_grad()  # a backward that broke off leaves gradients in the shared parameters
-            free_memory(run.device)
-
-        found: Rounds[tuple[Step, Any]] = take_turns(
-            runs,
-            rounds=run.rounds,
-            warmup=run.warmup,
-            seconds=seconds - (time.perf_counter() - start),
-            least=min(LEAST_ROUNDS, run.rounds),
-            clock=run.clock,
-            begin=load.restart,
-            clean=clean,
-        )
-        other_load = load.cores()
+        found, other_load = time_sides(
+            {name: side for name, side in sides.items() if name not in failed}, weights=model, device=run.device,
+            rounds=run.rounds, warmup=run.warmup, least=LEAST_ROUNDS,
+            seconds=seconds - (time.perf_counter() - start), clock=run.clock,
+        )  # fmt: skip
         return {
             "weights": str(shape.weights).removeprefix("torch."),
             "attention": model.config._attn_implementation,
@@ -235,7 +227,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
 
 def _sides(
     model: Any, shape: ModelShape, tokens: int, run: Run, folder: str, stack: contextlib.ExitStack
-) -> tuple[dict[str, Side], dict[str, str], dict[str, str]]:
+) -> tuple[dict[str, SteppedTrainer], dict[str, str], dict[str, str]]:
     """The sides that could be built, what each runs, and why the others could not be built."""
     steps = GATE_ROWS + run.warmup + run.rounds
     vocabulary, needed = shape.fields["vocab_size"], tokens * (steps + SPARE_ROWS + 1)
@@ -249,11 +241,9 @@ def _sides(
     arguments = trainer_arguments(run.setting, tokens, steps, run.device, run.seed, folder)
     if shape.has_experts:
         arguments["router_aux_loss_coef"] = 0.0  # the loss is compared with that of separate documents
-    sides: dict[str, Side] = {}
     paths: dict[str, str] = {}
-    failed: dict[str, str] = {}
 
-    def build(name: str, optimizer: Any) -> Side:
+    def make(name: str, first: SteppedTrainer | None) -> SteppedTrainer:
         trainer_class, config_class = (FastSFTTrainer, FastSFTConfig) if name == OURS else (SFTTrainer, SFTConfig)
         trainer: Any = trainer_class(
             model=shared_copy(model),
@@ -264,18 +254,13 @@ def _sides(
         trainer.train_dataset = without_emptiest(trainer.train_dataset)
         if name == TUNED:
             trainer.data_collator = PackingCollator(pad_token_id=PAD)
-        trainer.optimizer = optimizer  # the first side makes it
+        if first is not None:
+            trainer.optimizer = first.optimizer.optimizer
         paths[name] = stack.enter_context(_installed(name, trainer, run.backend))
         with compiled_regions(trainer, run.backend) if name == TUNED else contextlib.nullcontext():
-            return Side(trainer, run.clock, steps)
+            return SteppedTrainer(trainer, run.clock, steps)
 
-    for name in run.sides:
-        first = next(iter(sides.values()), None)
-        side, failure = attempt(partial(build, name, None if first is None else first.optimizer.optimizer))
-        if side is None:
-            failed[name] = failure or ""
-        else:
-            sides[name] = side
+    sides, failed = make_sides(run.sides, make)
     return sides, paths, failed
 
 
@@ -302,7 +287,7 @@ def shared_copy(model: Any) -> Any:
 
 
 def _gate(
-    model: Any, shape: ModelShape, sides: dict[str, Side], device: str
+    model: Any, shape: ModelShape, sides: dict[str, SteppedTrainer], device: str
 ) -> tuple[dict[str, Any], dict[str, str], torch.Tensor | None]:
     """Every side's first row against separate documents: figures, the sides that are wrong, the row's positions."""
     row: tuple[torch.Tensor, Reference] | None = None
@@ -332,23 +317,17 @@ def _gate(
     return {"reference": "separate documents, stock, fp32", "budget": budget, "sides": figures}, wrong, positions
 
 
-def _judge(name: str, side: Side, inputs: Any, items: Any, expected: Reference) -> tuple[dict[str, Any], str]:
+def _judge(name: str, side: SteppedTrainer, inputs: Any, items: Any, expected: Reference) -> tuple[dict[str, Any], str]:
     losses = token_losses(side.trainer.model, inputs, bf16=True)
     loss = float(side.trainer.training_step(side.model, inputs, items))
     return expected.verdict(name, losses, loss)
 
 
-def _step(side: Side, device: str) -> tuple[Step, Any]:
-    memory = PeakMemory(device)
-    return side.step(), memory.read()
-
-
 def _figures(found: Rounds[tuple[Step, Any]], name: str, clock: Clock) -> dict[str, Any]:
     steps = [step for step, _ in found.results[name]]
-    memory = [used for _, used in found.results[name] if used is not None]
     return {
         **side_figures(found.seconds[name], steps, clock),
-        "memory": max(memory, key=lambda used: used["peak_bytes"]) if memory else None,
+        "memory": largest_memory(found.results[name]),
         "batch_tokens": [step.input_ids.numel() for step in steps],
         "batch_documents": [step.documents for step in steps],
     }

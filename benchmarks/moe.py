@@ -26,13 +26,17 @@ from benchmarks.moe_sides import (
     saved_bytes,
     sides,
 )
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import limited_threads, quiet
+from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import PeakMemory, attempt, free_memory, take_turns
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock, median_interval
+from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -199,7 +203,7 @@ def _measure_row(
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context((_block if row.part == "block" else decoder)(row, device, seed))
-        clock: Clock = CudaClock() if device == "cuda" else WallClock()
+        clock = clock_of(device)
         contexts, out, kept = sides(device) | ({LOOP: partial(implementation, name="eager")} if loop else {}), {}, {}
         gate, reference = {}, None
         for name, enter in contexts.items():
@@ -219,7 +223,7 @@ def _measure_row(
         found = take_turns(
             {name: partial(_pass, subject, contexts[name], clock, device) for name in kept},
             rounds=rounds, warmup=WARMUP, seconds=seconds - (time.perf_counter() - start),
-            least=min(LEAST_ROUNDS, rounds), clock=clock, clean=partial(free_memory, device), begin=load.restart,
+            least=min(LEAST_ROUNDS, rounds), clock=clock, dropped=lambda *_: free_memory(device), begin=load.restart,
         )  # fmt: skip
         for name in kept:
             if name in found.failed:
@@ -238,7 +242,7 @@ def _figures(passes: Sequence[Pass], clock: Clock, tokens: int, kept: int) -> di
         "backward": [clock.seconds(p.middle, p.end) for p in passes],
         "seconds": [clock.seconds(p.start, p.end) for p in passes],
     }
-    figures = {name: {**median_interval(values).to_dict(), "values": values} for name, values in parts.items()}
+    figures = {name: summary(values) for name, values in parts.items()}
     rates = median_interval([tokens / taken for taken in parts["seconds"]]).to_dict()
     return {**figures, "tokens_per_second": rates, "saved_bytes": kept, "memory": passes[-1].memory}
 

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
-from benchmarks.steps import Side, Step, limited_threads, quiet, side_figures
+from benchmarks.row_loop import RowTask, run_rows
+from benchmarks.steps import Step, SteppedTrainer, side_figures
 from benchmarks.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock, interleave
+from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.timing import clock_of
 
 CASE = "packed_attention"
 
@@ -156,7 +160,7 @@ def _judged(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[st
 
 
 def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
-    clock: Clock = CudaClock() if device == "cuda" else WallClock()
+    clock = clock_of(device)
     steps = GATE_STEPS + WARMUP_PAIRS + pairs
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
@@ -164,7 +168,7 @@ def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, devi
         ours = trainers[OURS]
         stack.enter_context(ours._fastpack_features())
         path = ours.fastpack_report["packed_attention"].path
-        sides = {name: Side(trainer, clock, steps) for name, trainer in trainers.items()}
+        sides = {name: SteppedTrainer(trainer, clock, steps) for name, trainer in trainers.items()}
 
         runs = {name: side.step for name, side in sides.items()}
         gate = {name: run() for name, run in runs.items()}
@@ -173,11 +177,11 @@ def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, devi
             float(gate[STOCK].loss), float(gate[OURS].loss), tokens=gate[STOCK].input_ids.numel(), bf16=setting.bf16
         )
         load = OtherLoad()
-        comparison = interleave(runs, pairs=pairs, warmup=WARMUP_PAIRS, clock=clock, after_pair=_check_rows)
+        found = take_turns(runs, rounds=pairs, warmup=WARMUP_PAIRS, clock=clock, loud=FAILURES, after_round=_check_rows)
         other_load = load.cores()
         precision = ours.accelerator.mixed_precision
     gc.collect()  # the sides hold cycles; the next row must not run beside their memory
-    first = comparison.results[STOCK]
+    first = found.results[STOCK]
     return {
         "setting": setting.name,
         "mixed_precision": precision,
@@ -187,10 +191,10 @@ def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, devi
         "parity": parity,
         "batch_tokens": [step.input_ids.numel() for step in first],
         "batch_documents": [step.documents for step in first],
-        "order": list(comparison.order),
+        "order": found.order,
         "other_load": other_load,
-        **{name: side_figures(comparison.seconds[name], comparison.results[name], clock) for name in (STOCK, OURS)},
-        "ratio": {**comparison.ratio.to_dict(), "values": list(comparison.ratios)},
+        **{name: side_figures(found.seconds[name], found.results[name], clock) for name in (STOCK, OURS)},
+        "ratio": found.ratio(STOCK, OURS),
     }
 
 
@@ -216,6 +220,8 @@ def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[
     return {"stock_loss": stock, "fastpack_loss": ours, "difference": difference, "bound": bound}
 
 
-def _check_rows(pair: Mapping[str, Step]) -> None:
+def _check_rows(pair: Mapping[str, Step]) -> dict[str, str]:
+    """After a round: both sides were given the same row. A round without that is worth nothing, whichever is wrong."""
     if not torch.equal(pair[STOCK].input_ids, pair[OURS].input_ids):
         raise ParityError("the two trainers were given different rows: a time would compare different work")
+    return {}

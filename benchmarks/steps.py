@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import datasets
 import torch
 from trl import SFTTrainer
 
 from fastpack_trl.checkpointing.memory import ActivationMemory
-from fastpack_trl.measure.timing import Clock, CudaClock, median_interval
+from fastpack_trl.measure.intervals import median_interval, summary
+from fastpack_trl.measure.timing import Clock, CudaClock
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -35,7 +32,7 @@ class Step:
     """Bytes of device memory at each of the marks; empty on the CPU."""
 
 
-class Side:
+class SteppedTrainer:
     """One trainer, prepared as its `train` prepares it, advanced step by step."""
 
     def __init__(self, trainer: SFTTrainer, clock: Clock, steps: int) -> None:
@@ -111,7 +108,7 @@ def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) 
         for mark, used in zip(last.marks, last.allocated, strict=bool(last.allocated))
     ]
     return {
-        "seconds": {**median_interval(seconds).to_dict(), "values": list(seconds)},
+        "seconds": summary(seconds),
         "tokens_per_second": median_interval(rates).to_dict(),
         "phases": {phase: median(values) for phase, values in parts.items()},
         "phase_values": parts,
@@ -124,30 +121,3 @@ def document_tokens(steps: Sequence[Step]) -> dict[str, float] | None:
     """Shortest, median and longest document of the steps, in tokens; None where their batches do not say."""
     lengths = [length for step in steps for length in step.seq_lengths]
     return {"shortest": min(lengths), "median": median(lengths), "longest": max(lengths)} if lengths else None
-
-
-@contextlib.contextmanager
-def limited_threads(count: int) -> Iterator[None]:
-    """`count` intra-op threads of torch inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
-    bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
-    datasets.disable_progress_bars()
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use deprecated names
-            yield
-    finally:
-        logging.disable(level)
-        if not bars:
-            datasets.enable_progress_bars()

@@ -29,13 +29,17 @@ from tqdm.auto import tqdm
 
 from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SidePlan, plan_of
 from fastpack_trl.bench.compare_tables import table
+from fastpack_trl.bench.environment import one_bar
 from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
 from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
 from fastpack_trl.bench.row import assemble, part_of
-from fastpack_trl.bench.side import Build, Side, one_bar
+from fastpack_trl.bench.side import Build, Side
+from fastpack_trl.bench.step_watch import StepFigures
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
 from fastpack_trl.measure.record import OtherLoad, make_record
-from fastpack_trl.measure.rounds import FAILURES, attempt, describe_failure, free_memory, turn_order
+from fastpack_trl.measure.rounds import take_turns
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "Plan", "compare", "measure", "table"]
 
@@ -131,6 +135,8 @@ class _Measurement:
 
     plan: Plan
     subject: str
+    shown: Any
+    rounds: int = 0
     sides: dict[str, Side] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -163,43 +169,50 @@ class _Measurement:
             reason += "; all sides are in memory together: measure in one process each (--isolate)"
         self.fail(name, reason)
 
-    def round(self, index: int) -> None:
-        """One step of each side."""
-        for name in turn_order(list(self.sides), index):
-            try:
-                self.sides[name].step()
-            except UserError:
-                raise
-            except FAILURES as error:
-                reason = describe_failure(error)
-            else:
-                self.order.append(name)
-                continue
-            self.fail(name, reason)
+    def turns(self, *, rounds: int, warmup: int = 0, begin: Callable[[], None] = lambda: None) -> None:
+        """Advance each side by a step per round."""
+        if self.sides and rounds:
+            take_turns(
+                {name: partial(self.step, name) for name in self.sides}, rounds=rounds, warmup=warmup,
+                loud=(UserError,), begin=begin, dropped=self.fail, after_round=self.check,
+            )  # fmt: skip
 
-    def check(self, index: int) -> None:
-        """The same tokens in every round; the same losses in those of the gate, and of the warm-up without dropout."""
-        if len(self.sides) < 2:
-            return
-        last = {name: side.steps[-1] for name, side in self.sides.items()}
-        check_batches({name: step.digest for name, step in last.items()}, index + 1)
-        if index >= self.plan.checked(self.dropout):
-            return
-        losses = {name: step.loss for name, step in last.items()}
-        dtype = next(iter(self.sides.values())).dtype
-        for name in list(losses)[1:]:
+    def step(self, name: str) -> StepFigures:
+        figures = self.sides[name].step()  # times itself, on the device's clock, from inside of its training
+        self.order.append(name)
+        return figures
+
+    def check(self, steps: Mapping[str, StepFigures]) -> dict[str, str]:
+        """The same tokens in every round; the same losses in those of the gate, and of the warm-up without dropout.
+
+        Returns:
+            The sides other than the subject whose loss is another one, with the reason.
+        """
+        self.shown.update(1)
+        self.rounds += 1
+        names = [name for name in self.sides if name in steps]  # the reference first, whose turn it was first or not
+        if len(names) < 2:
+            return {}
+        check_batches({name: steps[name].digest for name in names}, self.rounds)
+        if self.rounds > self.plan.checked(self.dropout):
+            return {}
+        losses = {name: steps[name].loss for name in names}
+        dtype = self.sides[names[0]].dtype
+        wrong: dict[str, str] = {}
+        for name in names[1:]:
             try:
-                check_loss(losses, index + 1, dtype, [name])
+                check_loss(losses, self.rounds, dtype, [name])
             except UserError as error:
                 if name == self.subject:
                     raise
-                self.fail(name, str(error))
+                wrong[name] = str(error)
         self.gate = self.gate or {
             "dtype": str(dtype).removeprefix("torch."),
             "tolerance": tolerance(dtype),
             "steps": [],
         }
-        self.gate["steps"].append({name: loss for name, loss in losses.items() if name in self.sides})
+        self.gate["steps"].append({name: loss for name, loss in losses.items() if name not in wrong})
+        return wrong
 
 
 def check_same_weights(first: Side, second: Side) -> None:
@@ -255,7 +268,7 @@ def measure(
     """
     plan.check()
     subject = subject or (OURS if OURS in plans else list(plans)[-1])
-    state = _Measurement(plan, subject)
+    state = _Measurement(plan, subject, shown)
     complete = True
     load = OtherLoad()
     with one_bar():
@@ -268,7 +281,7 @@ def measure(
                     if reason:
                         raise NotAvailable(reason)
             state.sides = {name: state.sides[name] for name in plans if name in state.sides}
-            load = _rounds(state, shown)
+            _rounds(state, load)
             for side in state.sides.values():
                 side.extras_of(plan)
         except KeyboardInterrupt:
@@ -285,29 +298,23 @@ def measure(
         attempt(partial(free_memory, "cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _rounds(state: _Measurement, shown: Any) -> OtherLoad:
-    plan = state.plan
-    load = OtherLoad()
+def _rounds(state: _Measurement, load: OtherLoad) -> None:
+    """The gate, the warm-up, and the timed rounds, whose order and beside which the load of others is kept."""
+    plan, shown = state.plan, state.shown
+
+    def begin() -> None:
+        shown.set_postfix_str("timing")
+        state.order.clear()
+        load.restart()
+
+    shown.set_postfix_str("gate")
     with without_dropout([side.trainer.model for side in state.sides.values()]) as dropped:
-        for index in range(plan.gate_steps):
-            _one_round(state, index, shown, "gate")
+        state.turns(rounds=plan.gate_steps)
     state.dropout = dropped
     if state.gate is not None:
         state.gate["dropout"] = "off in these steps" if dropped else "none"
-    for index in range(plan.gate_steps, plan.rounds):
-        if index == plan.untimed:
-            load, state.order = OtherLoad(), []
-        _one_round(state, index, shown, "timing" if index >= plan.untimed else "warm-up")
-    return load
-
-
-def _one_round(state: _Measurement, index: int, shown: Any, what: str) -> None:
-    if not state.sides:
-        return
-    shown.set_postfix_str(what)
-    state.round(index)
-    state.check(index)
-    shown.update(1)
+    shown.set_postfix_str("warm-up")
+    state.turns(rounds=plan.pairs, warmup=plan.warmup, begin=begin)
 
 
 def _row(state: _Measurement, complete: bool, other_load: float | None) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastpack_trl.errors import UserError, did_you_mean, preparing
 
 if TYPE_CHECKING:
-    from benchmarks.row_loop import ResultFile
     from fastpack_trl.bench.plan import Plan
+    from fastpack_trl.bench.result_file import ResultFile
     from fastpack_trl.config import FastSFTConfig
 
 ABLATE = "ablate"
@@ -122,7 +122,7 @@ def _check(args: Namespace) -> None:
 
 
 def _json_file(args: Namespace) -> ResultFile | None:
-    from benchmarks.row_loop import ResultFile
+    from fastpack_trl.bench.result_file import ResultFile
     from fastpack_trl.measure.record import check_writable
 
     return ResultFile(check_writable(args.json), again=getattr(args, "again", False)) if args.json else None
@@ -141,7 +141,7 @@ def _make_folder(profile: str | None) -> None:
 
 @contextlib.contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    from benchmarks.steps import limited_threads
+    from fastpack_trl.bench.environment import limited_threads
 
     if count is not None and count < 1:
         raise UserError(f"--threads {count}: give 1 or more")

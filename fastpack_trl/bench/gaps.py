@@ -117,6 +117,15 @@ def self_times(spans: Iterable[Span], *, top: int = 10) -> list[dict[str, Any]]:
     return [{"name": name, "microseconds": total, "calls": int(calls)} for name, (total, calls) in ranked[:top]]
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals: ``(0, 2), (1, 3), (5, 6)`` -> 4. Kernels of several streams overlap."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
 def gap_cells(gaps: Sequence[Mapping[str, Any]], *, shown: int = 2) -> list[list[str]]:
     """A table's cells: length, neighbours, and the host's longest occupations; of gaps as `Gap.to_dict`."""
     cells = [["gap us", "after", "before", "the host meanwhile"]]

@@ -136,10 +136,11 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
 
     from fastpack_trl.bench.baselines import plan_of
     from fastpack_trl.bench.config_run import builder
+    from fastpack_trl.bench.environment import one_bar
     from fastpack_trl.bench.parity import without_dropout
     from fastpack_trl.bench.row import part_of
-    from fastpack_trl.bench.side import Side, one_bar
-    from fastpack_trl.measure.rounds import FAILURES, describe_failure
+    from fastpack_trl.bench.side import Side
+    from fastpack_trl.measure.failures import FAILURES, describe_failure
 
     torch.set_num_threads(task["threads"])
     profile = task["plan"]["profile"]

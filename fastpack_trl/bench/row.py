@@ -13,7 +13,7 @@ from fastpack_trl.bench.plan import Plan
 from fastpack_trl.bench.side import Side
 from fastpack_trl.bench.step_watch import PHASES, pairs_of
 from fastpack_trl.measure.flops import ModelFlops
-from fastpack_trl.measure.timing import median_interval
+from fastpack_trl.measure.intervals import median_interval, ratio_summary, summary
 
 RATES = ("loss", "nonpad", "capacity")
 
@@ -43,9 +43,9 @@ def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, 
     return {
         "path": result["path"],
         "checkpointing": result["checkpointing"],
-        "seconds": _interval(seconds),
+        "seconds": summary(seconds),
         "phases": {name: median(values) for name, values in spent.items()},
-        "phase_seconds": {name: _interval(values) for name, values in spent.items()},
+        "phase_seconds": {name: summary(values) for name, values in spent.items()},
         "tokens_per_second": rates["capacity"],
         "token_rates": rates,
         **_utilisation(steps, flops, peak),
@@ -60,10 +60,6 @@ def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, 
         "report": result["report"],
         "notes": result["notes"],
     }  # fmt: skip
-
-
-def _interval(values: Sequence[float]) -> dict[str, Any]:
-    return {**median_interval(values).to_dict(), "values": list(values)}
 
 
 def _utilisation(
@@ -101,8 +97,7 @@ def ratios(seconds: Mapping[str, Sequence[float]], subject: str) -> dict[str, An
     out = {}
     for name, values in seconds.items():
         if name != subject and subject in seconds:
-            shares = [other / own for other, own in zip(values, seconds[subject], strict=True)]
-            out[name] = _interval(shares)
+            out[name] = ratio_summary(values, seconds[subject])
     return out
 
 

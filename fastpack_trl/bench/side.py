@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,15 @@ from typing import Any
 import torch
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.steps import quiet
 from fastpack_trl.bench.baselines import SidePlan
 from fastpack_trl.bench.plan import Plan
 from fastpack_trl.bench.step_profile import StepProfile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
-from fastpack_trl.measure.rounds import attempt
 from fastpack_trl.measure.timing import Clock, CudaClock, WallClock
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
@@ -30,22 +28,7 @@ Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
 
 
-@contextlib.contextmanager
-def one_bar() -> Iterator[None]:
-    """No banner, log or bar of the sides beside the bar over all of them."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with quiet(), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-class OwnMemory:
+class SideMemory:
     """CUDA memory of one side of several that lie in one process and never run at the same time; nothing on the CPU.
 
     What others have allocated is taken off: `peak` is what this side would need alone, fragmentation aside.
@@ -96,7 +79,7 @@ class Side:
         from transformers import set_seed
 
         self.name, self.plan = name, plan
-        self.memory = OwnMemory()
+        self.memory = SideMemory()
         self.steps: list[StepFigures] = []
         self.paths: list[str] = []
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_profile import covered
-from fastpack_trl.bench.gaps import Span, find_gaps, self_times
+from fastpack_trl.bench.gaps import Span, covered, find_gaps, self_times
 from fastpack_trl.bench.step_watch import LABEL, StepWatch
 
 _COPIES = ("Memcpy", "Memset")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fastpack_trl.measure.timing import median_interval
+from fastpack_trl.measure.intervals import median_interval
 
 OURS, PLAN = "fastpack", "fastpack_plan"
 NAMES_OF_OURS = (OURS, PLAN, "double_buffer")

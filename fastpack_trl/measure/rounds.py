@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from fastpack_trl.measure.timing import Clock, Interval, WallClock, median_interval
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import Interval, median_interval, ratio_summary
+from fastpack_trl.measure.timing import Clock, WallClock
 
 T = TypeVar("T")
-
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError)
-"""What a kernel, a compiler or an operator raises that cannot do what it is asked, or that an older torch lacks. Out of
-memory on a device is among them; an interrupt is not."""
-
-_REASON = 300  # characters: a compiler's message can be pages long
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,7 @@ class Rounds(Generic[T]):
 
     def ratio(self, slow: str, fast: str) -> dict[str, Any]:
         """Seconds of `slow` / seconds of `fast`, round by round: median, interval and every value."""
-        values = [a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True)]
-        return {**median_interval(values).to_dict(), "values": values}
+        return ratio_summary(self.seconds[slow], self.seconds[fast])
 
 
 def turn_order(names: Sequence[str], index: int) -> list[str]:
@@ -63,12 +58,14 @@ def take_turns(
     seconds: float = float("inf"),
     least: int = 1,
     clock: Clock | None = None,
-    clean: Callable[[], None] = lambda: None,
+    loud: tuple[type[BaseException], ...] = (),
     begin: Callable[[], None] = lambda: None,
+    dropped: Callable[[str, str], None] = lambda name, reason: None,
+    after_round: Callable[[Mapping[str, T]], Mapping[str, str]] = lambda results: {},
 ) -> Rounds[T]:
     """Time each side once per round, in the order of `turn_order`.
 
-    So what the machine does beside hits all sides alike, and a drift over the run cancels in the ratio of a round.
+    What else the machine does hits all sides alike, and a drift over the run cancels in the ratio of a round.
 
     Args:
         sides: names with their callables.
@@ -77,8 +74,11 @@ def take_turns(
         seconds: no further round is started after that many; the warm-up counts.
         least: timed rounds that are run in any case.
         clock: `WallClock` by default.
-        clean: called after a failure, e.g. to give memory back.
+        loud: errors that are raised; any other of `FAILURES` makes its side drop out.
         begin: called before the first timed round, e.g. `OtherLoad.restart`: a warm-up may compile in other processes.
+        dropped: called with the name of a side that drops out and the reason, e.g. to give memory back.
+        after_round: called after each round, warm-up included, outside of the timed part, with what the sides returned;
+            returns reasons by the names of the sides that are to drop out, and may raise.
 
     Raises:
         ValueError: no side, or fewer than one round.
@@ -89,76 +89,40 @@ def take_turns(
     end_at = time.perf_counter() + seconds
     found: Rounds[T] = Rounds({name: [] for name in sides}, {name: [] for name in sides})
     alive = list(sides)
+
+    def drop(name: str, reason: str) -> None:
+        alive.remove(name)
+        found.failed[name] = reason
+        dropped(name, reason)
+
     for index in range(-warmup, rounds):
-        if index >= least and time.perf_counter() >= end_at:
+        if not alive or (index >= least and time.perf_counter() >= end_at):
             break
         if index == 0:
             begin()
+        returned: dict[str, T] = {}
         for name in turn_order(alive, index):
-            clock.synchronise()
-            start = clock.mark()
-            result, failure = attempt(sides[name])
-            end = clock.mark()
-            if failure is None:
-                # What the device could not do may only be told here.
-                _, failure = attempt(clock.synchronise)
-            if failure is not None:
-                alive.remove(name)
-                found.failed[name] = failure
-                clean()
-            elif index >= 0:
-                found.seconds[name].append(clock.seconds(start, end))
-                found.results[name].append(result)  # type: ignore[arg-type]
+            taken, failure = attempt(partial(_timed, sides[name], clock), loud)
+            if taken is None:
+                drop(name, failure or "")
+                continue
+            returned[name], passed = taken
+            if index >= 0:
+                found.seconds[name].append(passed)
+                found.results[name].append(returned[name])
                 found.order.append(name)
+        for name, reason in after_round(returned).items():
+            drop(name, reason)
     for name in found.failed:
         del found.seconds[name], found.results[name]
     return found
 
 
-def attempt(call: Callable[[], T], loud: tuple[type[BaseException], ...] = ()) -> tuple[T | None, str | None]:
-    """``(result, None)``, or ``(None, reason)`` where `call` raised one of `FAILURES`, those of `loud` excepted."""
-    try:
-        return call(), None
-    except FAILURES as error:
-        if isinstance(error, loud):
-            raise
-        reason = describe_failure(error)
-    # After the handler: the traceback holds the tensors of the call until here.
-    gc.collect()
-    return None, reason
-
-
-def describe_failure(error: BaseException) -> str:
-    """One line with the kind of the error and the start of its message."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}"[:_REASON].rstrip(": ")
-
-
-def free_memory(device: str) -> None:
-    """Give unused device memory back, so that the next side does not run in what a failed one left."""
-    gc.collect()
-    if device == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-
-
-class PeakMemory:
-    """Bytes of device memory that a step needs at most, and those that lie there before it; None on the CPU."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.before: int | None = None
-        if device == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            self.before = int(torch.cuda.memory_allocated())
-
-    def read(self) -> dict[str, int] | None:
-        """``{"peak_bytes", "before_bytes"}`` since construction."""
-        if self.before is None:
-            return None
-        import torch
-
-        return {"peak_bytes": int(torch.cuda.max_memory_allocated()), "before_bytes": self.before}
+def _timed(call: Callable[[], T], clock: Clock) -> tuple[T, float]:
+    """Call, and return the result with the seconds that it took."""
+    clock.synchronise()
+    start = clock.mark()
+    result = call()
+    end = clock.mark()
+    clock.synchronise()  # what the device could not do may only be told here
+    return result, clock.seconds(start, end)

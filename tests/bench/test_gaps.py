@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu_profile import covered
-from fastpack_trl.bench.gaps import NO_OPERATOR, Span, find_gaps, gap_cells, host_during, self_times
+from fastpack_trl.bench.gaps import NO_OPERATOR, Span, covered, find_gaps, gap_cells, host_during, self_times
 
 _SPANS = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda pair: Span("e", pair[0], pair[0] + pair[1])),

@@ -13,10 +13,11 @@ import torch
 from benchmarks.activation_memory import _different, measure
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
 from benchmarks.lora_models import LoraModel, build, definitions
-from benchmarks.steps import Side, quiet
+from benchmarks.steps import SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.command import table
+from fastpack_trl.bench.environment import quiet
 from fastpack_trl.checkpointing.memory import decoder_layers
 from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import UserError
@@ -66,7 +67,7 @@ def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> N
     args = FastSFTConfig(**arguments, activation_memory_gib=4.0)
     trainer = FastSFTTrainer(weights, args=args, train_dataset=documents, processing_class=tokenizer)
     with quiet(), trainer._fastpack_features(announce=True):
-        Side(trainer, WallClock(), 2).step()
+        SteppedTrainer(trainer, WallClock(), 2).step()
         assert not any(layer.gradient_checkpointing for layer in decoder_layers(weights))
     assert all(layer.gradient_checkpointing for layer in decoder_layers(weights))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from fastpack_trl.bench import command
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import attempt, take_turns
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
@@ -41,91 +38,6 @@ PLAN = Plan((300,), (Heads(4, 2, 16), Heads(4, 2, 16, sinks=True)), (None, 128),
 def tiny_shape(name: str) -> ModelShape:
     shape = MODELS[name]
     return replace(shape, fields={**shape.fields, **(TINY_EXPERTS if shape.has_experts else TINY)}).cut_to(2)
-
-
-# --- several sides in turn ---
-
-
-class FakeClock:
-    """Time passes only when a fake side says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def synchronise(self) -> None:
-        pass
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def taking(self, duration: float) -> Callable[[], float]:
-        def call() -> float:
-            self.now += duration
-            return duration
-
-        return call
-
-
-def test_every_side_comes_first_in_its_turn() -> None:
-    clock = FakeClock()
-    sides = {name: clock.taking(seconds) for name, seconds in {"a": 1.0, "b": 2.0, "c": 4.0}.items()}
-    found = take_turns(sides, rounds=6, clock=clock)
-    assert found.seconds == {"a": [1.0] * 6, "b": [2.0] * 6, "c": [4.0] * 6}
-    assert found.results == found.seconds
-    assert found.ratio("c", "a")["median"] == 4.0
-    assert found.time("b").median == 2.0
-    turns = [found.order[start : start + 3] for start in range(0, 18, 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
-    assert {turn[0] for turn in turns} == {"a", "b", "c"}
-
-
-def test_a_side_that_fails_drops_out_with_its_reason() -> None:
-    clock = FakeClock()
-    calls = iter(range(10))
-    cleaned: list[bool] = []
-
-    def fails() -> float:
-        if next(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
-        return clock.taking(1.0)()
-
-    found = take_turns(
-        {"good": clock.taking(2.0), "bad": fails}, rounds=4, clock=clock, clean=lambda: cleaned.append(True)
-    )
-    assert found.failed == {"bad": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB"}
-    assert found.seconds == {"good": [2.0] * 4}
-    assert cleaned == [True]
-
-
-def test_no_round_is_started_after_the_budget() -> None:
-    clock = FakeClock()
-    found = take_turns({"a": clock.taking(1.0)}, rounds=50, seconds=0.0, least=3, clock=clock)
-    assert len(found.seconds["a"]) == 3
-
-
-def test_the_load_of_a_warm_up_is_not_counted() -> None:
-    seen: list[str] = []
-    sides = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
-    take_turns(sides, rounds=1, warmup=2, clock=FakeClock(), begin=lambda: seen.append("begin"))
-    assert seen == ["a", "b", "b", "a", "begin", "a", "b"]
-    load = OtherLoad()
-    load._start = (0.0, 0.0, 0.0)
-    load.restart()
-    before = load._read()
-    assert before is None or load._start[0] > 0.0
-
-
-def test_an_interrupt_is_no_failure() -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        attempt(interrupted)
-    with pytest.raises(ValueError, match="nothing to time"):
-        take_turns({}, rounds=1)
 
 
 # --- attention alone ---
@@ -354,7 +266,7 @@ def test_all_sides_are_right_and_timed(models: dict[str, Any]) -> None:
 def test_sides_share_one_set_of_parameters_and_one_optimizer(tmp_path: Path) -> None:
     import contextlib
 
-    from benchmarks.steps import quiet
+    from fastpack_trl.bench.environment import quiet
 
     shape = tiny_shape("small")
     run = model_steps.Run(rounds=1, checkpointing=False, device="cpu", seed=0, documents=(8, 40))

@@ -16,8 +16,8 @@ from benchmarks.headline_table import gain_lines, gains_table
 from benchmarks.lora_models import LoraModel
 from benchmarks.moe_sides import SHAPES
 from benchmarks.published import PUBLISHED, ROWS
-from benchmarks.row_loop import ResultFile
 from fastpack_trl.bench import command, plots, report
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import rows_of
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError

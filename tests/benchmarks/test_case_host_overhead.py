@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import host_overhead, packed_attention
-from benchmarks.gpu_profile import covered
 from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
 from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.command import table
+from fastpack_trl.bench.gaps import covered
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 

@@ -1,19 +1,15 @@
-"""``fastpack-trl bench``: the clockwork, the record, the parity gate, and a miniature run of the real case."""
+"""The case ``packed_attention``: its parity gate, its record and table, and a miniature run."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import subprocess
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,10 +17,11 @@ from benchmarks import cases, packed_attention, steps
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
 from fastpack_trl.bench import command
+from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure import record
-from fastpack_trl.measure.timing import WallClock, interleave, median_interval
+from fastpack_trl.measure.timing import WallClock
 from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(
@@ -35,95 +32,6 @@ MINIATURE = Workload(
     settings=(PLAIN, TRL_DEFAULTS),
     quick_tokens=(),
 )
-
-
-class FakeClock:
-    """Time passes only when a fake callable says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.synchronised = 0
-
-    def synchronise(self) -> None:
-        self.synchronised += 1
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def taking(self, durations: list[float]) -> Callable[[], float]:
-        left = iter(durations)
-
-        def call() -> float:
-            duration = next(left)
-            self.now += duration
-            return duration
-
-        return call
-
-
-def test_sides_alternate_and_the_warm_up_is_dropped() -> None:
-    clock = FakeClock()
-    sides = {"slow": clock.taking([100.0, 6.0, 8.0, 9.0]), "fast": clock.taking([100.0, 2.0, 4.0, 3.0])}
-    pairs: list[dict[str, float]] = []
-    found = interleave(sides, pairs=3, warmup=1, clock=clock, after_pair=lambda pair: pairs.append(dict(pair)))
-    assert found.order == ("slow", "fast", "fast", "slow", "slow", "fast")
-    assert found.seconds == {"slow": (6.0, 8.0, 9.0), "fast": (2.0, 4.0, 3.0)}
-    assert found.results == found.seconds
-    assert found.ratios == (3.0, 2.0, 3.0)
-    assert (found.ratio.median, found.ratio.low, found.ratio.high) == (3.0, 2.0, 3.0)
-    assert found.time("slow").median == 8.0
-    assert pairs[0] == {"slow": 100.0, "fast": 100.0}
-    assert len(pairs) == 4
-    assert clock.synchronised == 2 * 2 * 4  # before the first and before the last mark of each call
-
-
-def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
-    clock = FakeClock()
-    drift = [1.0, 2.0, 3.0, 4.0]
-    found = interleave(
-        {"a": clock.taking([2 * d for d in drift]), "b": clock.taking(drift)}, pairs=4, warmup=0, clock=clock
-    )
-    assert found.ratios == (2.0,) * 4
-
-
-@pytest.mark.parametrize(
-    ("sides", "pairs", "warmup"), [(["a"], 1, 0), (["a", "b", "c"], 1, 0), (["a", "b"], 0, 0), (["a", "b"], 1, -1)]
-)
-def test_a_comparison_of_nothing_is_refused(sides: list[str], pairs: int, warmup: int) -> None:
-    with pytest.raises(ValueError, match=r"give two|at least one pair"):
-        interleave(dict.fromkeys(sides, float), pairs=pairs, warmup=warmup)
-
-
-def test_wall_clock_measures_what_passes() -> None:
-    clock = WallClock()
-    start = clock.mark()
-    clock.synchronise()
-    assert 0 <= clock.seconds(start, clock.mark()) < 10
-
-
-@pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (100, 39)])
-def test_order_statistics_are_those_of_the_sign_test(count: int, cut: int) -> None:
-    found = median_interval([float(value) for value in range(count)])
-    assert (found.low, found.high) == (float(cut), float(count - 1 - cut))
-    exact = 1 - 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
-    assert found.coverage == pytest.approx(max(0.0, exact))
-    assert found.coverage >= 0.95 or count < 6
-
-
-def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
-    random = np.random.default_rng(0)
-    intervals = [median_interval(random.lognormal(size=9).tolist()) for _ in range(2000)]
-    covered = np.mean([interval.low <= 1.0 <= interval.high for interval in intervals])
-    # Three standard errors of 2000 draws.
-    assert abs(covered - intervals[0].coverage) < 3 * math.sqrt(0.04 * 0.96 / 2000)
-
-
-def test_no_value_has_no_median() -> None:
-    with pytest.raises(ValueError, match="at least one pair"):
-        median_interval([])
 
 
 @pytest.fixture(scope="module")
@@ -196,16 +104,6 @@ def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
     assert "other processes" not in command.table(measured | {"rows": [first | {"other_load": None}]})
 
 
-def test_other_load_counts_what_this_process_did_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Seconds: passed, busy on all cores, spent here.
-    readings = iter([(0.0, 100.0, 10.0), (10.0, 125.0, 20.0), (10.0, 100.0, 30.0)])
-    monkeypatch.setattr(record.OtherLoad, "_read", staticmethod(lambda: next(readings, None)))
-    load = record.OtherLoad()
-    assert load.cores() == 1.5
-    assert load.cores() == 0.0
-    assert load.cores() is None
-
-
 def test_targets_are_those_of_the_default_shapes_on_the_cpu() -> None:
     def judged(tokens: int, ratio: float) -> tuple[float | None, bool | None]:
         row = {"tokens": tokens, "ratio": {"median": ratio}}
@@ -231,7 +129,7 @@ def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.
         raise AssertionError("was timed")
 
     monkeypatch.setattr(FastSFTTrainer, "compute_loss", wrong)
-    monkeypatch.setattr(packed_attention, "interleave", timed)
+    monkeypatch.setattr(packed_attention, "take_turns", timed)
     with pytest.raises(ParityError, match=r"with fastpack and .* with stock"):
         packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
 
@@ -306,7 +204,7 @@ def test_threads_and_logging_are_as_before(measured: dict[str, Any]) -> None:
 
     assert logging.root.manager.disable == logging.NOTSET
     before = torch.get_num_threads()
-    with steps.limited_threads(before + 1), steps.quiet():
+    with limited_threads(before + 1), quiet():
         assert torch.get_num_threads() == before + 1
         assert datasets.are_progress_bars_disabled()
     assert torch.get_num_threads() == before
@@ -404,63 +302,6 @@ def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measur
     )
 
 
-def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    record.write_json(file, {"a": (1.0, math.nan), "b": {"c": math.inf}})
-    assert json.loads(file.read_text()) == {"a": [1.0, "nan"], "b": {"c": "inf"}}
-    with pytest.raises(TypeError):
-        record.write_json(file, {"a": object()})
-    assert json.loads(file.read_text())["a"] == [1.0, "nan"]
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_source_is_the_checkout_or_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A package that lies in site-packages inside of another repository has no commit of its own."""
-    inner = tmp_path / "site-packages" / "fastpack_trl" / "bench"
-    inner.mkdir(parents=True)
-    monkeypatch.setattr(record, "__file__", str(inner / "record.py"))
-    assert record.source() == {"commit": None, "modified": None}
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", str(tmp_path)]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert record.source() == {"commit": None, "modified": None}
-    outer = tmp_path / "fastpack_trl" / "bench"
-    outer.mkdir(parents=True)
-    monkeypatch.setattr(record, "__file__", str(outer / "record.py"))
-    found = record.source()
-    assert len(found["commit"]) == 40
-    assert found["modified"] is False
-
-
-def test_a_gpu_record_names_device_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(record, "_output", lambda *arguments: "570.1")
-    found = record.machine("cuda")
-    assert (found["gpu"], found["driver"]) == ("a GPU", "570.1")
-
-
-def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.measure.timing import CudaClock
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: str) -> None:
-            self.stream = stream
-
-        def elapsed_time(self, other: Any) -> float:
-            return 2500.0
-
-    synchronised: list[Any] = []
-    fake = SimpleNamespace(Event=Event, current_stream=lambda device: "stream", synchronize=synchronised.append)
-    clock = CudaClock("cuda")
-    monkeypatch.setattr(clock, "_torch", SimpleNamespace(cuda=fake))
-    start, end = clock.mark(), clock.mark()
-    clock.synchronise()
-    assert (start.stream, synchronised, clock.seconds(start, end)) == ("stream", ["cuda"], 2.5)
-
-
 @pytest.mark.parametrize("setting", MINIATURE.settings, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("name", [STOCK, OURS])
 def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, name: str) -> None:
@@ -470,13 +311,13 @@ def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, na
     def trainer() -> Any:
         return make_trainers(MINIATURE, setting, 128, count, "cpu", 0, str(tmp_path))[name]
 
-    with steps.quiet():
+    with quiet():
         whole = trainer()
         whole.args.logging_steps, whole.args.save_strategy = 1, "no"
         whole.train()
         measured = trainer()
         with measured._fastpack_features() if name == OURS else nullcontext():
-            side = steps.Side(measured, WallClock(), count)
+            side = steps.SteppedTrainer(measured, WallClock(), count)
             losses = [float(side.step().loss) for _ in range(count)]
     assert side.model.is_gradient_checkpointing == setting.gradient_checkpointing
     logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]

@@ -12,8 +12,9 @@ import torch
 
 from benchmarks import lora, row_loop, side_turns
 from benchmarks.lora_models import LoraModel
-from benchmarks.row_loop import ResultFile, RowTask, run_rows
+from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench import baselines
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
