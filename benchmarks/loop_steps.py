@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.gpu_profile import GpuProfile
+from benchmarks.instruments import instrument
 
 ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
 WARMUP_STEPS = 2
@@ -70,9 +71,11 @@ class BurstWatch(TrainerCallback):
         accelerator, model = trainer.accelerator, trainer.model
         starts: list[float] = []
 
+        @instrument
         def before(*_: Any) -> None:
             starts.append(time.perf_counter())
 
+        @instrument
         def after(*_: Any) -> None:
             self._parts["forward"] += time.perf_counter() - starts.pop()
 
@@ -81,10 +84,11 @@ class BurstWatch(TrainerCallback):
                 with self.part(name):
                     return call(*args, **kwargs)
 
-            return run
+            return instrument(run)
 
         batches = trainer.get_batch_samples
 
+        @instrument
         def counted(*args: Any, **kwargs: Any) -> Any:
             found, items = batches(*args, **kwargs)
             self._tokens += sum(inputs["input_ids"].numel() for inputs in found)
@@ -104,6 +108,7 @@ class BurstWatch(TrainerCallback):
                     watch._backward_end = 0.0
                 around_step.__exit__(*error)
 
+        @instrument
         def backward(*args: Any, **kwargs: Any) -> None:
             with self.part("backward"):
                 run_backward(*args, **kwargs)

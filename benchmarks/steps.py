@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from trl import SFTTrainer
 
+from benchmarks.instruments import instrument
 from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.timing import Clock, CudaClock
@@ -57,6 +58,7 @@ class SteppedTrainer:
         self._compute_loss: Callable[..., Any] = trainer.compute_loss
         trainer.compute_loss = self._marked_compute_loss
 
+    @instrument
     def _marked_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._compute_loss(*args, **kwargs)
         self._forward_end = self._mark()

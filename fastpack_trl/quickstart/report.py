@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastpack_trl.measure.timing import Interval
+    from fastpack_trl.measure.intervals import Interval
     from fastpack_trl.quickstart.settings import Settings
     from fastpack_trl.quickstart.side_by_side import Comparison
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.measure.intervals import Interval, median_interval
 from fastpack_trl.measure.rounds import take_turns
-from fastpack_trl.measure.timing import Interval, median_interval
 
 SIDES = ("stock", "fastpack")
 FLOAT32_EPS = 2.0**-23

@@ -19,7 +19,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.command import table
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.checkpointing.memory import decoder_layers
-from fastpack_trl.cli.main import main as cli
+from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 

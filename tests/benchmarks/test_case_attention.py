@@ -14,7 +14,7 @@ import torch
 from attention_material import make_row, separate, snapshot
 from torch import Tensor
 
-from benchmarks import attention, attention_sides, model_gate, model_steps
+from benchmarks import attention, attention_sides, model_gate, model_steps, side_turns
 from benchmarks.attention import Configuration, Heads, Layer, Plan
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, shape_of
 from fastpack_trl.attention.install import packed_attention
@@ -318,7 +318,7 @@ def test_a_side_that_is_wrong_is_a_row_and_is_not_timed(monkeypatch: pytest.Monk
 
 
 def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = model_steps._step
+    original = side_turns._step
 
     def step_of(side: Any, device: str) -> Any:
         if side.trainer.__class__.__name__ == "SFTTrainer":
@@ -326,7 +326,7 @@ def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pyte
             raise torch.OutOfMemoryError("out of memory")
         return original(side, device)
 
-    monkeypatch.setattr(model_steps, "_step", step_of)
+    monkeypatch.setattr(side_turns, "_step", step_of)
     found = model_steps.measure(
         {"small": tiny_shape("small")}, tokens=[128], rounds=1, threads=1, documents=(8, 40), checkpointing=False
     )

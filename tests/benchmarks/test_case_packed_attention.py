@@ -22,6 +22,7 @@ from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure import record
 from fastpack_trl.measure.timing import WallClock
+from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
 from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(
@@ -319,6 +320,7 @@ def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, na
         with measured._fastpack_features() if name == OURS else nullcontext():
             side = steps.SteppedTrainer(measured, WallClock(), count)
             losses = [float(side.step().loss) for _ in range(count)]
+            assert not replaced_methods(measured, BATCH_METHODS)  # timing it changes no path
     assert side.model.is_gradient_checkpointing == setting.gradient_checkpointing
     logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert losses == pytest.approx(logged, rel=1e-6)
