@@ -58,7 +58,7 @@ def shown(value: object) -> str:
 
 
 class NonFiniteError(ValueError):
-    """A model computes NaN or infinity on its own, so that nothing can be shown with it; names the parameter."""
+    """A model computes NaN or infinity by itself, so that no proof is possible with it; names the parameter."""
 
 
 def one_line(message: object) -> str:

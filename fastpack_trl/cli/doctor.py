@@ -1,4 +1,4 @@
-"""``fastpack-trl doctor``: what this machine has, what a config would run and why, and where its steps wait."""
+"""``fastpack-trl doctor``: show what this machine has, what a config would run and why, and where its steps wait."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     if args.audit and not args.config:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
     if args.steps < 1:
-        raise UserError(f"--steps {args.steps} counts nothing: give 1 or more")
+        raise UserError(f"--steps {args.steps} is below 1")
     from fastpack_trl.measure.record import write_json
 
     file = json_file(args)

@@ -34,7 +34,7 @@ COMMANDS = {
     "sft": Command("fastpack_trl.cli.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
     "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other"),
     "doctor": Command(
-        "fastpack_trl.cli.doctor", "what this machine has, what a config would run and why, where it waits"
+        "fastpack_trl.cli.doctor", "show what this machine has, what a config would run and why, and where it waits"
     ),
     "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine"),
 }

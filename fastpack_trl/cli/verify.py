@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
         try:
             proof = verify_packing(model, attention=attention, lengths=lengths)
         except NonFiniteError as error:
-            raise UserError(f"nothing can be shown with --model {args.model}: {error}") from error
+            raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
             remedy = "auto" if args.attn == "off" else RIGHT_PADDED
             raise UserError(

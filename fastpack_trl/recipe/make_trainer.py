@@ -154,7 +154,7 @@ def _lora_targets(model: ModelConfig) -> Iterator[None]:
         targets = model.lora_target_modules
         if not str(error).startswith("Target modules"):
             raise
-        said = f"lora_target_modules {shown(targets)}: no module of the model is called so; "
+        said = f"lora_target_modules {shown(targets)}: no module of the model has this name; "
         if isinstance(targets, str):
-            said += f"TRL takes a single name for a regular expression of whole names: write '.*{targets}', say; "
+            said += f"TRL reads a single name as a regular expression over whole module names: write '.*{targets}'; "
         raise UserError(f"{said}all-linear takes every linear layer") from error
