@@ -12,8 +12,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+# Here and not inside of a test: the log handlers that they make would keep that test's captured stderr, and fail later.
+import datasets  # noqa: F401
 import pytest
 import torch
+import transformers  # noqa: F401
 from sft_material import Material, write_jsonl
 
 from fastpack_trl.cli import doctor
@@ -211,7 +214,7 @@ def test_one_side_that_fails_leaves_the_other(material: Material, capsys: pytest
     ("arguments", "message"),
     [
         (["--audit"], "give --config FILE"),
-        (["--steps", "0"], "give 1 or more"),
+        (["--steps", "0"], "--steps 0 is below 1"),
         (["--jsom", "x"], "did you mean '--json'"),
     ],
 )
