@@ -1,4 +1,4 @@
-"""The built-in cases of ``fastpack-trl bench``: parsed arguments in, a record out."""
+"""The in-house cases of ``python -m benchmarks``: parsed arguments in, a record out."""
 
 from __future__ import annotations
 

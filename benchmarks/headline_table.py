@@ -50,6 +50,11 @@ def gains_table(records: Iterable[Mapping[str, Any]], *, every_row: bool) -> str
     return "\n".join(lines)
 
 
+def report_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return the paragraphs that a report of ``--report`` has before the table of this record."""
+    return [gains_table([record], every_row=False), LEGEND] if record["case"] == "headline" else []
+
+
 def gain_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """For people at a terminal: per row the gain over its before and over stock tuned, and what is published."""
     out: list[str] = []

@@ -70,7 +70,7 @@ def is_published_table(record: Mapping[str, Any]) -> bool:
 def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
     head = "**What others have published, and the same here.** Random weights in public shapes."
     parts = ["\n".join([f"{head} {LEGEND}", "", gains_table(results.values(), every_row=True)])]
-    command = "fastpack-trl bench --case headline --scale full --device cuda --json FILE"
+    command = "python -m benchmarks --case headline --scale full --device cuda --json FILE"
     parts.append(f"`{command}` measures what is missing and goes on with its file where it stopped.")
     for name, record in results.items():
         packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl"))
@@ -138,7 +138,7 @@ def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
         lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    made = made_by(name, record, "fastpack-trl bench --case packed_attention --quick --pairs 6")
+    made = made_by(name, record, "python -m benchmarks --case packed_attention --quick --pairs 6")
     return "\n".join([head, "", *lines, "", made])
 
 
@@ -166,7 +166,7 @@ def _models(name: str, record: Mapping[str, Any]) -> str:
     plain = "" if record["settings"]["checkpointing"] else " --no-checkpointing"
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
     lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
-    command = f"fastpack-trl bench --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
+    command = f"python -m benchmarks --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
     commit = "" if record["source"]["commit"] else " Its commit was not recorded."
     made = f"`{command}`: driver {machine['driver']}, {packages}; `benchmarks/results/{name}`.{commit}"
     return "\n".join([*lines, "", made])
@@ -181,7 +181,7 @@ def _collator(name: str, record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
         lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    return "\n".join([head, "", *lines, "", made_by(name, record, "fastpack-trl bench --case collator")])
+    return "\n".join([head, "", *lines, "", made_by(name, record, "python -m benchmarks --case collator")])
 
 
 def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
@@ -198,7 +198,7 @@ def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
         work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
         cells = [row["setting"], f"{row['tokens']:,}", *work, ratio_cell(row["overhead"]), ratio_cell(row["ratio"])]
         lines.append(f"| {' | '.join(cells)} |")
-    made = made_by(name, record, f"fastpack-trl bench --case host_overhead --device {record['machine']['device']}")
+    made = made_by(name, record, f"python -m benchmarks --case host_overhead --device {record['machine']['device']}")
     return "\n".join([head, "", *lines, "", made])
 
 
@@ -234,7 +234,7 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
                 beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
     models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     command = (
-        f"fastpack-trl bench --case moe --device {machine['device']} --model {models} "
+        f"python -m benchmarks --case moe --device {machine['device']} --model {models} "
         f"--pairs {record['settings']['rounds']}{threads}"
     )
     return "\n".join([*lines, "", f"`{command}`: {packages}; `benchmarks/results/{name}`.{beside}"])

@@ -65,7 +65,7 @@ def lora_table(name: str, record: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
     tokens = " ".join(str(row["tokens"]) for row in record["rows"])
     command = (
-        f"fastpack-trl bench --case lora --device {machine['device']} --model {models} --tokens {tokens} "
+        f"python -m benchmarks --case lora --device {machine['device']} --model {models} --tokens {tokens} "
         f"--pairs {settings['rounds']}{' --liger' if liger else ''}"
     )
     rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
@@ -94,7 +94,7 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
         peaks = " / ".join(f"{_peak(row, side) / 2**30:.1f}" for side in ("checkpoint", "double_buffer"))
         hidden = f"{row['copies']['events']['double_buffer']['hidden']:.1%}"
         lines.append(f"| {row['setting']}, {row['tokens']:,} | {' | '.join(over)} | {peaks} | {hidden} |")
-    command = f"fastpack-trl bench --case activation_memory --device {record['machine']['device']}"
+    command = f"python -m benchmarks --case activation_memory --device {record['machine']['device']}"
     return "\n".join([*lines, "", made_by(name, record, command)])
 
 

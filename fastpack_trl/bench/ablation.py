@@ -11,7 +11,7 @@ from fastpack_trl.bench.compare import NotAvailable, measure
 from fastpack_trl.bench.plan import Plan
 from fastpack_trl.bench.side import Build, Side
 from fastpack_trl.config import _CHOICES, FastSFTConfig
-from fastpack_trl.measure.tables import aligned, disturbances
+from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 from fastpack_trl.trainer import FastSFTTrainer
 
 OFF, ALL = "off", "all"
@@ -125,7 +125,7 @@ def ablation_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 without,
                 *(f"{row['sides'][name]['seconds']['median'] * 1000:,.1f}" for name in (without, OURS)),
                 f"{ratio['median']:.2f}x",
-                f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})",
+                interval_cell(ratio),
             ]
         )
     measured = [row for row in rows if not row.get("skipped")]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastpack_trl.bench.gaps import gap_cells
 from fastpack_trl.bench.step_watch import PHASES
-from fastpack_trl.measure.tables import aligned, disturbances
+from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 
 _GIB = 1 << 30
 
@@ -80,7 +80,7 @@ def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -
                 f"{seconds['low'] * 1000:,.1f} to {seconds['high'] * 1000:,.1f} ({seconds['coverage']:.1%})",
                 *("-" if rates[kind] is None else f"{rates[kind]['median']:,.0f}" for kind in rates),
                 "-" if ratio is None else f"{ratio['median']:.2f}x",
-                "-" if ratio is None else f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})",
+                "-" if ratio is None else interval_cell(ratio),
             ]
         )
     return cells

@@ -7,11 +7,11 @@ import hashlib
 import json
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, did_you_mean, preparing
+from fastpack_trl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from fastpack_trl.bench.plan import Plan
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 ABLATE = "ablate"
 BASELINES = ("stock", "tuned", "rebuild")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_OTHER_CASES = (
-    "case",
-    "tokens",
-    "quick",
-    "seconds",
-    "model",
-    "backends",
-    "layers",
-    "no_checkpointing",
-    "report",
-    "out",
-    "scale",
-    "rows",
-)
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""
 
@@ -73,12 +59,11 @@ def given(args: Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
 
 
-def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
+def run(args: Namespace) -> int:
     """Measure, print the tables, write the JSON.
 
     Args:
         args: of ``fastpack-trl bench``; ``args.more`` is what goes to the parser of ``fastpack-trl sft``.
-        head: the lines about machine and versions of a record.
 
     Returns:
         0, or 130 after an interrupt, with what was measured.
@@ -88,12 +73,13 @@ def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
     """
     _check(args)
     from fastpack_trl.measure.record import write_json
+    from fastpack_trl.measure.tables import fact_lines
 
     file = _json_file(args)
     _make_folder(args.profile)
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, _threads(args.threads):
         record, lines = _measure(args, folder, file)
-    print("\n".join([f"{record['case']}: {Path(args.config).name}", *head(record), *lines]))
+    print("\n".join([f"{record['case']}: {Path(args.config).name}", *fact_lines(record), *lines]))
     if args.save:
         target = default_file(record)
         write_json(target, record)
@@ -104,10 +90,9 @@ def run(args: Namespace, head: Callable[[Mapping[str, Any]], list[str]]) -> int:
 def _check(args: Namespace) -> None:
     from fastpack_trl.report import disabled_by_environment
 
-    for name in _OTHER_CASES:
-        if getattr(args, name, None) not in (None, False):
-            raise UserError(f"--{name.replace('_', '-')} does not go with --config: leave one of the two out")
-    if args.device != "auto":
+    if args.report is not None or args.out is not None:
+        raise UserError("--report and --out do not go with --config: call --report on the FILE of --json afterwards")
+    if any(word.partition("=")[0] == "--device" for word in args.more):
         raise UserError(
             "--device does not go with --config: use_cpu in the YAML, or --use_cpu True, says where it runs"
         )
@@ -164,20 +149,6 @@ def plan_from(args: Namespace) -> Plan:
     return plan
 
 
-def builder(config: str, flags: Sequence[str], folder: str) -> Callable[..., Any]:
-    """A `build` for `compare`: each call reads the YAML and loads its model and data anew."""
-
-    def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
-        from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
-
-        words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-        arguments = short_run_arguments(config, folder, *flags, "--output_dir", folder, *words)
-        with preparing():
-            return make_trainer(arguments, None, trainer_class)
-
-    return build
-
-
 def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dict[str, Any], list[str]]:
     """The record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
@@ -186,10 +157,8 @@ def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dic
 
     plan, seed = plan_from(args), [] if args.seed is None else ["--seed", str(args.seed)]
     flags = [*args.more, *seed]
-    arguments = short_run_arguments(
-        args.config, folder, *flags
-    )  # a wrong name or value is said before anything is loaded
-    training = arguments.training
+    # A wrong name or value is said before anything is loaded.
+    training = short_run_arguments(args.config, folder, *flags).training
     sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
         sides.append(baselines.PLANNED)
@@ -231,8 +200,9 @@ def _measured(
     file: ResultFile | None,
 ) -> dict[str, Any]:
     from fastpack_trl.bench.compare import bar, compare, record_of
+    from fastpack_trl.bench.yaml_build import yaml_build
 
-    build = builder(args.config, flags, folder)
+    build = yaml_build(args.config, flags, folder)
     if args.ablate:
         from fastpack_trl.bench.ablation import ablate, features
 
@@ -295,11 +265,11 @@ def _without_folders(value: Any) -> Any:
 
 
 def default_file(record: Mapping[str, Any]) -> Path:
-    """``benchmarks/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
+    """Return ``benchmarks/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
 
     A file that exists is kept: the next gets ``_2`` behind its name.
     """
-    results = Path(__file__).resolve().parent / "results"
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
     folder = results if record["source"]["commit"] is not None and results.is_dir() else Path.cwd()
     stem = f"{record['case']}_{record['machine']['device']}_{record['date'][:10]}"
     names = [f"{stem}.json", *(f"{stem}_{number}.json" for number in range(2, 1000))]

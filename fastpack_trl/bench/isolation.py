@@ -135,11 +135,11 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from fastpack_trl.bench.baselines import plan_of
-    from fastpack_trl.bench.config_run import builder
     from fastpack_trl.bench.environment import one_bar
     from fastpack_trl.bench.parity import without_dropout
     from fastpack_trl.bench.row import part_of
     from fastpack_trl.bench.side import Side
+    from fastpack_trl.bench.yaml_build import yaml_build
     from fastpack_trl.measure.failures import FAILURES, describe_failure
 
     torch.set_num_threads(task["threads"])
@@ -148,7 +148,7 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side: Side | None = None
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, one_bar():
-        build = builder(task["config"], task["flags"], folder)
+        build = yaml_build(task["config"], task["flags"], folder)
         try:
             side = Side(task["side"], plan_of(task["side"], device), build, plan.changes, plan.seed)
             side.begin(plan.seed)

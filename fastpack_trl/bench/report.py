@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.headline_table import LEGEND, gains_table
 from fastpack_trl.bench.plots import GIB, figures, require_matplotlib, save
 from fastpack_trl.bench.views import Ratio, RowView, SideView, device_of, no_gain, rows_of
 from fastpack_trl.errors import UserError
@@ -18,12 +17,17 @@ HASH_KEY, SOURCE_KEY = "Source-SHA256", "Source"
 """Text chunks of a PNG: sha256 of the JSON file that it was drawn from, and its name."""
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path = DEFAULT_FOLDER) -> list[Path]:
+def write_report(
+    paths: Sequence[str | Path],
+    out: str | Path = DEFAULT_FOLDER,
+    more: Callable[[Mapping[str, Any]], list[str]] = lambda record: [],
+) -> list[Path]:
     """Write ``report.md`` and a PNG per figure into `out`.
 
     Args:
         paths: JSON files of ``fastpack-trl bench --json``, or folders with such files.
         out: folder; made where it does not exist.
+        more: paragraphs of a record that stand before its table.
 
     Returns:
         The files, ``report.md`` first.
@@ -52,7 +56,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path = DEFAULT_FOLDER) 
             save(figure, picture, source_of(file))
             pictures.append(picture)
         written += pictures
-        parts.append(markdown(record, file.name, [picture.name for picture in pictures]))
+        parts.append(markdown(record, file.name, [picture.name for picture in pictures], more(record)))
     report = folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [report, *written]
@@ -69,7 +73,9 @@ def json_files(paths: Sequence[str | Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(path.glob("*.json"))
             if not inside:
-                raise UserError(f"no JSON file in {str(path)!r}: run fastpack-trl bench --case NAME --json FILE first")
+                raise UserError(
+                    f"no JSON file in {str(path)!r}: run fastpack-trl bench --config FILE --json FILE first"
+                )
             found += inside
         elif path.is_file():
             found.append(path)
@@ -99,7 +105,7 @@ def source_of(file: Path) -> dict[str, str]:
     return {SOURCE_KEY: file.name, HASH_KEY: hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
-def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = ()) -> str:
+def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (), more: Iterable[str] = ()) -> str:
     """One record: facts, a table of every side, what could not be measured, what does not help, and its pictures."""
     rows = rows_of(record)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
@@ -111,10 +117,7 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = ())
     ]
     notes = [f"- {row.label}: {note}" for row in rows for note in row.notes]
     weak = [f"- {weak_line(row, row_ratio)}" for row, row_ratio in no_gain(record)]
-    parts = [f"## {record['case']}: {device_of(record)}", "\n".join(facts)]
-    if record["case"] == "headline":
-        parts += [gains_table([record], every_row=False), LEGEND]
-    parts.append(table_of(rows))
+    parts = [f"## {record['case']}: {device_of(record)}", "\n".join(facts), *more, table_of(rows)]
     parts += ["No gain, or none that the interval shows:\n\n" + "\n".join(weak)] if weak else []
     parts += ["Not measured:\n\n" + "\n".join(dict.fromkeys(notes))] if notes else []
     shown = list(pictures)

@@ -93,8 +93,8 @@ class RowView:
 
 
 def rows_of(record: Mapping[str, Any]) -> list[RowView]:
-    """Every row of a record, whichever case made it."""
-    return [_row(record, row) for row in record["rows"]]
+    """Return every timed row of a record, whichever case made it; none of a record that compares losses only."""
+    return [_row(record, row) for row in record["rows"] if "setting" in row]
 
 
 def device_of(record: Mapping[str, Any]) -> str:

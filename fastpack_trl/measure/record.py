@@ -83,8 +83,8 @@ def version_of(package: str) -> str:
 def source() -> dict[str, Any]:
     """``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
 
-    `modified` tells whether tracked files of the package differ from the commit; ``changes``, only there where they do,
-    is a hash of how.
+    `modified`: tracked files of the package, or of the benchmarks beside it (not their results), differ from
+    the commit; ``changes``, only there where they do, is a hash of how.
     """
     package = Path(__file__).resolve().parents[1]
     top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
@@ -92,7 +92,8 @@ def source() -> dict[str, Any]:
     if top is None or Path(top).resolve() != package.parent:
         return {"commit": None, "modified": None}
     commit = _output("git", "-C", str(package), "rev-parse", "HEAD")
-    changes = _whole_output("git", "-C", str(package), "diff", "HEAD", "--", ".")
+    measured = (package.name, "benchmarks", ":(exclude)benchmarks/results")
+    changes = _whole_output("git", "-C", str(package.parent), "diff", "HEAD", "--", *measured)
     if not changes:
         return {"commit": commit, "modified": False}
     return {"commit": commit, "modified": True, "changes": hashlib.sha256(changes.encode()).hexdigest()[:16]}

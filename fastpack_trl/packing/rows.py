@@ -15,7 +15,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
 
     Each value is a read-only NumPy view of the Arrow buffer where that is possible; `datasets`' own NumPy format builds
     the same arrays through a formatter that costs more than the rest of a batch (measured by
-    ``fastpack-trl bench --case collator``).
+    ``python -m benchmarks --case collator``).
 
     Args:
         dataset: the data set; its order (shuffle, select) is kept.

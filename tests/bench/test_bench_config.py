@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from sft_material import Material
 
-from fastpack_trl.bench import ablation
+from fastpack_trl.bench import ablation, command
 from fastpack_trl.bench.ablation import ALL, NEEDS, ablate, ablation_lines, features
 from fastpack_trl.bench.baselines import OURS
 from fastpack_trl.bench.compare import bar
 from fastpack_trl.bench.compare_tables import table
-from fastpack_trl.bench.config_run import builder, default_file, settings_of
+from fastpack_trl.bench.config_run import default_file, settings_of
 from fastpack_trl.bench.isolation import _gate, measure_one
 from fastpack_trl.bench.parity import LossParityError
 from fastpack_trl.bench.plan import Plan
 from fastpack_trl.bench.row import assemble
+from fastpack_trl.bench.yaml_build import yaml_build
 from fastpack_trl.cli import main as cli
 
 
@@ -67,7 +68,11 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
     ("words", "message"),
     [
         (["--baseline", "tund"], "there is no baseline 'tund'; did you mean 'tuned'"),
-        (["--case", "lora"], "--case does not go with --config"),
+        (
+            ["--case", "lora"],
+            "no part of the package; in a checkout: python -m benchmarks --case lora",
+        ),
+        (["--report", "x.json"], "--report and --out do not go with --config"),
         (["--device", "cpu"], "--device does not go with --config: use_cpu"),
         (["--ablate", "--isolate"], "--ablate compares fastpack with itself"),
         (["--pairs", "0"], "pairs=0"),
@@ -87,16 +92,41 @@ def test_a_wrong_option_is_one_line(
     assert error.count("\n") == 0
 
 
-def test_options_of_a_config_do_not_go_with_a_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--case", "collator", "--ablate"]) == 2
-    assert "--ablate goes with --config FILE only" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ablate"], "--ablate goes with --config FILE only"),
+        ([], "nothing to measure: give --config FILE"),
+        (["--list"], "in a checkout: python -m benchmarks --list"),
+        (["--case", "collator", "--tokens", "256"], "in a checkout: python -m benchmarks --case collator"),
+        (["--tokens", "256", "--case", "collator"], "in a checkout: python -m benchmarks --case collator"),
+    ],
+)
+def test_without_a_config_it_says_what_to_give_and_where_the_cases_are(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert error.count("\n") == 0
+    assert "clone the repository" not in error
+
+
+def test_an_installed_package_says_that_the_cases_need_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "site-packages" / "fastpack_trl" / "bench" / "command.py"))
+    assert cli.main(["bench", "--case", "lora"]) == 2
+    error = capsys.readouterr().err
+    assert "python -m benchmarks --case lora" in error
+    assert "clone the repository" in error
 
 
 def test_each_feature_is_measured_over_what_it_needs_and_one_that_is_not_there_is_named(
     material: Material, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ablation, "features", lambda: ("packed_attention", "sync_free", "layer_compile"))
-    build = builder(str(material.yaml()), [], str(material.folder))
+    build = yaml_build(str(material.yaml()), [], str(material.folder))
     saved: list[int] = []
     plan = Plan(pairs=1, warmup=0, gate_steps=1)
     rows, complete = ablate(build, plan, bar=bar, save=lambda rows: saved.append(len(rows)))
@@ -180,3 +210,5 @@ def test_the_default_file_keeps_what_exists(tmp_path: Path, monkeypatch: pytest.
     assert first == tmp_path / "config_cpu_2026-11-20.json"
     first.touch()
     assert default_file(record).name == "config_cpu_2026-11-20_2.json"
+    in_checkout = default_file({**record, "source": {"commit": "0" * 40}})
+    assert in_checkout.parent == Path(__file__).parents[2] / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""``fastpack-trl bench --case activation_memory``: sides that compute the same, and a miniature of what it measures."""
+"""``python -m benchmarks --case activation_memory``: sides that compute the same, and a miniature."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import command
 from benchmarks.activation_memory import _different, measure
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from benchmarks.command import table
 from benchmarks.lora_models import LoraModel, build, definitions
 from benchmarks.steps import SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.command import table
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.checkpointing.memory import decoder_layers
-from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
@@ -77,7 +77,7 @@ def test_wrong_settings_are_one_line() -> None:
         measure(["qwen9"])
     with pytest.raises(UserError, match="rounds=0"):
         measure(["small"], rounds=0)
-    assert cli.main(["bench", "--case", "activation_memory", "--tokens", "64", "128"]) == cli.EXIT_USER_ERROR
+    assert command.main(["--case", "activation_memory", "--tokens", "64", "128"]) == command.EXIT_USER_ERROR
 
 
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:

@@ -14,13 +14,11 @@ import torch
 from attention_material import make_row, separate, snapshot
 from torch import Tensor
 
-from benchmarks import attention, attention_sides, model_gate, model_steps, side_turns
+from benchmarks import attention, attention_sides, command, model_gate, model_steps, side_turns
 from benchmarks.attention import Configuration, Heads, Layer, Plan
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, shape_of
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.bench import command
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
-from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -134,9 +132,9 @@ def test_the_attention_table_and_command_line(
 ) -> None:
     monkeypatch.setattr(attention, "CPU", replace(PLAN, layers=PLAN.layers[:1], dtypes=(torch.float32,)))
     file = tmp_path / "attention.json"
-    arguments = ["bench", "--case", "attention", "--tokens", "160", "--pairs", "1", "--threads", "1", "--device", "cpu"]
+    arguments = ["--case", "attention", "--tokens", "160", "--pairs", "1", "--threads", "1", "--device", "cpu"]
     only = ["--backends", "per_document", "varlen"]
-    assert cli.main([*arguments, *only, "--seconds", "20", "--json", str(file)]) == 0
+    assert command.main([*arguments, *only, "--seconds", "20", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert "sdpa" not in out
     assert "160 tokens, 4/2 heads x 16, float32" in out
@@ -351,7 +349,7 @@ def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pyte
     ],
 )
 def test_a_wrong_argument_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
-    assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
+    assert command.main(["--device", "cpu", *arguments]) == 2
     assert part in capsys.readouterr().err
 
 

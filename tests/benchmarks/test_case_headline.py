@@ -1,4 +1,4 @@
-"""``fastpack-trl bench --case headline``: every published row runs beside its own before, and is never called ours."""
+"""``python -m benchmarks --case headline``: every published row runs beside its before, and is never called ours."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import headline, lora
+from benchmarks import command, headline, lora
+from benchmarks.command import main
 from benchmarks.headline import ENTRIES, FULL, TINY, Entry
-from benchmarks.headline_table import gain_lines, gains_table
+from benchmarks.headline_table import gain_lines, gains_table, report_lines
 from benchmarks.lora_models import LoraModel
 from benchmarks.moe_sides import SHAPES
 from benchmarks.published import PUBLISHED, ROWS
-from fastpack_trl.bench import command, plots, report
+from fastpack_trl.bench import plots, report
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import rows_of
-from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 
 TOKENS = 48
@@ -88,7 +88,7 @@ def test_stock_tuned_runs_compiled_layers_with_the_same_losses(record: dict[str,
 
 def test_the_tables_say_what_is_ours_and_quote_what_is_not(record: dict[str, Any], file: Path, tmp_path: Path) -> None:
     text = command.table(record)
-    first, *pictures = report.write_report([file], tmp_path)
+    first, *pictures = report.write_report([file], tmp_path, report_lines)
     written = first.read_text()
     for row in record["rows"]:
         gain = row["gains"][row["before"]]["seconds"]["median"] - 1
@@ -144,7 +144,7 @@ def test_both_scales_have_the_same_rows_with_the_same_befores() -> None:
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert main(["--device", "cpu", *arguments]) == 2
     assert part in capsys.readouterr().err
     with pytest.raises(UserError, match="no scale 'huge'"):
         headline.measure(scale="huge")

@@ -1,4 +1,4 @@
-"""``fastpack-trl bench --case host_overhead``: what counts as overhead, and a miniature run of the real loops."""
+"""``python -m benchmarks --case host_overhead``: what counts as overhead, and a miniature run of the real loops."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host_overhead, packed_attention
+from benchmarks import command, host_overhead, packed_attention
+from benchmarks.command import table
 from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
 from benchmarks.model_shapes import ModelShape
-from fastpack_trl.bench.command import table
 from fastpack_trl.bench.gaps import covered
-from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 
 SHAPE = ModelShape(
@@ -114,7 +113,7 @@ def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) ->
 
 
 def test_options_of_other_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--case", "host_overhead", "--quick"]) == cli.EXIT_USER_ERROR
+    assert command.main(["--case", "host_overhead", "--quick"]) == command.EXIT_USER_ERROR
     assert "--quick does not go with this case" in capsys.readouterr().err
 
 

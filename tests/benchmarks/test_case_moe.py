@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import moe, moe_counts, moe_sides, readme
-from fastpack_trl.bench import command
-from fastpack_trl.cli.main import main
+from benchmarks import command, moe, moe_counts, moe_sides, readme
+from benchmarks.command import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
 
@@ -85,7 +84,7 @@ def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch
 def test_readme_table_of_a_record(tiny: str) -> None:
     text = readme.numbers({"moe.json": _run(tiny)})
     assert "| tiny, 2 decoder layers without the head, lora r=16, float32" in text
-    assert "`fastpack-trl bench --case moe --device cpu --model tiny --pairs 2 --threads 1`" in text
+    assert "`python -m benchmarks --case moe --device cpu --model tiny --pairs 2 --threads 1`" in text
 
 
 def test_plan_of_cuda_names_every_configuration() -> None:
@@ -99,7 +98,7 @@ def test_wrong_options_are_named(tiny: str, tmp_path: Path) -> None:
         moe.measure(models=[tiny], tokens=[48], rounds=0)
     with pytest.raises(UserError, match="tokens=0 is below 1"):
         moe.measure(models=[tiny], tokens=[0])
-    assert main(["bench", "--case", "moe", "--device", "cpu", "--model", "gpt_oss-smal"]) == 2
+    assert main(["--case", "moe", "--device", "cpu", "--model", "gpt_oss-smal"]) == 2
 
 
 @pytest.mark.cuda

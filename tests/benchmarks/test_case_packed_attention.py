@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, packed_attention, steps
+from benchmarks import cases, command, packed_attention, steps
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
-from fastpack_trl.bench import command
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure import record
 from fastpack_trl.measure.timing import WallClock
@@ -188,7 +186,7 @@ def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -
 def test_liger_without_its_case_or_its_device_is_a_user_error(
     case: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "--case", case, "--device", "cpu", "--liger"]) == cli.EXIT_USER_ERROR
+    assert command.main(["--case", case, "--device", "cpu", "--liger"]) == command.EXIT_USER_ERROR
     assert re.search(part, capsys.readouterr().err)
 
 
@@ -213,7 +211,7 @@ def test_threads_and_logging_are_as_before(measured: dict[str, Any]) -> None:
 
 
 def bench(*arguments: str) -> int:
-    return cli.main(["bench", *arguments])
+    return command.main(arguments)
 
 
 def test_an_interrupt_keeps_what_was_finished(
@@ -288,7 +286,7 @@ def test_a_wrong_argument_is_one_line_and_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
     assert bench(*arguments) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bench: error" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks: error" in line]
     assert all(part in line for part in parts), line
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import lora, row_loop, side_turns
+from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
 from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench import baselines
 from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
@@ -178,7 +178,7 @@ def test_another_commit_or_version_is_another_run(tmp_path: Path) -> None:
 def test_a_file_that_is_no_record_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "thesis.json"
     file.write_text("[1]")
-    assert main(["bench", "--case", "attention", "--device", "cpu", "--tokens", "64", "--json", str(file)]) == 2
+    assert main(["--case", "attention", "--device", "cpu", "--tokens", "64", "--json", str(file)]) == 2
     assert "is no record of a benchmark" in capsys.readouterr().err
     assert file.read_text() == "[1]"
 
@@ -186,7 +186,6 @@ def test_a_file_that_is_no_record_is_not_overwritten(tmp_path: Path, capsys: pyt
 def test_a_real_case_is_resumed_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "attention.json"
     arguments = [
-        "bench",
         "--case",
         "attention",
         "--device",

@@ -49,6 +49,12 @@ def test_source_is_the_checkout_or_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
     found = record.source()
     assert len(found["commit"]) == 40
     assert found["modified"] is False
+    for name, counts in (("benchmarks/results/lora.json", False), ("benchmarks/lora.py", True)):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        subprocess.run([*git, "add", name], check=True)
+        assert record.source()["modified"] is counts, name
 
 
 def test_a_gpu_record_names_device_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
