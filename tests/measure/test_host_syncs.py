@@ -127,7 +127,7 @@ def test_tensors_of_the_host_are_told_apart() -> None:
 
 
 def test_files_named_by_the_caller_are_of_the_host() -> None:
-    with count_host_syncs(device="cpu", host=["tests/test_host_syncs"]) as syncs:
+    with count_host_syncs(device="cpu", host=["tests/measure/test_host_syncs"]) as syncs:
         X.sum().item()
     assert syncs.total == 0
     assert len(syncs.of("host")) == 1
