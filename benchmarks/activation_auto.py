@@ -30,7 +30,7 @@ WARMUP, LEAST_ROUNDS = 4, 3
 def measure_auto(
     model: LoraModel, layers: int | None, tokens: int, rounds: int, seconds: float, device: str, seed: int
 ) -> dict[str, Any]:
-    """Training steps of three trainers in turn, on the same packed rows of real text.
+    """Time training steps of three trainers in turn, on the same packed rows of real text.
 
     ``stock``: `trl.SFTTrainer` as configured by default, with checkpointing, but with this package's attention.
     ``stock_no_checkpointing``: the same with ``gradient_checkpointing=False``. ``fastpack``: every field at its default

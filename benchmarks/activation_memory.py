@@ -126,7 +126,7 @@ def row_task(
     name: str, workload: Workload, whole: bool, tokens: int | None, layers: int | None, rounds: int,
     caps: Sequence[float], device: str, seed: int,
 ) -> RowTask:  # fmt: skip
-    """One row: decoder layers under each way to keep layer inputs, or whole trainers; the rest as `measure`."""
+    """Return one row: decoder layers under each way to keep layer inputs, or whole trainers; the rest as `measure`."""
     model, default_layers, default_tokens = workload
     count, length = layers or default_layers, tokens or default_tokens
     if whole:
@@ -234,7 +234,7 @@ def _gate(made: DecoderSide, batch: Batch) -> tuple[float, float]:
 
 
 def _different(gates: dict[str, tuple[float, float]]) -> dict[str, str]:
-    """Sides whose loss or gradients are not those of checkpointing without offload."""
+    """Return the sides whose loss or gradients are not those of checkpointing without offload, with the reason."""
     if CHECKPOINT not in gates:
         return {}
     loss, norm = gates[CHECKPOINT]
@@ -248,7 +248,7 @@ def _different(gates: dict[str, tuple[float, float]]) -> dict[str, str]:
 def _predicted(
     sides: dict[str, DecoderSide], batch: Batch, layers: int, nbytes: int, device: str, clock: Clock
 ) -> dict[str, Any]:
-    """Before the timed rounds: what hiding every copy back is worth, from the bus and from one step."""
+    """Predict, before the timed rounds, what hiding every copy back is worth: from the bus and from one step."""
     if device != "cuda" or CHECKPOINT not in sides:
         return {"predicted_gain": None}
     copies = (layers - 1) * host_copy_seconds(torch.device("cuda"))(nbytes)  # the last layer's input stays
@@ -263,7 +263,7 @@ def _predicted(
 
 
 def _hidden(label: str, weights: Any, batch: Batch, device: str) -> dict[str, Any] | None:
-    """Copy time and stalls of one step from events on the streams, and the share of copy time that hid."""
+    """Return the copy time and stalls of one step, from events on the streams, and the share of copy time that hid."""
     if device != "cuda":
         return None
     with side(label, weights, device, timed=True) as made:
@@ -281,7 +281,7 @@ def _hidden(label: str, weights: Any, batch: Batch, device: str) -> dict[str, An
 def _largest_row(
     label: str, weights: Any, cap: float, tokens: int, vocabulary: int, turns: Rounds[Any], end_at: float, seed: int
 ) -> dict[str, Any]:
-    """Tokens of the largest row whose step fits under `cap` GiB of device memory, model included; a step proves it."""
+    """Find the tokens of the largest row whose step fits under `cap` GiB of device memory, by running it."""
     total = torch.cuda.get_device_properties(0).total_memory
     fixed = torch.cuda.memory_allocated()
     peak = max((memory["peak_bytes"] for _, memory in turns.results.get(label, []) if memory), default=0)

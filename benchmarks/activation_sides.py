@@ -39,7 +39,7 @@ class Batch:
 
     @classmethod
     def of(cls, tokens: int, document: int, vocabulary: int, device: str, seed: int) -> Batch:
-        """`tokens` random tokens in documents of `document` tokens, the last one shorter."""
+        """Return `tokens` random tokens in documents of `document` tokens, the last one shorter."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocabulary, (1, tokens), generator=generator)
         lengths = [document] * (tokens // document) + ([tokens % document] if tokens % document else [])
@@ -62,7 +62,7 @@ class DecoderSide:
     timed: list[TimedCudaStreams] = field(default_factory=list)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, int] | None]:
-        """Forward and backward; the gradients are dropped. Returns the loss and the memory of the step."""
+        """Run forward and backward, drop the gradients; return the loss and the memory of the step."""
         memory = PeakMemory(self.device)
         self.model.zero_grad()
         decoder = backbones(self.model)[0]
@@ -76,7 +76,7 @@ class DecoderSide:
         return loss.detach(), memory.read()
 
     def gradient_norm(self) -> float:
-        """Of all trainable parameters, after a step."""
+        """Return the norm of all gradients, after a step."""
         norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
         return float(torch.stack(norms).norm())
 
@@ -121,7 +121,7 @@ def side(name: str, weights: Any, device: str, *, timed: bool = False) -> Iterat
 
 
 def _transformers_function(model: Any) -> Callable[..., Any]:
-    """transformers' own offloading checkpoint, by its public switch.
+    """Return transformers' own offloading checkpoint, by its public switch.
 
     Raises:
         TypeError: a version without it.

@@ -44,8 +44,8 @@ _COMPILED_SHAPES = 64  # flex compiles once per kind of layer, more often than t
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured on a device: every row length with every kind of layer."""
+class Grid:
+    """The rows of a device: every row length with every kind of layer."""
 
     tokens: tuple[int, ...]
     layers: tuple[Heads, ...]
@@ -53,13 +53,13 @@ class Plan:
     dtypes: tuple[torch.dtype, ...]
 
 
-CUDA = Plan(
+CUDA = Grid(
     (8192, 2048, 32768),
     (Heads(32, 8, 128), Heads(16, 8, 128), Heads(64, 8, 64, sinks=True)),
     (None, 128, 4096),
     (torch.bfloat16,),
 )
-CPU = Plan((512, 2048), (Heads(4, 2, 32), Heads(4, 2, 32, sinks=True)), (None, 128), (torch.float32, torch.bfloat16))
+CPU = Grid((512, 2048), (Heads(4, 2, 32), Heads(4, 2, 32, sinks=True)), (None, 128), (torch.float32, torch.bfloat16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Configuration:
     lengths: tuple[int, ...]
 
     def pairs(self) -> dict[str, float]:
-        """Pairs of tokens by convention."""
+        """Return the pairs of tokens by convention."""
         square = float(sum(length**2 for length in self.lengths))
         window = self.layer.window or self.tokens
         attended = 0
@@ -99,8 +99,8 @@ class Configuration:
         }
 
 
-def configurations(plan: Plan, device: str, seed: int) -> list[Configuration]:
-    """All rows of a plan, in the order in which they are measured. A window that no document exceeds is left out."""
+def configurations(plan: Grid, device: str, seed: int) -> list[Configuration]:
+    """Return all rows of a plan in the order in which they are measured, without windows that no document exceeds."""
     found = []
     for tokens in plan.tokens:
         for heads in plan.layers:
@@ -117,7 +117,7 @@ def configurations(plan: Plan, device: str, seed: int) -> list[Configuration]:
 
 
 def document_lengths(tokens: int, mean: int | None, seed: int) -> tuple[int, ...]:
-    """Random lengths around `mean` (None: one document) that fill a row of `tokens`; the last one is cut."""
+    """Draw lengths around `mean` (None: one document) that fill a row of `tokens`; the last one is cut."""
     if mean is None:
         return (tokens,)
     random = np.random.default_rng(seed)
@@ -137,7 +137,7 @@ def measure(
     threads: int = 2,
     device: str = "cpu",
     seed: int = 0,
-    plan: Plan | None = None,
+    plan: Grid | None = None,
     progress: bool = False,
     file: ResultFile | None = None,
 ) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def measure(
             raise UserError(f"there is no backend {name!r}{did_you_mean(name, NAMES)} (backends: {', '.join(NAMES)})")
     plan = plan or (CUDA if device == "cuda" else CPU)
     if tokens:
-        plan = Plan(tuple(tokens), plan.layers, plan.windows, plan.dtypes)
+        plan = Grid(tuple(tokens), plan.layers, plan.windows, plan.dtypes)
     planned = configurations(plan, device, seed)
     checks: dict[tuple[str, Layer], dict[str, Any]] = {}
     tasks = [
@@ -273,7 +273,7 @@ def _measure_row(
 
 
 def _checked(name: str, layer: Layer, checks: dict[tuple[str, Layer], dict[str, Any]]) -> dict[str, Any]:
-    """The check of a backend for a layer, made once per run."""
+    """Return the check of a backend for a layer, made once per run."""
     if (name, layer) not in checks:
         found, failure = attempt(partial(check, name, layer))
         checks[name, layer] = found if found is not None else {"failed": f"in its check: {failure}"}
@@ -315,7 +315,7 @@ def _rates(configuration: Configuration, per_pair: int, seconds: list[float]) ->
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Room for one compiled flex per kind of layer, and an error instead of an uncompiled run where it is used up."""
+    """Leave room for one compiled flex per kind of layer, and raise if it is used up: nothing runs uncompiled."""
     import torch._dynamo.config as config
 
     with config.patch(recompile_limit=_COMPILED_SHAPES, fail_on_recompile_limit_hit=True):

@@ -52,7 +52,7 @@ class Layer:
 
     @property
     def features(self) -> ModelFeatures:
-        """What a chooser would read from a model with this layer."""
+        """Return the facts that a chooser would read from a model with this layer."""
         cuda = self.device == "cuda"
         return ModelFeatures(
             model_type="bench",
@@ -74,7 +74,7 @@ class Layer:
         return float(self.heads.head_dim**-0.5)
 
     def inputs(self, total_tokens: int, seed: int) -> list[Tensor]:
-        """Random query, key, value and sinks, laid out as a model's projections are: (1, tokens, heads, head_dim)."""
+        """Return random query, key, value and sinks, laid out as by projections: (1, tokens, heads, head_dim)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         make = partial(torch.randn, generator=generator, device=self.device)
         heads = self.heads
@@ -87,7 +87,7 @@ class Layer:
 
 
 def refusal(name: str, layer: Layer) -> str:
-    """Why a backend is not tried for a layer; empty where it is."""
+    """Return why a backend is not tried for a layer; empty if it is."""
     if name != CUDNN:
         return BACKENDS[name].refuses(layer.features)
     reasons = {
@@ -100,7 +100,7 @@ def refusal(name: str, layer: Layer) -> str:
 
 
 def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
-    """What runs per layer and step; masks and metadata are made here, once, as in training.
+    """Return the call that runs per layer and step; masks and metadata are made here, once, as in training.
 
     Args:
         name: one of `NAMES`.
@@ -124,7 +124,7 @@ def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
 
 
 def _stock_module(layer: Layer) -> Any:
-    """An attention module from which stock's function reads its grouping: gpt-oss's with sinks, Llama's without."""
+    """Return an attention module for stock's function to read: gpt-oss's with sinks, Llama's without."""
     from transformers import LlamaConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
     from transformers.models.llama.modeling_llama import LlamaAttention
@@ -148,7 +148,7 @@ def _stock_module(layer: Layer) -> Any:
 
 
 def _cudnn(cu_seqlens: Tensor, max_seqlen: int, scale: float, inputs: list[Tensor]) -> Tensor:
-    """cuDNN's attention over ragged rows, through the operator that torch's nested tensors use."""
+    """Run cuDNN's attention over ragged rows, through the operator that torch's nested tensors use."""
     tokens = [tensor[0].transpose(0, 1).contiguous() for tensor in inputs]
     out: Tensor = torch.ops.aten._cudnn_attention_forward(
         *tokens, None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, True, 0.0, True, False, scale=scale
@@ -157,7 +157,7 @@ def _cudnn(cu_seqlens: Tensor, max_seqlen: int, scale: float, inputs: list[Tenso
 
 
 def dense(layer: Layer, batch: PackedBatch, inputs: list[Tensor]) -> Tensor:
-    """Attention under a dense mask in plain torch: exact in float64, stock's arithmetic in lower dtypes."""
+    """Run attention under a dense mask in plain torch: exact in float64, stock's arithmetic in lower dtypes."""
     query, key, value, *sinks = inputs
     key, value = (tensor.repeat_interleave(layer.heads.heads // layer.heads.kv_heads, dim=1) for tensor in (key, value))
     allowed = dense_mask(batch, layer.window, query.device)
@@ -170,7 +170,7 @@ def dense(layer: Layer, batch: PackedBatch, inputs: list[Tensor]) -> Tensor:
 
 
 def check(name: str, layer: Layer) -> dict[str, Any]:
-    """Output and gradients on a small row against float64, beside those of dense attention in the same dtype.
+    """Compare output and gradients on a small row with float64, beside those of dense attention in the same dtype.
 
     Returns:
         ``errors`` and ``budget``: relative errors in the 2-norm, over several draws, of the output and of the gradients

@@ -12,7 +12,7 @@ _GIB = 1 << 30
 
 
 def table(record: Mapping[str, Any], title: str) -> str:
-    """The record for people: rates, ratio with its interval, and where a step goes."""
+    """Return the record for people: rates, ratio with its interval, and where a step goes."""
     rows = record["rows"]
     out = [f"{record['case']}: {title}", *fact_lines(record)]
     if not record["complete"]:
@@ -40,7 +40,7 @@ def table(record: Mapping[str, Any], title: str) -> str:
 
 
 def model_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Per model: every side's rate, step and memory, and how much faster fastpack is; then what could not be timed."""
+    """Return, per model, each side's rate, step and memory, the speed-up of fastpack, and what could not be timed."""
     out: list[str] = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
@@ -77,7 +77,7 @@ def model_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Per row length and heads: forward and backward of each backend; then, once each, what could not be timed."""
+    """Return, per row length and heads, forward and backward of each backend, and what could not be timed."""
     out = ["TFLOP/s count half of the squared document lengths (causal_half); 'attended' also leaves out the window"]
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]
@@ -112,7 +112,7 @@ def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Per configuration: forward and backward of each side, what it keeps for backward, how much faster fastpack is."""
+    """Return, per configuration, forward and backward of each side, the bytes kept for backward, and the speed-up."""
     out: list[str] = []
     head = ["tokens", "side", "forward ms", "backward ms", "tok/s", "kept MiB", "peak GiB", "fastpack is", "interval"]
     for setting in dict.fromkeys(row["setting"] for row in rows):
@@ -145,7 +145,7 @@ def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def offload_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Per row: copies predicted and hidden, the gain of the prefetch, the largest rows, and the plan."""
+    """Return, per row, copies predicted and hidden, the gain of the prefetch, the largest rows, and the plan."""
     out: list[str] = []
     for row in rows:
         notes = [f"plan: {row['plan']}"] if row.get("plan") else []
@@ -167,7 +167,7 @@ def offload_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Per setting: a step of each side and its overhead; then, on CUDA, what the device did in a micro-step."""
+    """Return, per setting, step and overhead of each side; on CUDA also the device's work in a micro-step."""
     out: list[str] = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         chosen = [row for row in rows if row["setting"] == setting]

@@ -26,7 +26,7 @@ class Case:
 
 
 def _kept(args: Namespace) -> dict[str, Any]:
-    """What the loop over rows is told beside the case's own options."""
+    """Return what the loop over rows needs beside the case's own options."""
     from fastpack_trl.bench.result_file import ResultFile
 
     file = None if args.json is None else ResultFile(Path(args.json).expanduser(), again=args.again)
@@ -49,7 +49,7 @@ def _without(args: Namespace, *names: str) -> None:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; the others keep the default of what they are handed to."""
+    """Drop the options that were not given: what they are handed to has the defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 

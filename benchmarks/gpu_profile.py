@@ -1,4 +1,4 @@
-"""What device and host did in some steps, from torch.profiler: kernels, busy time, host time beside waiting."""
+"""Work of device and host in some steps, from torch.profiler: kernels, busy time, host time beside waiting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GpuProfile:
         self._window = seconds
 
     def figures(self, micro_steps: int) -> dict[str, Any]:
-        """Per micro-step: kernels launched, busy seconds of the device, host microseconds outside of waits.
+        """Return, per micro-step, kernels launched, busy seconds of the device, host microseconds outside of waits.
 
         The host is slower under the profiler, on all sides alike.
         """

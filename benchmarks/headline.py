@@ -155,7 +155,7 @@ def measure(
 
 
 def _task(entry: Entry, rounds: int, device: str, seed: int, peak: float | None, backend: str) -> RowTask:
-    """The row of the case that measures this part."""
+    """Return the row of the case that measures this part."""
     part = entry.part
     if isinstance(part, LoraModel):
         return lora.row_task(
@@ -180,7 +180,7 @@ def _wrapped(entry: Entry, task: RowTask) -> RowTask:
 
 
 def _measured(task: RowTask, seconds: float) -> dict[str, Any]:
-    """A row of a case, with the names and the ratios that all rows of this table have."""
+    """Measure a row of a case; add the names and the ratios that all rows of this table have."""
     found = task.measure(seconds)
     names = {lora.AS_INSTALLED: STOCK}
     sides = {names.get(name, name): {"path": name, **side} for name, side in found["sides"].items()}
@@ -190,7 +190,7 @@ def _measured(task: RowTask, seconds: float) -> dict[str, Any]:
 
 
 def _gains(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per other side and part of the step: its seconds / ours, round by round."""
+    """Return, per other side and part of the step, its seconds / ours, round by round."""
     ours = next((sides[name] for name in NAMES_OF_OURS if "failed" not in sides.get(name, {"failed": ""})), None)
     out: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():

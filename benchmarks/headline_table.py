@@ -25,7 +25,7 @@ LEGEND = (
 
 
 def gains_table(records: Iterable[Mapping[str, Any]], *, every_row: bool) -> str:
-    """Markdown: a line per row of the published table.
+    """Return Markdown with a line per row of the published table.
 
     Args:
         records: of the case ``headline``; a later one's rows replace an earlier one's.
@@ -56,7 +56,7 @@ def report_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def gain_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """For people at a terminal: per row the gain over its before and over stock tuned, and what is published."""
+    """Return, per row, the gain over its before and over stock tuned, and the published figures, for a terminal."""
     out: list[str] = []
     for row in rows:
         out += [""]
@@ -70,7 +70,7 @@ def gain_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def tiny_lines(record: Mapping[str, Any]) -> list[str]:
-    """What the figures of tiny models are not."""
+    """Return the warning that stands below the figures of tiny models."""
     if record["settings"].get("scale") != "tiny":
         return []
     said = (
@@ -81,7 +81,7 @@ def tiny_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _gain_cells(row: Mapping[str, Any], other: str) -> list[str]:
-    """Name of the other side; gain over it in forward, backward and step."""
+    """Return the name of the other side; gain over it in forward, backward and step."""
     gains = row.get("gains", {}).get(other)
     if not gains:
         return [f"{other}: failed", "-", "-", "-"]

@@ -1,11 +1,11 @@
-"""What a training step costs beside its arithmetic: the real loop of both trainers, LoRA, in turn in one process."""
+"""Host time of a training step beside its arithmetic: the real loop of both trainers, LoRA, in turn in one process."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -16,7 +16,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu_profile import GpuProfile
-from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, Burst, BurstWatch
+from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, LoopSteps, LoopWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.row_loop import RowTask, run_rows
@@ -36,12 +36,12 @@ DEFAULT_PAIRS, DEFAULT_THREADS = 7, 1
 OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
 """On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
 
-_STEPS = 8  # per burst of either trainer, after `WARMUP_STEPS` that are not timed
+_STEPS = 8  # per run of either trainer, after `WARMUP_STEPS` that are not timed
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained: a model by its shape, LoRA on all linear layers, documents packed into rows.
+    """The training: a model by its shape, LoRA on all linear layers, documents packed into rows.
 
     Attributes:
         name: of the model.
@@ -86,18 +86,18 @@ def measure(
     progress: bool = False,
     file: ResultFile | None = None,
 ) -> dict[str, Any]:
-    """Time bursts of training steps of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
+    """Time short runs of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
 
-    Both train the same weights with LoRA on the same rows, at a learning rate of 0: so each burst computes the same
+    Both train the same weights with LoRA on the same rows, at a learning rate of 0: so each run computes the same
     losses, and they are compared (`ParityError`). A step lasts from the end of one to the end of the next, and has
     forward (the model's own call), backward (until its graph is freed), clipping, the optimizer (with the schedule and
     the gradients set to None), and everything else, the batch included: the *overhead*.
 
     Args:
         tokens: row lengths in place of the workload's, one row per step.
-        pairs: timed bursts per side, of 8 steps each; 6 or more give an interval of 95 %.
+        pairs: timed runs per side, of 8 steps each; 6 or more give an interval of 95 %.
         threads: torch's intra-op threads.
-        device: ``cpu`` or ``cuda``. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one burst more per side under
+        device: ``cpu`` or ``cuda``. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one more run per side under
             torch.profiler.
         seed: of weights, documents and order.
         workload: `CPU` or `CUDA` by default.
@@ -107,7 +107,7 @@ def measure(
     Returns:
         A record (`make_record`). A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``,
         ``phases`` and, on CUDA, ``gpu``: busy seconds, idle share, kernels and host microseconds per micro-step;
-        ``ratio``: stock's seconds / ours; ``overhead``: our overhead / stock's, burst by burst.
+        ``ratio``: stock's seconds / ours; ``overhead``: our overhead / stock's, run by run.
 
     Raises:
         UserError: a row shorter than the longest document, no pair, no thread, more than one CUDA device.
@@ -171,12 +171,9 @@ def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, 
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         trainers = _trainers(work, tokens, ga, device, seed, folder)
 
-        def burst(name: str) -> Callable[[], Burst]:
-            return lambda: _run(trainers[name], device)
-
         load = OtherLoad()
         found = take_turns(
-            {name: burst(name) for name in (STOCK, OURS)},
+            {name: partial(_run, trainers[name], device) for name in (STOCK, OURS)},
             rounds=pairs,
             loud=FAILURES,
             after_round=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
@@ -209,7 +206,7 @@ def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, fold
     model = build_model(work.shape, positions=tokens, seed=seed, device=device)
     sides: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         STOCK: (SFTTrainer, SFTConfig, {}),
-        # Each burst starts a training; its proof is no part of a step.
+        # Each run starts a training; its proof is no part of a step.
         OURS: (FastSFTTrainer, FastSFTConfig, {"verify_packing": "off"}),
     }
     return {
@@ -224,38 +221,38 @@ def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, fold
     }
 
 
-def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> Burst:
-    watch = BurstWatch(device, profile)
+def _run(trainer: Any, device: str, profile: GpuProfile | None = None) -> LoopSteps:
+    watch = LoopWatch(device, profile)
     with watch.installed(trainer), contextlib.redirect_stdout(None):
         result = trainer.train()
-    watch.burst.loss = float(result.training_loss)
-    return watch.burst
+    watch.steps.loss = float(result.training_loss)
+    return watch.steps
 
 
-def _check(pair: Mapping[str, Burst], tokens: int, bf16: bool) -> dict[str, str]:
-    """After a round: both bursts computed the same loss; `ParityError` otherwise."""
+def _check(pair: Mapping[str, LoopSteps], tokens: int, bf16: bool) -> dict[str, str]:
+    """Raise `ParityError` after a round whose two runs differ in their loss."""
     check_parity(pair[STOCK].loss, pair[OURS].loss, tokens=tokens, bf16=bf16)
     return {}
 
 
 def _profiled(trainer: Any, device: str, ga: int) -> dict[str, Any]:
     profile = GpuProfile()
-    burst = _run(trainer, device, profile)
-    return profile.figures(micro_steps=len(burst.seconds) * ga)
+    run = _run(trainer, device, profile)
+    return profile.figures(micro_steps=len(run.seconds) * ga)
 
 
-def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) -> dict[str, Any]:
-    step = median_interval([burst.total / len(burst.seconds) for burst in bursts])
-    rates = [burst.tokens / burst.total for burst in bursts]
-    inside = [parts for burst in bursts for parts in burst.inside]
-    overheads = [median(burst.outside) for burst in bursts]
+def _figures(runs: Sequence[LoopSteps], ga: int, gpu: Mapping[str, Any] | None) -> dict[str, Any]:
+    step = median_interval([run.total / len(run.seconds) for run in runs])
+    rates = [run.tokens / run.total for run in runs]
+    inside = [parts for run in runs for parts in run.inside]
+    overheads = [median(run.outside) for run in runs]
     out = {
-        "seconds": {**step.to_dict(), "values": [burst.seconds for burst in bursts]},
+        "seconds": {**step.to_dict(), "values": [run.seconds for run in runs]},
         "overhead_seconds": summary(overheads),
         "tokens_per_second": median_interval(rates).to_dict(),
         "phases": {name: median(parts[name] for parts in inside) for name in ARITHMETIC}
         | {"overhead": median(overheads)},
-        "losses": [burst.loss for burst in bursts],
+        "losses": [run.loss for run in runs],
     }
     if gpu is None:
         return out
@@ -264,7 +261,7 @@ def _figures(bursts: Sequence[Burst], ga: int, gpu: Mapping[str, Any] | None) ->
     return {**out, "gpu": {**gpu, "idle_share": max(0.0, 1 - busy * ga / step.median)}}
 
 
-def _ratios(found: Rounds[Burst]) -> dict[str, Any]:
+def _ratios(found: Rounds[LoopSteps]) -> dict[str, Any]:
     pairs = list(zip(found.results[STOCK], found.results[OURS], strict=True))
     steps = [stock.total / ours.total for stock, ours in pairs]
     overheads = [median(ours.outside) / median(stock.outside) for stock, ours in pairs]

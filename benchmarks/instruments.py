@@ -1,4 +1,4 @@
-"""What stands around a call to time it is no code of the user."""
+"""Hooks and methods that time a call, and are not taken for code of the user."""
 
 from __future__ import annotations
 

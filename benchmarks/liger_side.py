@@ -1,4 +1,4 @@
-"""What ``use_liger_kernel=True`` makes of one trainer's model, while the other sides of the process keep theirs."""
+"""Liger's kernels in one trainer's model, as ``use_liger_kernel=True``, while the other sides keep theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.modeling_utils import unwrap_model
 
 @contextlib.contextmanager
 def liger_kernels(trainer: Any) -> Iterator[list[str]]:
-    """Liger's RMSNorm, rotary embedding and SwiGLU in the trainer's model, TRL's selection; yields what was replaced.
+    """Put Liger's RMSNorm, rotary embedding and SwiGLU into the trainer's model, as TRL does; yield what was replaced.
 
     Liger sets its forwards on the modules of the model, and names in the file of the family, which every model of the
     process reads: those are put back at once, and set while this trainer's `training_step` runs.

@@ -20,11 +20,11 @@ from benchmarks.instruments import instrument
 
 ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
 WARMUP_STEPS = 2
-"""The first steps of a burst; not timed."""
+"""The first steps of a run; not timed."""
 
 
 @dataclass(slots=True)
-class Burst:
+class LoopSteps:
     """Some optimizer steps of one trainer, from the end of one step to the end of another.
 
     Attributes:
@@ -32,7 +32,7 @@ class Burst:
         inside: seconds of each step in each of `ARITHMETIC`.
         total: seconds of all steps; the device has finished at both ends.
         tokens: of all steps.
-        loss: mean loss of the burst, its first steps included.
+        loss: mean loss of the run, its first steps included.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -43,16 +43,16 @@ class Burst:
 
     @property
     def outside(self) -> list[float]:
-        """Seconds of each step that are no arithmetic: batches, metrics, the loop, callbacks, the schedule."""
+        """Return the seconds of each step that are no arithmetic: batches, metrics, loop, callbacks, schedule."""
         return [taken - sum(parts.values()) for taken, parts in zip(self.seconds, self.inside, strict=True)]
 
 
-class BurstWatch(TrainerCallback):
-    """Fills a `Burst` while a trainer trains; `installed` puts it around the calls that are arithmetic."""
+class LoopWatch(TrainerCallback):
+    """Fills a `LoopSteps` while a trainer trains; `installed` puts it around the calls that are arithmetic."""
 
     def __init__(self, device: str, profile: GpuProfile | None = None) -> None:
         self.device, self.profile = device, profile
-        self.burst = Burst()
+        self.steps = LoopSteps()
         self._parts = dict.fromkeys(ARITHMETIC, 0.0)
         self._last = self._start = self._optimizer = self._backward_end = 0.0
         self._tokens = 0
@@ -67,7 +67,7 @@ class BurstWatch(TrainerCallback):
 
     @contextlib.contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
-        """Around forward, backward and clipping; the optimizer has callbacks of its own."""
+        """Time forward, backward and clipping inside; the optimizer has callbacks of its own."""
         accelerator, model = trainer.accelerator, trainer.model
         starts: list[float] = []
 
@@ -137,8 +137,8 @@ class BurstWatch(TrainerCallback):
         end = time.perf_counter()
         self._parts["optimizer"] = end - self._optimizer  # its step, the schedule's, and the gradients set to None
         if state.global_step > WARMUP_STEPS:
-            self.burst.seconds.append(end - self._last)
-            self.burst.inside.append(dict(self._parts))
+            self.steps.seconds.append(end - self._last)
+            self.steps.inside.append(dict(self._parts))
         if state.global_step in (WARMUP_STEPS, args.max_steps):
             self._at_an_end(state.global_step == WARMUP_STEPS)
         self._parts = dict.fromkeys(ARITHMETIC, 0.0)
@@ -153,6 +153,6 @@ class BurstWatch(TrainerCallback):
             if self.profile is not None:
                 self.profile.start()
         else:
-            self.burst.total, self.burst.tokens = now - self._start, self._tokens
+            self.steps.total, self.steps.tokens = now - self._start, self._tokens
             if self.profile is not None:
                 self.profile.stop(now - self._start)

@@ -143,7 +143,7 @@ def row_task(
     model: LoraModel, tokens: int, layers: int | None, rounds: int, checkpointing: bool, device: str, seed: int,
     sides: tuple[str, ...] = SIDES, peak: float | None = None, backend: str = "inductor",
 ) -> RowTask:  # fmt: skip
-    """One row: a model and a row length; `peak` in TFLOP/s, `backend` of the compiled side, the rest as `measure`."""
+    """Return the row of a model and a length; `peak` in TFLOP/s, `backend` of the compiled side, else as `measure`."""
     shape = shape_of(model.shape).cut_to(layers)
     policy = "checkpointing" if checkpointing else "no checkpointing"
     title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
@@ -236,7 +236,7 @@ def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, t
 
 @contextlib.contextmanager
 def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[str]:
-    """What makes a trainer this side; yields the name of its path."""
+    """Make a trainer this side; yield the name of its path."""
     if name in (OURS, PLANNED):
         with contextlib.redirect_stdout(io.StringIO()):  # the banner
             features = trainer._fastpack_features(announce=True)
@@ -293,7 +293,7 @@ def _figures(
 
 
 def _gate(figures: dict[str, Any], first: str) -> None:
-    """A side whose losses are not those of the first is no measurement: it becomes a failure with the reason."""
+    """Turn a side whose losses are not those of the first into a failure with the reason: it is no measurement."""
     if "failed" in figures.get(first, {"failed": ""}):
         return
     expected = figures[first]["losses"]
@@ -306,7 +306,7 @@ def _gate(figures: dict[str, Any], first: str) -> None:
 
 
 def measured_tflops(size: int = 8192, rounds: int = 10) -> float:
-    """TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
+    """Measure the TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
     left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     clock = CudaClock()
     best = 0.0

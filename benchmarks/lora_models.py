@@ -1,4 +1,4 @@
-"""What the LoRA benchmark trains: public shapes with random weights, LoRA on every projection, and real text."""
+"""Models and text of the LoRA benchmark: public shapes with random weights, LoRA on every projection, and real text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS = {
 
 
 def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, device: str) -> Any:
-    """A PEFT model with random weights: LoRA r=16, alpha 32, no dropout, on all seven projections.
+    """Return a PEFT model with random weights: LoRA r=16, alpha 32, no dropout, on all seven projections.
 
     Adapters are as TRL trains them: fp32 beside a dense base, bf16 beside a 4-bit one. B starts at small random values
     instead of zero, so that every product has something to compute.
@@ -93,7 +93,7 @@ def quantise(model: Any, device: str) -> None:
 
 
 def definitions(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datasets.Dataset]:
-    """A tokenizer, and at least `tokens` tokens of the standard library's top-level functions and classes.
+    """Return a tokenizer and at least `tokens` tokens of the standard library's top-level functions and classes.
 
     Real source text, so that document lengths and repetitions are those of a data set of code; repeated from the start
     where it is too short, and cut to `longest` tokens, as packing would.

@@ -32,11 +32,11 @@ class Reference:
     budget: float
 
     def error(self, losses: Tensor) -> float:
-        """Root mean square over tokens of the distance to `exact`, in units of loss."""
+        """Return the root mean square over tokens of the distance to `exact`, in units of loss."""
         return float((losses - self.exact).square().mean().sqrt())
 
     def verdict(self, name: str, losses: Tensor, trainer_loss: float) -> tuple[dict[str, Any], str]:
-        """The figures for the record, and what is wrong (empty where nothing is).
+        """Return the figures for the record, and what is wrong (empty if nothing is).
 
         Args:
             name: of the side.
@@ -57,7 +57,7 @@ class Reference:
 
 
 def reference(model: Any, input_ids: Tensor, position_ids: Tensor) -> Reference:
-    """Losses of separate documents under stock, in fp32 and under bf16 autocast.
+    """Compute the losses of separate documents under stock, in fp32 and under bf16 autocast.
 
     Args:
         model: stock's, without anything of ours installed.
@@ -76,7 +76,7 @@ def reference(model: Any, input_ids: Tensor, position_ids: Tensor) -> Reference:
 
 @torch.no_grad()
 def token_losses(model: Any, inputs: Mapping[str, Any], *, bf16: bool) -> Tensor:
-    """(num_loss_tokens,) fp32: the loss of each token that follows another one of its document.
+    """Return (num_loss_tokens,) fp32: the loss of each token that follows another one of its document.
 
     Args:
         model: a causal language model; what is installed on its backbone is used.
@@ -102,7 +102,7 @@ def token_losses(model: Any, inputs: Mapping[str, Any], *, bf16: bool) -> Tensor
 
 @contextmanager
 def _in_fp32(model: Any) -> Iterator[Any]:
-    """The model itself where its weights are fp32, else a copy that is gone afterwards."""
+    """Yield the model itself if its weights are fp32, else a copy that is gone afterwards."""
     if model.dtype == torch.float32:
         yield model
         return

@@ -38,7 +38,7 @@ class ModelShape:
         return "num_experts_per_tok" in self.fields
 
     def cut_to(self, layers: int | None) -> ModelShape:
-        """The same model with its first `layers` layers (None: what this shape runs by default).
+        """Return the same model with its first `layers` layers (None: what this shape runs by default).
 
         Raises:
             UserError: below 1 or more than the model has.
@@ -158,7 +158,7 @@ MODELS = {
 
 
 def shape_of(name: str) -> ModelShape:
-    """The shape behind a name.
+    """Return the shape behind a name.
 
     Raises:
         UserError: there is none; names the nearest.
@@ -169,7 +169,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def build_model(shape: ModelShape, *, positions: int, seed: int, device: str) -> Any:
-    """A causal language model with random weights, made on `device` in the shape's own dtype, dropout 0.
+    """Make a causal language model with random weights on `device`, in the shape's own dtype, dropout 0.
 
     Args:
         shape: which.

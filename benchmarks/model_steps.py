@@ -60,7 +60,7 @@ _REBUILDS = 7  # times that one rebuild of the metadata is measured by itself
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every row of one call has in common."""
+    """Settings that every row of one call shares."""
 
     rounds: int
     checkpointing: bool
@@ -165,7 +165,7 @@ def measure(
 
 
 def check_one_device(device: str) -> None:
-    """Whether the trainers would run on one device.
+    """Check that the trainers would run on one device.
 
     Raises:
         UserError: torch sees several.
@@ -178,7 +178,7 @@ def check_one_device(device: str) -> None:
 
 
 def row_task(name: str, shape: ModelShape, tokens: int, run: Run) -> RowTask:
-    """One row: a model, cut to the layers that are to run, and a row length."""
+    """Return one row: a model, cut to the layers that are to run, and a row length."""
     label = {"setting": _title(name, shape, run), "model": name, "tokens": tokens, "layers": shape.layers}
     return RowTask(label, partial(_measure_row, shape, tokens, run))
 
@@ -228,7 +228,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
 def _sides(
     model: Any, shape: ModelShape, tokens: int, run: Run, folder: str, stack: contextlib.ExitStack
 ) -> tuple[dict[str, SteppedTrainer], dict[str, str], dict[str, str]]:
-    """The sides that could be built, what each runs, and why the others could not be built."""
+    """Return the sides that could be built, what each runs, and why the others could not be built."""
     steps = GATE_ROWS + run.warmup + run.rounds
     vocabulary, needed = shape.fields["vocab_size"], tokens * (steps + SPARE_ROWS + 1)
     if run.documents is None:
@@ -266,7 +266,7 @@ def _sides(
 
 @contextlib.contextmanager
 def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
-    """What makes a trainer this side; yields the name of its path."""
+    """Make a trainer this side; yield the name of its path."""
     stock = trainer.model.config._attn_implementation
     if name == OURS:
         with trainer._fastpack_features():
@@ -282,14 +282,14 @@ def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
 
 
 def shared_copy(model: Any) -> Any:
-    """Other modules, hooks and config around the *same* parameters."""
+    """Copy modules, hooks and config around the *same* parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _gate(
     model: Any, shape: ModelShape, sides: dict[str, SteppedTrainer], device: str
 ) -> tuple[dict[str, Any], dict[str, str], torch.Tensor | None]:
-    """Every side's first row against separate documents: figures, the sides that are wrong, the row's positions."""
+    """Compare each side's first row with separate documents: figures, the sides that are wrong, the row's positions."""
     row: tuple[torch.Tensor, Reference] | None = None
     positions: torch.Tensor | None = None
     figures: dict[str, Any] = {}
@@ -334,7 +334,7 @@ def _figures(found: Rounds[tuple[Step, Any]], name: str, clock: Clock) -> dict[s
 
 
 def _rebuild_seconds(positions: torch.Tensor | None, run: Run) -> dict[str, float] | None:
-    """One rebuild of metadata and mask by itself: what a layer of the rebuild side pays beside its attention."""
+    """Time one rebuild of metadata and mask by itself: what a layer of the rebuild side pays beside its attention."""
     if positions is None:
         return None
 

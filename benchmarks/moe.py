@@ -81,7 +81,7 @@ class Row:
 def plan(
     device: str, models: Sequence[str], tokens: Sequence[int], layers: int | None, checkpointing: bool
 ) -> list[Row]:
-    """All rows, in the order in which they are measured: the CPU has the decoder with expert LoRA only."""
+    """Return all rows, in the order in which they are measured: the CPU has the decoder with expert LoRA only."""
     rows = []
     for model in models:
         depth = int(SHAPES[model].cut_to(layers).fields["num_hidden_layers"])
@@ -182,7 +182,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is run: a model, its forward as a scalar or a tensor with the upstream gradient, and facts for the row."""
+    """The timed call: a model, its forward (a scalar, or a tensor with the upstream gradient), facts for the row."""
 
     model: nn.Module
     forward: Callable[[], Tensor]
@@ -192,7 +192,7 @@ class Subject:
 
 
 def row_task(row: Row, rounds: int, device: str, seed: int, *, loop: bool = False) -> RowTask:
-    """One row; `loop`: also beside transformers' loop over experts, the routing of the published figures."""
+    """Return one row; `loop`: also beside transformers' loop over experts, the routing of the published figures."""
     measure_row = partial(_measure_row, row, rounds, device=device, seed=seed, loop=loop)
     return RowTask(row.describe(), measure_row, {"sides": {}, "ratios": {}})
 
@@ -248,7 +248,7 @@ def _figures(passes: Sequence[Pass], clock: Clock, tokens: int, kept: int) -> di
 
 
 def _ratios(sides: Mapping[str, Any]) -> dict[str, Any]:
-    """Per other side and part of the step: its seconds / ours, round by round."""
+    """Return, per other side and part of the step, its seconds / ours, round by round."""
     ours = sides.get(OURS, {})
     out: dict[str, Any] = {}
     for name, side in sides.items():
@@ -276,7 +276,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def _gate_pass(subject: Subject, enter: Any) -> tuple[list[Tensor], int]:
-    """Output and input gradients, and the bytes kept for backward."""
+    """Return the output and input gradients, and the bytes kept for backward."""
     with enter(subject.model):
         kept = saved_bytes(subject.forward, subject.model)
         out = subject.forward()
@@ -299,7 +299,7 @@ def _pass(subject: Subject, enter: Any, clock: Clock, device: str) -> Pass:
 
 @contextlib.contextmanager
 def _block(row: Row, device: str, seed: int) -> Iterator[Subject]:
-    """The first experts module, called as its layer calls it."""
+    """Yield the first experts module, called as its layer calls it."""
     shape = SHAPES[row.model].cut_to(1)
     model = make_model(shape, row.mode, tokens=row.tokens, seed=seed, device=device)
     module: Any = text_model(model).base_model.layers[0].mlp.experts
@@ -316,7 +316,7 @@ def _block(row: Row, device: str, seed: int) -> Iterator[Subject]:
 
 @contextlib.contextmanager
 def decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
-    """All decoder layers on a packed row, from embeddings to the last hidden state."""
+    """Yield all decoder layers on a packed row, from embeddings to the last hidden state."""
     shape = SHAPES[row.model].cut_to(row.layers)
     model = make_model(shape, row.mode, tokens=row.tokens, seed=seed, device=device)
     backbone = text_model(model).base_model

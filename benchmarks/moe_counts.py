@@ -1,4 +1,4 @@
-"""How often each implementation of the experts sorts, looks up an expert's tokens and makes the host wait in a step."""
+"""Counts per step and experts implementation: sorts, look-ups of an expert's tokens, host syncs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count(
     device: str = "cpu",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Operations of one forward and backward pass of a decoder with expert LoRA (rank 16), counted, not timed.
+    """Count operations of one forward and backward pass of a decoder with expert LoRA (rank 16).
 
     The sides: transformers' loop over experts (``eager``), its ``grouped_mm``, and ours.
 

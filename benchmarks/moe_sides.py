@@ -1,4 +1,4 @@
-"""What the case ``moe`` puts side by side: models with experts, and the implementations that run them."""
+"""The sides of the case ``moe``: models with experts, and the implementations that run them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHAPES = {**SMALL, **PUBLIC}
 
 
 def make_model(shape: ModelShape, mode: str, *, tokens: int, seed: int, device: str) -> Any:
-    """A model with random weights in training mode.
+    """Make a model with random weights in training mode.
 
     Args:
         shape: which; cut to the layers that are wanted.
@@ -73,7 +73,7 @@ def make_model(shape: ModelShape, mode: str, *, tokens: int, seed: int, device: 
 
 
 def routing(tokens: int, top_k: int, num_experts: int, skewed: bool, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """(T, k) distinct expert ids and routing weights in fp32: uniform, or a few experts taking most tokens."""
+    """Draw (T, k) distinct expert ids and routing weights in fp32: uniform, or a few experts taking most tokens."""
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.randn(tokens, num_experts, generator=generator, device=device)
     if skewed:
@@ -83,7 +83,7 @@ def routing(tokens: int, top_k: int, num_experts: int, skewed: bool, seed: int, 
 
 
 def sides(device: str) -> dict[str, Callable[[nn.Module], AbstractContextManager[Any]]]:
-    """Per name a context manager over a model; the kernels of others need CUDA."""
+    """Return a context manager over a model per name; the kernels of others need CUDA."""
     found: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
         STOCK: lambda model: contextlib.nullcontext(),
         OURS: apply_moe,
@@ -95,7 +95,7 @@ def sides(device: str) -> dict[str, Callable[[nn.Module], AbstractContextManager
 
 @contextlib.contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """One of transformers' experts implementations: ``eager`` (a loop over experts), ``grouped_mm``, ``sonicmoe``."""
+    """Run an experts implementation of transformers: ``eager`` (a loop over experts), ``grouped_mm``, ``sonicmoe``."""
     configs = [module.config for module in experts_modules(model).values()]
     before = [config._experts_implementation for config in configs]
     try:
@@ -109,7 +109,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _liger(model: nn.Module) -> Iterator[None]:
-    """Liger's fused experts, in place of the forward of each module."""
+    """Run Liger's fused experts in place of the forward of each module."""
     from liger_kernel.transformers.swiglu import LigerExperts
 
     modules = list(experts_modules(model).values())
@@ -126,7 +126,7 @@ def _liger(model: nn.Module) -> Iterator[None]:
 
 
 def saved_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
-    """Bytes that a forward keeps for backward beside the parameters, each storage once."""
+    """Return the bytes that a forward keeps for backward beside the parameters, each storage once."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -152,7 +152,7 @@ def _check_arguments(work: Workload, lengths: tuple[int, ...], pairs: int, threa
 
 
 def _judged(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[str, Any]:
-    """The promised ratio. It is about the default shapes on the CPU; other rows are reported only."""
+    """Return the promised ratio, which is about the default shapes on the CPU; other rows are reported only."""
     if setting != PLAIN or work is not CPU:
         return {"target": None, "below_target": None}
     target = TARGETS.get(row["tokens"], FLOOR)
@@ -199,7 +199,7 @@ def _measure_row(work: Workload, setting: Setting, tokens: int, pairs: int, devi
 
 
 def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[str, float]:
-    """Both sides computed the same loss from the same weights and rows.
+    """Check that both sides computed the same loss from the same weights and rows.
 
     Args:
         stock, ours: mean loss per token of the first batch.
@@ -221,7 +221,7 @@ def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[
 
 
 def _check_rows(pair: Mapping[str, Step]) -> dict[str, str]:
-    """After a round: both sides were given the same row. A round without that is worth nothing, whichever is wrong."""
+    """Raise `ParityError` after a round whose two sides were given different rows."""
     if not torch.equal(pair[STOCK].input_ids, pair[OURS].input_ids):
         raise ParityError("the two trainers were given different rows: a time would compare different work")
     return {}

@@ -17,7 +17,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def picture_names(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """By file name of the record: that of its picture."""
+    """Return, by file name of the record, that of its picture."""
     return {
         name: f"{Path(name).stem}_{KINDS[record['case']]}.png"
         for name, record in results.items()
@@ -48,7 +48,7 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
 
 
 def stale_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folder: Path) -> list[str]:
-    """What does not fit: pictures that are missing, drawn from other figures, or of no file. Needs no matplotlib."""
+    """Return which pictures are missing, drawn from other figures, or of no file. Needs no matplotlib."""
     from fastpack_trl.bench.report import source_of
 
     found = []
@@ -64,7 +64,7 @@ def stale_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
 
 
 def text_of(png: Path) -> dict[str, str]:
-    """The text chunks of a PNG.
+    """Return the text chunks of a PNG.
 
     Raises:
         ValueError: it is none, or a chunk is damaged.

@@ -1,4 +1,4 @@
-"""What others have published about the rows of the case ``headline``, as they state it; none of it is measured here."""
+"""Figures that others have published about the rows of the case ``headline``, quoted; none is measured here."""
 
 from __future__ import annotations
 

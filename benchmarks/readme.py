@@ -29,12 +29,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
-    """Every record in `folder`, by file name."""
+    """Return every record in `folder`, by file name."""
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The Markdown between the marks: per case its tables and pictures, the published table, what does not help."""
+    """Return the Markdown between the marks: tables and pictures per case, the published table, what does not help."""
     parts = [GLOSSARY]
     for case, table in _TABLES.items():
         for name, record in results.items():
@@ -47,7 +47,7 @@ def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _left_out(record: Mapping[str, Any]) -> str:
-    """What the table of a record does not show: rows that were not reached, sides that did not run."""
+    """Return what the table of a record does not show: rows that were not reached, sides that did not run."""
     rows = record["rows"]
     skipped = sum(bool(row.get("skipped")) for row in rows)
     said = f" Not measured yet: {skipped} of {len(rows)} rows, for want of time." if skipped else ""
@@ -63,7 +63,7 @@ def _left_out(record: Mapping[str, Any]) -> str:
 
 
 def is_published_table(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of the published table in its public shapes, on a GPU."""
+    """Return whether a record is of the published table in its public shapes, on a GPU."""
     return bool(record["case"] == "headline" and record["settings"]["scale"] == "full")
 
 
@@ -85,7 +85,7 @@ def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A table of the rows in which fastpack is slower than another side, or the interval leaves it open."""
+    """Return a table of the rows in which fastpack is slower than another side, or the interval leaves it open."""
     lines = [
         f"| {row.label}, {device_of(record)} | {ratio.over} | {ratio.by} | {ratio} | "
         f"{'slower' if ratio.slower else 'not told apart'} |"
@@ -104,7 +104,7 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The text of the README with its numbers replaced.
+    """Return the text of the README with its numbers replaced.
 
     Raises:
         ValueError: the README lacks a mark.

@@ -1,4 +1,4 @@
-"""What the tables of the README have in common."""
+"""Cells that the tables of the README share."""
 
 from __future__ import annotations
 

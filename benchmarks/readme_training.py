@@ -19,7 +19,7 @@ _KEPT_COPIES = re.compile(r"([\d.]+) GiB of frozen weights kept")
 
 
 def lora_table(name: str, record: Mapping[str, Any]) -> str:
-    """One line per model and row length."""
+    """Return one line per model and row length."""
     machine, versions, settings = record["machine"], record["versions"], record["settings"]
     found = _timed(record)
     timed = [row for row, _ in found]
@@ -99,7 +99,7 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
 
 
 def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The longest row of each LoRA run on a GPU, recomputing as stock does, and with every field at its default."""
+    """Return the longest row of each LoRA run on a GPU: recomputing as stock does, and every field at its default."""
     columns = (
         "training step | tokens | same recompute: over stock | over compiled | default: over stock | over compiled"
     )
@@ -134,7 +134,7 @@ def _ran(row: Mapping[str, Any], side: str) -> bool:
 
 
 def _peak(row: Mapping[str, Any], side: str) -> float:
-    """Bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
+    """Return the bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
     memory = row["sides"][side]["memory"] if _ran(row, side) else None
     if memory is None:
         return 0.0
@@ -148,7 +148,7 @@ def _copies(row: Mapping[str, Any], side: str) -> float:
 
 
 def _timed(record: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], dict[tuple[str, str], str]]]:
-    """Rows that were measured, each with the cells of its ratios by side of ours and other side."""
+    """Return the rows that were measured, each with the cells of its ratios by side of ours and other side."""
     found = zip(record["rows"], rows_of(record), strict=True)
     return [
         (row, {(ratio.by, ratio.over): ratio_cell(asdict(ratio)) for ratio in view.ratios})

@@ -39,7 +39,7 @@ class RowTask:
 
     @property
     def name(self) -> str:
-        """For people: setting and row length."""
+        """Return setting and row length, for people."""
         setting, tokens = str(self.label["setting"]), f"{self.label['tokens']:,} tokens"
         return setting if tokens in setting else f"{setting}, {tokens}"
 

@@ -35,7 +35,7 @@ _STUCK_AFTER = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained: ``Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=1e-3)``."""
+    """One training: ``Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=1e-3)``."""
 
     name: str
     shape: str
@@ -150,7 +150,9 @@ def _lora(case: Case, model: Any) -> Any:
 def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
     """Run one side on all ranks; its figures, or ``{"error": ...}`` with the last lines that it printed."""
     script = [str(Path(__file__).resolve()), "--train", case.name, side, "--device", device]
-    environment = dict(os.environ)
+    # The ranks run this file as a script: its folder, not the checkout, would be where they look for modules.
+    root = str(Path(__file__).resolve().parents[1])
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     if device == "cuda":
         options = [
             "--multi_gpu",
@@ -189,7 +191,7 @@ def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
         return {**json.loads(out.read_text(encoding="utf-8")), "seconds": seconds}
 
 
-def compare(case: Case, row: dict[str, Any]) -> None:
+def judge(case: Case, row: dict[str, Any]) -> None:
     """Write how far the losses are apart into `row`, and whether the case passed."""
     stock, ours = (row.get(side, {}) for side in SIDES)
     finished = "losses" in ours and len(ours["losses"]) == STEPS
@@ -227,7 +229,7 @@ def main() -> None:
             if "losses" in row.get(side, {}):
                 continue
             row[side] = launch(case, side, options.device, options.limit)
-            compare(case, row)
+            judge(case, row)
             settings = {"steps": STEPS, "processes": PROCESSES, "row_per_rank": 1}
             complete = all("passed" in rows.get(other, {}) for other in cases)
             record = make_record(

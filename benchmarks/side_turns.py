@@ -19,7 +19,7 @@ from fastpack_trl.measure.timing import Clock
 
 @dataclass(frozen=True, slots=True)
 class SideTurns:
-    """What `measure_in_turns` saw.
+    """The steps of `measure_in_turns`.
 
     Attributes:
         sides: those that could be made, by name.

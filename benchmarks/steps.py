@@ -20,7 +20,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one training step left behind."""
+    """Marks, loss and tokens of one training step."""
 
     marks: tuple[Any, ...]
     """Start, then the end of each of `PHASES`, in the clock's unit."""
@@ -71,11 +71,11 @@ class SteppedTrainer:
         return self.clock.mark()
 
     def fetch(self) -> tuple[Any, Any]:
-        """The next batch as `train` gets it: a list of one, and the number of its labels."""
+        """Return the next batch as `train` gets it: a list of one, and the number of its labels."""
         return self.trainer.get_batch_samples(self.batches, 1, self.trainer.args.device)
 
     def step(self) -> Step:
-        """The next batch through forward, backward, clipping and the optimizer."""
+        """Run the next batch through forward, backward, clipping and the optimizer."""
         trainer, mark = self.trainer, self._mark
         self._allocated = []
         marks = [mark()]
@@ -95,7 +95,7 @@ class SteppedTrainer:
 
 
 def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) -> dict[str, Any]:
-    """One side's part of a row: seconds, tokens per second, phases (medians of seconds, and every value) and losses.
+    """Return one side's part of a row: seconds, tokens per second, phases (medians and every value) and losses.
 
     ``memory_marks`` is of the last step: milliseconds since its start and bytes allocated, at the end of each phase.
     """
@@ -120,6 +120,6 @@ def side_figures(seconds: Sequence[float], steps: Sequence[Step], clock: Clock) 
 
 
 def document_tokens(steps: Sequence[Step]) -> dict[str, float] | None:
-    """Shortest, median and longest document of the steps, in tokens; None where their batches do not say."""
+    """Return the shortest, median and longest document of the steps, in tokens; None where their batches do not say."""
     lengths = [length for step in steps for length in step.seq_lengths]
     return {"shortest": min(lengths), "median": median(lengths), "longest": max(lengths)} if lengths else None

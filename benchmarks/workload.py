@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a random Qwen3 on packed documents of random tokens, by both trainers."""
+"""The workload of the training benchmarks: a random Qwen3 on packed documents of random tokens, by both trainers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How both trainers are configured; everything else is TRL's default."""
+    """Fields of both trainers; everything else is TRL's default."""
 
     name: str
     bf16: bool
@@ -46,7 +46,7 @@ TRL_DEFAULTS = Setting("TRL defaults: bf16, checkpointing", bf16=True, gradient_
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
+    """The training data: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
 
     shape: Shape
     shortest: int
@@ -71,7 +71,7 @@ CUDA = Workload(
 def make_trainers(
     work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
 ) -> dict[str, Any]:
-    """Both trainers, ready to train: the same initial weights, the same documents, the same order of rows."""
+    """Make both trainers, ready to train: the same initial weights, documents and order of rows."""
     model = _model(work.shape, tokens, seed)
     tokenizer = make_tokenizer(work.shape.vocabulary)
     documents = random_documents(
@@ -90,7 +90,7 @@ def make_trainers(
 
 
 def trainer_arguments(setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str) -> dict[str, Any]:
-    """What a configuration of either trainer is made of; everything else is TRL's default."""
+    """Return the arguments of either trainer's configuration; everything else is TRL's default."""
     return {
         "output_dir": folder,
         "packing": True,
@@ -109,7 +109,7 @@ def trainer_arguments(setting: Setting, tokens: int, steps: int, device: str, se
 
 
 def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
-    """Without what was left over at the end of packing: a row of a few tokens would time something else."""
+    """Drop what was left over at the end of packing: a row of a few tokens would time something else."""
     filled = [sum(lengths) for lengths in rows["seq_lengths"]]
     emptiest = int(np.argmin(filled))
     return rows.select([index for index in range(len(rows)) if index != emptiest])
@@ -138,7 +138,7 @@ def _model(shape: Shape, positions: int, seed: int) -> Any:
 
 
 def make_tokenizer(vocabulary: int) -> Any:
-    """Only its special tokens are read: the documents are token ids."""
+    """Make a tokenizer of which only the special tokens are read: the documents are token ids."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,7 @@ def make_tokenizer(vocabulary: int) -> Any:
 
 
 def random_documents(shortest: int, longest: int, vocabulary: int, tokens: int, seed: int) -> datasets.Dataset:
-    """At least `tokens` tokens in documents of random ids."""
+    """Draw at least `tokens` tokens in documents of random ids."""
     random = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:

@@ -1,4 +1,4 @@
-"""What each feature adds by itself: everything off, one feature on, and all of them together."""
+"""The gain of each feature by itself: everything off, one feature on, and all of them together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fastpack_trl.bench.baselines import OURS, SidePlan
+from fastpack_trl.bench.baselines import OURS, SideRecipe
 from fastpack_trl.bench.compare import NotAvailable, measure
-from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.plan import RoundPlan
 from fastpack_trl.bench.side import Build, Side
 from fastpack_trl.config import _CHOICES, FastSFTConfig
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
@@ -23,16 +23,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "merge_accumulation": ("packed_attention", "sync_free"),
     "layer_compile": ("packed_attention",),
 }
-"""What a feature cannot run without: it is compared with these on, and nothing else."""
+"""Fields that a feature cannot run without: it is compared with these on, and nothing else."""
 
 
 def features() -> tuple[str, ...]:
-    """The fields of `FastSFTConfig` that can be switched off one by one."""
+    """Return the fields of `FastSFTConfig` that can be switched off one by one."""
     return tuple(name for name, choices in _CHOICES.items() if OFF in choices and name not in _NO_FEATURES)
 
 
 def settings_of(on: Sequence[str], configured: Mapping[str, str]) -> dict[str, str]:
-    """Every feature's field: of those `on` as configured (``auto`` where that is off), of the others ``off``.
+    """Return each feature's field: of those `on` as configured (``auto`` if that is off), of the others ``off``.
 
     So is the proof at the start: the gate compares losses anyway.
     """
@@ -46,13 +46,13 @@ def _wanted(value: str) -> str:
 
 def ablate(
     build: Build,
-    plan: Plan,
+    plan: RoundPlan,
     *,
     bar: Callable[[str, int], Any],
     configured: Mapping[str, str] | None = None,
     save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """One row per feature: a `FastSFTTrainer` with it beside one without, interleaved; then all together over none.
+    """Measure one row per feature, a `FastSFTTrainer` with it beside one without, in turn; then all together over none.
 
     Args:
         build: see `compare`.
@@ -74,8 +74,8 @@ def ablate(
         with bar(feature, plan.rounds) as progress:
             without = _title(base)
             plans = {
-                without: SidePlan(FastSFTTrainer, FastSFTConfig, settings_of(base, configured), report=True),
-                OURS: SidePlan(FastSFTTrainer, FastSFTConfig, settings_of(on, configured), report=True),
+                without: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(base, configured), report=True),
+                OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured), report=True),
             }
             try:
                 row, complete = measure(plans, build, plan, progress, available=partial(_why_not, feature))
@@ -95,7 +95,7 @@ def _title(base: Sequence[str]) -> str:
 
 
 def _why_not(feature: str, side: Side) -> str:
-    """Why a feature does not run here, by its own report; empty where it does."""
+    """Return why a feature does not run here, by its own report; empty if it does."""
     report = side.trainer.fastpack_report
     if feature == ALL:
         return ""
@@ -106,7 +106,7 @@ def _why_not(feature: str, side: Side) -> str:
 
 
 def ablation_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each feature adds: steps without and with it, the ratio with its interval; then what was not measured."""
+    """Return, per feature, steps without and with it and the ratio with its interval; then what was not measured."""
     cells = [["feature", "over", "without, ms", "with, ms", "faster by", "interval"]]
     notes = []
     for row in rows:

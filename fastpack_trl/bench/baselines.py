@@ -19,7 +19,7 @@ from fastpack_trl.trainer import FastSFTTrainer
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
-"""What is recomputed is then as `gradient_checkpointing` says, as on stock's side."""
+"""Fields with which a side recomputes as `gradient_checkpointing` says, as stock does."""
 RECOMPILES = 64
 """Graphs that torch keeps per function where compiled sides take turns, 8 by default: they share the functions, and at
 the limit all of them run eager."""
@@ -30,8 +30,8 @@ def _as_built(trainer: Any) -> AbstractContextManager[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class SidePlan:
-    """How one side is made and what surrounds its training.
+class SideRecipe:
+    """The recipe of one side: its classes, its fields, and the context around its training.
 
     Attributes:
         trainer_class, config_class: what `build` is asked for.
@@ -47,8 +47,8 @@ class SidePlan:
     report: bool = False
 
 
-def plan_of(name: str, device: str) -> SidePlan:
-    """A side by its name.
+def plan_of(name: str, device: str) -> SideRecipe:
+    """Return a side by its name.
 
     - ``stock``: `trl.SFTTrainer` as installed, as the configuration says.
     - ``tuned``: the same with flash-attn where it is installed, Liger's kernels where they load, and decoder layers
@@ -63,11 +63,11 @@ def plan_of(name: str, device: str) -> SidePlan:
     """
     liger = {} if liger_missing(device) else {"use_liger_kernel": True}
     return {
-        STOCK: SidePlan(SFTTrainer, SFTConfig),
-        TUNED: SidePlan(SFTTrainer, SFTConfig, liger, _tuned),
-        REBUILD: SidePlan(SFTTrainer, SFTConfig, {}, _rebuilt),
-        OURS: SidePlan(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
-        PLANNED: SidePlan(FastSFTTrainer, FastSFTConfig, report=True),
+        STOCK: SideRecipe(SFTTrainer, SFTConfig),
+        TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
+        REBUILD: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
+        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
+        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig, report=True),
     }[name]
 
 
@@ -75,7 +75,7 @@ SIDES = (STOCK, TUNED, REBUILD, OURS, PLANNED)
 
 
 def liger_missing(device: str) -> str:
-    """Why Liger's kernels cannot run; empty where they can."""
+    """Return why Liger's kernels cannot run; empty if they can."""
     from transformers.utils import is_liger_kernel_available
 
     if device != "cuda":
@@ -106,7 +106,7 @@ def _tuned(trainer: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
-    """What ``torch_compile=True`` with accelerate's regional compilation makes of the model that is prepared inside.
+    """Compile the model that is prepared inside, as ``torch_compile=True`` with accelerate's regional compilation does.
 
     Not through the arguments: accelerate keeps them for the process, and the other sides would be compiled too. For the
     same reason it ends once this trainer's model is prepared: others may be prepared before its training ends.
@@ -131,7 +131,7 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
 
 
 def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:
-    """The packed attention of a side that accelerate compiles: on CUDA one call over the row, whatever its documents.
+    """Return the packed attention of a side that accelerate compiles: on CUDA one call per row, whatever its documents.
 
     ``auto`` goes document by document where they are long; to a compiled layer each number of documents is another
     graph, and after torch's limit of recompiles it runs eager.
@@ -141,5 +141,5 @@ def whole_row_attention(model: Any, device: str) -> AbstractContextManager[Packe
 
 
 def compiled_path(attention: str, backend: str = "inductor") -> str:
-    """What a side with compiled layers runs, for people."""
+    """Return the name of what a side with compiled layers runs."""
     return f"{attention}, layers compiled by accelerate{'' if backend == 'inductor' else f' ({backend} backend)'}"

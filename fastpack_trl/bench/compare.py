@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SidePlan, plan_of
+from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SideRecipe, plan_of
 from fastpack_trl.bench.compare_tables import table
 from fastpack_trl.bench.environment import one_bar
 from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
-from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, RoundPlan
 from fastpack_trl.bench.row import assemble, part_of
 from fastpack_trl.bench.side import Build, Side
 from fastpack_trl.bench.step_watch import StepFigures
@@ -41,7 +41,7 @@ from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
 from fastpack_trl.measure.record import OtherLoad, make_record
 from fastpack_trl.measure.rounds import take_turns
 
-__all__ = ["CASE", "DEFAULT_PAIRS", "Plan", "compare", "measure", "table"]
+__all__ = ["CASE", "DEFAULT_PAIRS", "RoundPlan", "compare", "measure", "table"]
 
 CASE = "config"
 INTERLEAVED = "one process, one optimizer step of each side in turn, the order swapped from round to round"
@@ -90,7 +90,7 @@ def compare(
             asked for, two devices, or no side that could be measured.
         LossParityError: other tokens or another loss on one side; a `UserError`.
     """
-    plan = Plan(pairs, warmup, gate_steps, seed, None if profile is None else Path(profile), peak_flops)
+    plan = RoundPlan(pairs, warmup, gate_steps, seed, None if profile is None else Path(profile), peak_flops)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if len(set(sides)) < 2 or len(set(sides)) != len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
@@ -104,9 +104,9 @@ def compare(
 
 
 def record_of(
-    rows: Sequence[Mapping[str, Any]], plan: Plan, complete: bool, *, case: str = CASE, **settings: Any
+    rows: Sequence[Mapping[str, Any]], plan: RoundPlan, complete: bool, *, case: str = CASE, **settings: Any
 ) -> dict[str, Any]:
-    """The rows of one call as a record."""
+    """Return the rows of one call as a record."""
     return make_record(
         case=case,
         settings={**plan.to_dict(), **settings},
@@ -120,7 +120,7 @@ def record_of(
 
 @contextlib.contextmanager
 def bar(name: str, total: int, progress: bool = True) -> Iterator[Any]:
-    """A progress bar over rounds (on a terminal)."""
+    """Show a progress bar over rounds (on a terminal)."""
     with tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True) as shown:
         yield shown
 
@@ -133,7 +133,7 @@ class NotAvailable(Exception):  # noqa: N818 - an answer, not a fault
 class _Measurement:
     """The state of one row while it is measured."""
 
-    plan: Plan
+    plan: RoundPlan
     subject: str
     shown: Any
     rounds: int = 0
@@ -183,7 +183,7 @@ class _Measurement:
         return figures
 
     def check(self, steps: Mapping[str, StepFigures]) -> dict[str, str]:
-        """The same tokens in every round; the same losses in those of the gate, and of the warm-up without dropout.
+        """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's.
 
         Returns:
             The sides other than the subject whose loss is another one, with the reason.
@@ -216,7 +216,7 @@ class _Measurement:
 
 
 def check_same_weights(first: Side, second: Side) -> None:
-    """What is trained starts equal on both sides, and is not one and the same.
+    """Check that what is trained starts equal on both sides, and is not one and the same.
 
     Raises:
         UserError: it is not so.
@@ -241,15 +241,15 @@ def check_same_weights(first: Side, second: Side) -> None:
 
 
 def measure(
-    plans: Mapping[str, SidePlan],
+    plans: Mapping[str, SideRecipe],
     build: Build,
-    plan: Plan,
+    plan: RoundPlan,
     shown: Any,
     *,
     subject: str | None = None,
     available: Callable[[Side], str] | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
-    """One row: all sides of `plans` in turn.
+    """Measure one row: all sides of `plans` in turn.
 
     Args:
         plans: by name, the reference of the gate first.
@@ -299,7 +299,7 @@ def measure(
 
 
 def _rounds(state: _Measurement, load: OtherLoad) -> None:
-    """The gate, the warm-up, and the timed rounds, whose order and beside which the load of others is kept."""
+    """Run the gate, the warm-up, and the timed rounds; keep the order of those and the load of others beside them."""
     plan, shown = state.plan, state.shown
 
     def begin() -> None:

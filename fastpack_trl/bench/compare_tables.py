@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The record of `compare` for people: rates and ratios, where a step goes, what the device did."""
+    """Return the record of `compare` for people: rates and ratios, where a step goes, what the device did."""
     rows = record["rows"]
     out = [] if record["complete"] else [f"INCOMPLETE: interrupted; {len(rows)} row(s) have something to show"]
     for row in rows:
@@ -22,7 +22,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def row_lines(row: Mapping[str, Any]) -> list[str]:
-    """One row: its setting, a table of the sides, one of their phases, and what could not be measured."""
+    """Return one row: its setting, a table of the sides, one of their phases, and what could not be measured."""
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
     out = [*_setting(row), *aligned(_side_cells(row, good)), "", "where a step goes (median ms)"]
     out += aligned(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastpack_trl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from fastpack_trl.bench.plan import Plan
+    from fastpack_trl.bench.plan import RoundPlan
     from fastpack_trl.bench.result_file import ResultFile
     from fastpack_trl.config import FastSFTConfig
 
@@ -26,7 +26,7 @@ _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options of ``fastpack-trl bench --config``; imports nothing heavy."""
+    """Add the options of ``fastpack-trl bench --config``; imports nothing heavy."""
     group = parser.add_argument_group(
         "your own run", "with --config; every other option is one of `fastpack-trl sft` and overrides the YAML"
     )
@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def given(args: Namespace) -> list[str]:
-    """The options of this module that were given, as typed."""
+    """Return the options of this module that were given, as typed."""
     names = ("baseline", "isolate", "ablate", "profile", "gate_steps", "warmup", "save")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
 
@@ -134,11 +134,11 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
 
 
-def plan_from(args: Namespace) -> Plan:
-    """The `Plan` of the options."""
-    from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Plan
+def plan_from(args: Namespace) -> RoundPlan:
+    """Return the `RoundPlan` of the options."""
+    from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, RoundPlan
 
-    plan = Plan(
+    plan = RoundPlan(
         pairs=DEFAULT_PAIRS if args.pairs is None else args.pairs,
         warmup=WARMUP if args.warmup is None else args.warmup,
         gate_steps=GATE_STEPS if args.gate_steps is None else args.gate_steps,
@@ -150,7 +150,7 @@ def plan_from(args: Namespace) -> Plan:
 
 
 def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dict[str, Any], list[str]]:
-    """The record, and its lines for people; taken over from `file` where the same run has finished it."""
+    """Return the record, and its lines for people; taken over from `file` where the same run has finished it."""
     from fastpack_trl.bench import baselines
     from fastpack_trl.bench.compare import CASE, record_of
     from fastpack_trl.recipe.make_trainer import short_run_arguments
@@ -193,7 +193,7 @@ def _measured(
     args: Namespace,
     folder: str,
     flags: list[str],
-    plan: Plan,
+    plan: RoundPlan,
     sides: list[str],
     settings: dict[str, Any],
     training: FastSFTConfig,
@@ -229,7 +229,7 @@ def _measured(
 
 
 def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
-    """The YAML and what overrides it, for a record: of paths only the last part, no names of people, no tokens.
+    """Return the YAML and what overrides it, for a record: of paths only the last part, no names of people, no tokens.
 
     ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
     """
@@ -237,7 +237,7 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _hash_of(config: str, flags: Sequence[str]) -> str:
-    """Of the same values with their folders: which run it was, where `settings_of` leaves that open."""
+    """Return a hash of the same values with their folders: which run it was, where `settings_of` leaves that open."""
     text = json.dumps(_public(config, flags), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

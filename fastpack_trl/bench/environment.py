@@ -14,7 +14,7 @@ import torch
 
 @contextlib.contextmanager
 def limited_threads(count: int) -> Iterator[None]:
-    """`count` intra-op threads of torch inside."""
+    """Run inside with `count` intra-op threads of torch."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -25,7 +25,7 @@ def limited_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
+    """Show no bar per mapped data set, and no advice about flash attention for the side that is measured without it."""
     bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
     datasets.disable_progress_bars()
     logging.disable(logging.WARNING)
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_bar() -> Iterator[None]:
-    """No banner, log or bar of the sides beside the bar over all of them."""
+    """Show no banner, log or bar of the sides beside the bar over all of them."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -40,18 +40,18 @@ class Gap:
 
     @property
     def length(self) -> float:
-        """Microseconds."""
+        """Return the length in microseconds."""
         return self.end - self.start
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {**asdict(self), "host": [list(entry) for entry in self.host], "length": self.length}
 
 
 def find_gaps(
     timeline: Iterable[Span], host: Sequence[Span] = (), *, window: tuple[float, float] | None = None, top: int = 10
 ) -> list[Gap]:
-    """The longest stretches of `window` in which no event of `timeline` runs, the longest first.
+    """Return the longest stretches of `window` in which no event of `timeline` runs, the longest first.
 
     ``[a: 0-2, b: 1-3, c: 7-8]`` has one gap, 3-7, after b and before c.
 
@@ -82,7 +82,7 @@ def find_gaps(
 
 
 def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, float]:
-    """Microseconds between `start` and `end` by what the host did, the longest first.
+    """Return the microseconds between `start` and `end` by what the host did, the longest first.
 
     At each moment the span counts that began last: of nested ones the innermost. What none covers is `NO_OPERATOR`.
     """
@@ -98,7 +98,7 @@ def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, flo
 
 
 def self_times(spans: Iterable[Span], *, top: int = 10) -> list[dict[str, Any]]:
-    """Names by the time in which they are the innermost, with their number of calls; the longest first.
+    """Return the names by the time in which they are the innermost, with their number of calls; the longest first.
 
     Spans must be of one thread: of two, one starts after the other has ended or lies inside of it.
     """
@@ -118,7 +118,7 @@ def self_times(spans: Iterable[Span], *, top: int = 10) -> list[dict[str, Any]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals: ``(0, 2), (1, 3), (5, 6)`` -> 4. Kernels of several streams overlap."""
+    """Return the length of the union of intervals: ``(0, 2), (1, 3), (5, 6)`` -> 4. Streams overlap."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -127,7 +127,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def gap_cells(gaps: Sequence[Mapping[str, Any]], *, shown: int = 2) -> list[list[str]]:
-    """A table's cells: length, neighbours, and the host's longest occupations; of gaps as `Gap.to_dict`."""
+    """Return a table's cells: length, neighbours, and the host's longest occupations; of gaps as `Gap.to_dict`."""
     cells = [["gap us", "after", "before", "the host meanwhile"]]
     for gap in gaps:
         host = ", ".join(f"{name} {length:,.0f}" for name, length in gap["host"][:shown])

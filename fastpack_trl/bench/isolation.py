@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.plan import RoundPlan
 from fastpack_trl.errors import UserError, describe
 
 ISOLATED = "one process per side, one side after the other: a drift of the machine does not cancel in the ratio"
@@ -19,9 +19,9 @@ _KILL_AFTER = 10.0  # seconds that an interrupted process has to end by itself
 
 
 def isolated(
-    config: str, flags: Sequence[str], sides: Sequence[str], plan: Plan, settings: Mapping[str, Any]
+    config: str, flags: Sequence[str], sides: Sequence[str], plan: RoundPlan, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """As `compare`, for a YAML; the gate is checked when a second side has its losses.
+    """Compare as `compare` does, for a YAML; the gate is checked when a second side has its losses.
 
     Args:
         config: the YAML.
@@ -65,7 +65,7 @@ def isolated(
 
 
 def _gate(
-    parts: dict[str, dict[str, Any]], name: str, plan: Plan, failed: dict[str, str], *, subject: str
+    parts: dict[str, dict[str, Any]], name: str, plan: RoundPlan, failed: dict[str, str], *, subject: str
 ) -> dict[str, Any] | None:
     """Compare the losses and tokens of the newest side with the first one's."""
     import torch
@@ -97,7 +97,7 @@ def _gate(
     return {"dtype": name_of, "tolerance": tolerance(dtype), "steps": losses, "dropout": dropout}
 
 
-def _run_one(config: str, flags: Sequence[str], side: str, plan: Plan) -> dict[str, Any]:
+def _run_one(config: str, flags: Sequence[str], side: str, plan: RoundPlan) -> dict[str, Any]:
     import torch
 
     task = {
@@ -131,7 +131,7 @@ def _run_one(config: str, flags: Sequence[str], side: str, plan: Plan) -> dict[s
 
 
 def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process of one side: its part of a row, with every step's loss and digest; or ``failed``, or ``error``."""
+    """Measure one side in this process: its part of a row, each step's loss and digest, or ``failed``, or ``error``."""
     import torch
 
     from fastpack_trl.bench.baselines import plan_of
@@ -144,7 +144,7 @@ def measure_one(task: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(task["threads"])
     profile = task["plan"]["profile"]
-    plan = Plan(**{**task["plan"], "profile": None if profile is None else Path(profile)})
+    plan = RoundPlan(**{**task["plan"], "profile": None if profile is None else Path(profile)})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side: Side | None = None
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, one_bar():

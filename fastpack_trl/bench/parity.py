@@ -20,7 +20,7 @@ class LossParityError(UserError):
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference of two losses that counts as rounding.
+    """Return the largest relative difference of two losses that counts as rounding.
 
     In fp32 (and fp64) 1e-5: the same sums in another order differ by a few units of 6e-8, and the optimizer carries
     them on. In bf16 and fp16 the spacing of their numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): hidden states
@@ -31,7 +31,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def check_batches(digests: Mapping[str, str], step: int) -> None:
-    """All sides were given the same micro-batches.
+    """Check that all sides were given the same micro-batches.
 
     Args:
         digests: of each side's token ids (`digest_of`), the reference first.
@@ -50,7 +50,7 @@ def check_batches(digests: Mapping[str, str], step: int) -> None:
 
 
 def check_loss(losses: Mapping[str, float], step: int, dtype: torch.dtype, names: Sequence[str]) -> None:
-    """The losses of `names` are those of the first side.
+    """Check that the losses of `names` are those of the first side.
 
     Raises:
         LossParityError: further apart than `tolerance`, or not finite; names both losses and the step.
@@ -70,7 +70,7 @@ def check_loss(losses: Mapping[str, float], step: int, dtype: torch.dtype, names
 
 @contextlib.contextmanager
 def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
-    """Inside, nothing is dropped: sides that draw other random numbers would differ in their losses.
+    """Drop nothing inside: sides that draw other random numbers would differ in their losses.
 
     Yields:
         Whether there was any dropout.

@@ -1,4 +1,4 @@
-"""How much of a comparison of trainers is measured, and what its configuration has to be for that."""
+"""The rounds of a comparison of trainers, and the fields of the configuration that it needs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DEFAULT_PAIRS, WARMUP, GATE_STEPS = 9, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured.
+class RoundPlan:
+    """Numbers of rounds, and what else decides how much is measured.
 
     Attributes:
         pairs: timed rounds, one optimizer step of each side; 6 or more give an interval of 95 %.
@@ -36,7 +36,7 @@ class Plan:
         return self.gate_steps + self.warmup
 
     def checked(self, dropout: bool) -> int:
-        """Rounds in which losses must agree: with dropout, which the gate takes out, not those of the warm-up."""
+        """Return the rounds in which losses must agree: the gate's, and the warm-up's if there is no dropout."""
         return 0 if not self.gate_steps else self.gate_steps if dropout else self.untimed
 
     @property
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Fields of the configuration that a measurement needs: enough steps, nothing written, nothing reported."""
+        """Return the fields that a measurement needs: enough steps, nothing written, nothing reported."""
         return {
             "max_steps": self.rounds + 2,  # one under the profiler, one in which syncs are counted
             "report_to": "none",
@@ -58,7 +58,7 @@ class Plan:
         }
 
     def check(self) -> None:
-        """Raises: UserError, where there is nothing to measure."""
+        """Raise `UserError` if there is nothing to measure."""
         if self.pairs < 1 or self.warmup < 0 or self.gate_steps < 0:
             raise UserError(
                 f"pairs={self.pairs}, warmup={self.warmup}, gate_steps={self.gate_steps}: "
@@ -66,7 +66,7 @@ class Plan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "pairs": self.pairs,
             "warmup_steps": self.warmup,

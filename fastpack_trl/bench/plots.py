@@ -57,13 +57,13 @@ Figure = Any  # matplotlib.figure.Figure
 
 
 def figures(record: Mapping[str, Any], source: str = "") -> dict[str, Figure]:
-    """Every figure that the record has something for, by name."""
+    """Return every figure that the record has something for, by name."""
     made = {name: draw(record, source) for name, draw in FIGURES.items()}
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
 def breakdown(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Where a step goes: per row and side a bar of the phases' median milliseconds, one after another.
+    """Draw where a step goes: per row and side a bar of the phases' median milliseconds, one after another.
 
     Args:
         record: of any case whose sides have times.
@@ -89,7 +89,7 @@ def breakdown(record: Mapping[str, Any], source: str = "") -> Figure | None:
 
 
 def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """How much faster fastpack is, with intervals and a line at 1; what does not help is drawn differently.
+    """Draw by how much fastpack is faster, with intervals and a line at 1; what does not help is drawn differently.
 
     Args and result as `breakdown`.
     """
@@ -128,7 +128,7 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
 
 
 def memory(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Peak device memory of each side: what lay there before the step, and what the step added.
+    """Draw the peak device memory of each side: what lay there before the step, and what the step added.
 
     Args and result as `breakdown`.
     """
@@ -149,7 +149,7 @@ def memory(record: Mapping[str, Any], source: str = "") -> Figure | None:
 
 
 def memory_over_step(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Allocated device memory at the ends of the phases of the last timed step; None where no side recorded it.
+    """Draw the device memory at the ends of the phases of the last timed step; None if no side recorded it.
 
     Args and result as `breakdown`.
     """
@@ -172,7 +172,7 @@ def memory_over_step(record: Mapping[str, Any], source: str = "") -> Figure | No
 
 
 def rates(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Tokens per second against row length, one line per side; None where no setting has two row lengths.
+    """Draw tokens per second against row length, one line per side; None if no setting has two row lengths.
 
     Args and result as `breakdown`.
     """
@@ -222,7 +222,7 @@ def save(figure: Figure, file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def require_matplotlib() -> Any:
-    """The module, imported here and not with this file.
+    """Import and return matplotlib, here and not with this file.
 
     Raises:
         UserError: it is not installed.
@@ -235,7 +235,7 @@ def require_matplotlib() -> Any:
 
 
 def _with_sides(rows: Iterable[RowView], keep: Callable[[SideView], bool]) -> list[RowView]:
-    """The rows with the sides for which `keep` holds; no more bars than a page has room for."""
+    """Return the rows with the sides for which `keep` holds; no more bars than a page has room for."""
     from dataclasses import replace
 
     found, bars = [], 0
@@ -277,7 +277,7 @@ def _bars(record: Mapping[str, Any], rows: Sequence[RowView], source: str) -> tu
 def _rows_of_labels(
     record: Mapping[str, Any], rows: Sequence[RowView], labels: Sequence[Sequence[str]], source: str
 ) -> tuple[Figure, Any, list[float]]:
-    """A figure with a line per label, from the top down, under the heading of its row; and where the lines are."""
+    """Return a figure with a line per label, from the top down, under the heading of its row, and the lines' places."""
     places: list[float] = []
     headings: list[tuple[float, str]] = []
     at = 0.0
@@ -315,7 +315,7 @@ def _panels(record: Mapping[str, Any], titles: Sequence[str], source: str) -> tu
 
 
 def _colours(rows: Iterable[RowView]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker per side; ours is the same in every figure."""
+    """Return a colour and a marker per side; ours is the same in every figure."""
     names = dict.fromkeys(side.name for row in rows for side in row.sides)
     others = [name for name in names if name != OURS]
     colours = {

@@ -1,4 +1,4 @@
-"""What packed attention did before its metadata was made once per batch: rebuilt from positions, in every layer.
+"""Packed attention with metadata that is not made once per batch, but rebuilt from positions in every layer.
 
 A reconstruction in plain torch of the baseline that published figures are measured against. The attention itself is
 stock's own function under a dense mask, so that against this side only the bookkeeping and the kernel differ.
@@ -21,7 +21,7 @@ from fastpack_trl.packing.masks import band_mask
 
 
 def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
-    """``cu_seqlens``, tokens per document and the longest one, read back from a packed row; asks the device twice.
+    """Return ``cu_seqlens``, tokens per document and the longest one, read back from a packed row; two device syncs.
 
     Args:
         position_ids: (1, total_tokens), starting at 0 in each document.
@@ -34,7 +34,7 @@ def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def dense_mask_of(lengths: Tensor, window: int | None) -> Tensor:
-    """(1, 1, total_tokens, total_tokens) bool, one causal block per document; reads the lengths from the device."""
+    """Return (1, 1, total_tokens, total_tokens) bool, one causal block per document; reads lengths from the device."""
     blocks = []
     for length in lengths.tolist():
         blocks.append(band_mask(length, window or length, lengths.device))
@@ -42,7 +42,7 @@ def dense_mask_of(lengths: Tensor, window: int | None) -> Tensor:
 
 
 class RebuildLayer(NamedTuple):
-    """What crosses a layer boundary: positions only; everything else is made again by each layer."""
+    """The argument that crosses a layer boundary: positions only; each layer makes everything else again."""
 
     position_ids: Tensor
     implementation: str
@@ -58,7 +58,7 @@ class RebuildLayer(NamedTuple):
 
 @contextlib.contextmanager
 def rebuild_per_layer(model: nn.Module) -> Iterator[None]:
-    """Inside, packed rows (``position_ids`` that start again) get their metadata and mask in each attention layer.
+    """Make metadata and mask of packed rows (``position_ids`` that start again) anew in each attention layer, inside.
 
     It reads no more than ``position_ids``, needs no collator of ours, and goes through the same seam as
     `packed_attention`; the model is restored on exit.

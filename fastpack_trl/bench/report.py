@@ -63,7 +63,7 @@ def write_report(
 
 
 def json_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files themselves, and of folders every ``*.json`` in them, sorted.
+    """Return the files themselves, and of folders every ``*.json`` in them, sorted.
 
     Raises:
         UserError: nothing is there.
@@ -85,7 +85,7 @@ def json_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """The record in a file of ``--json``.
+    """Return the record in a file of ``--json``.
 
     Raises:
         UserError: it is none.
@@ -101,12 +101,12 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def source_of(file: Path) -> dict[str, str]:
-    """What a picture carries in its text chunks, so that one drawn from another version of the file is found out."""
+    """Return the text chunks of a picture: one drawn from another version of the file is found out by them."""
     return {SOURCE_KEY: file.name, HASH_KEY: hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (), more: Iterable[str] = ()) -> str:
-    """One record: facts, a table of every side, what could not be measured, what does not help, and its pictures."""
+    """Return one record: facts, a table of every side, what could not be measured, what does not help, its pictures."""
     rows = rows_of(record)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     commit = record["source"]["commit"]
@@ -128,12 +128,12 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (),
 
 
 def weak_line(row: RowView, ratio: Ratio) -> str:
-    """``setting, tokens: fastpack over tuned 0.87 (0.84 to 0.89): slower``."""
+    """Return ``setting, tokens: fastpack over tuned 0.87 (0.84 to 0.89): slower``."""
     return f"{row.label}: {ratio.by} over {ratio.over} {ratio}: {'slower' if ratio.slower else 'not told apart'}"
 
 
 def table_of(rows: Sequence[RowView]) -> str:
-    """Every side of every row in Markdown; phases that no side has are left out."""
+    """Return every side of every row in Markdown; phases that no side has are left out."""
     timed = [row for row in rows if row.sides]
     if not timed:
         return "No row was measured."

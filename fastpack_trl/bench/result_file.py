@@ -28,7 +28,7 @@ class ResultFile:
     again: bool = False
 
     def finished(self, head: Mapping[str, Any], apart: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The rows of the file that measured something, if it was made by the same run.
+        """Return the rows of the file that measured something, if it was made by the same run.
 
         Args:
             head: a record without rows, as this run would write it.
@@ -79,7 +79,7 @@ class ResultFile:
 
 
 def _difference(before: Any, now: Any, name: str = "") -> str | None:
-    """The first value in which two records differ: ``settings.rounds: 6 there, 9 here``."""
+    """Return the first value in which two records differ: ``settings.rounds: 6 there, 9 here``."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys((*before, *now)):
             inner = f"{name}.{key}" if name else str(key)

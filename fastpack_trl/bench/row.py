@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_peak_flops
 
-from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.plan import RoundPlan
 from fastpack_trl.bench.side import Side
 from fastpack_trl.bench.step_watch import PHASES, pairs_of
 from fastpack_trl.measure.flops import ModelFlops
@@ -19,7 +19,7 @@ RATES = ("loss", "nonpad", "capacity")
 
 
 def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, peak: float | None) -> dict[str, Any]:
-    """One side of a row.
+    """Return one side of a row.
 
     Args:
         result: of `Side.result`.
@@ -65,7 +65,7 @@ def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, 
 def _utilisation(
     steps: Sequence[Mapping[str, Any]], flops: ModelFlops | None, peak: float | None
 ) -> dict[str, float | None]:
-    """``mfu`` and ``hfu`` as shares of `peak`, as `ThroughputCallback` counts them; medians over the steps."""
+    """Return ``mfu`` and ``hfu`` as shares of `peak`, as `ThroughputCallback` counts them; medians over the steps."""
     if flops is None or peak is None:
         return {"mfu": None, "hfu": None}
     model, hardware = [], []
@@ -80,7 +80,7 @@ def _utilisation(
 
 
 def shared_facts(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What both sides of a row share, from one side's steps: documents, tokens and number of micro-batches."""
+    """Return what both sides of a row share, from one side's steps: documents, tokens and number of micro-batches."""
     lengths = sorted(length for step in steps for length in step["documents"])
     tokens = [count for step in steps for count in step["batch_tokens"]]
     return {
@@ -93,7 +93,7 @@ def shared_facts(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], subject: str) -> dict[str, Any]:
-    """Seconds of each other side / seconds of `subject`, round by round: above 1 the subject is faster."""
+    """Return the seconds of each other side / seconds of `subject`, round by round: above 1 the subject is faster."""
     out = {}
     for name, values in seconds.items():
         if name != subject and subject in seconds:
@@ -102,14 +102,14 @@ def ratios(seconds: Mapping[str, Sequence[float]], subject: str) -> dict[str, An
 
 
 def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
-    """Largest relative difference of any side's loss from the first side's, step by step."""
+    """Return the largest relative difference of any side's loss from the first side's, step by step."""
     (_, expected), *others = losses.items()
     worst = [abs(a - b) / abs(b) if b else abs(a) for _, found in others for a, b in zip(found, expected, strict=True)]
     return max(worst, default=0.0)
 
 
 def setting_of(trainer: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What a trainer was configured to do; neither a host's name nor a path."""
+    """Return the configuration of a trainer; neither a host's name nor a path."""
     args, model = trainer.args, trainer.model
     config = model.config.get_text_config()
     peft = getattr(model, "peft_config", None) or {}
@@ -140,8 +140,8 @@ def setting_of(trainer: Any, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def part_of(side: Side, plan: Plan, rounds: int) -> dict[str, Any]:
-    """What one side adds to a row, as plain data; of its first `rounds` steps those after the gate and the warm-up."""
+def part_of(side: Side, plan: RoundPlan, rounds: int) -> dict[str, Any]:
+    """Return one side's part of a row as plain data: of its first `rounds` steps the timed ones."""
     timed = slice(plan.untimed, rounds)
     result = side.result()
     peak = plan.peak_flops or device_peak(side.device, side.dtype)
@@ -155,7 +155,7 @@ def part_of(side: Side, plan: Plan, rounds: int) -> dict[str, Any]:
 
 
 def assemble(parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], subject: str) -> dict[str, Any]:
-    """A row of what `part_of` made of each side; the first one's setting is that of all."""
+    """Return a row of what `part_of` made of each side; the first one's setting is that of all."""
     first = next(iter(parts.values()))
     figures = {name: part["figures"] for name, part in parts.items()}
     return {
@@ -171,7 +171,7 @@ def assemble(parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], 
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second that TRL knows of a device; None for a CPU, fp32, or another."""
+    """Return the operations per second that TRL knows of a device; None for a CPU, fp32, or another."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak: float | None = get_peak_flops(name, str(dtype).removeprefix("torch."))
     return peak

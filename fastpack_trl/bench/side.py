@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from fastpack_trl.bench.baselines import SidePlan
-from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.baselines import SideRecipe
+from fastpack_trl.bench.plan import RoundPlan
 from fastpack_trl.bench.step_profile import StepProfile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.turns import Training
@@ -40,7 +40,7 @@ class SideMemory:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """What is allocated and freed inside is this side's."""
+        """Count what is allocated and freed inside as this side's."""
         if not torch.cuda.is_available():
             yield
             return
@@ -62,7 +62,7 @@ def _pinned() -> int:
 
 
 class Side:
-    """A trainer of a `SidePlan`.
+    """A trainer of a `SideRecipe`.
 
     Args:
         name: of the side.
@@ -75,7 +75,7 @@ class Side:
         UserError: `build` returned something else than it was asked for.
     """
 
-    def __init__(self, name: str, plan: SidePlan, build: Build, changes: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, name: str, plan: SideRecipe, build: Build, changes: Mapping[str, Any], seed: int) -> None:
         from transformers import set_seed
 
         self.name, self.plan = name, plan
@@ -119,7 +119,7 @@ class Side:
         self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
 
     def step(self) -> StepFigures:
-        """One optimizer step, watched."""
+        """Run one optimizer step, watched."""
         before = self.memory.resident
         with self.memory.counted():
             self.training.advance(self.watch.around_step())
@@ -132,8 +132,8 @@ class Side:
             self._marks = [(at, allocated - others) for at, allocated in figures.memory]
         return figures
 
-    def extras_of(self, plan: Plan) -> None:
-        """Steps that are not timed, profiled and with syncs counted. What fails is a note, the times stand."""
+    def extras_of(self, plan: RoundPlan) -> None:
+        """Run untimed steps: one profiled, one with syncs counted. What fails is a note, the times stand."""
         trace = None if plan.profile is None else plan.profile / f"{self.name}.json"
         for what, call in (("profile", partial(self.profile, trace)), ("host syncs", self.count_syncs)):
             _, failure = attempt(call)
@@ -142,7 +142,7 @@ class Side:
                 return  # its training has ended
 
     def profile(self, trace: Path | None) -> None:
-        """One more step, under the profiler; on the CPU only where a trace is asked for."""
+        """Run one more step under the profiler; on the CPU only if a trace is asked for."""
         if trace is None and self.device.type != "cuda":
             return
         profiler = StepProfile(self.watch, self.device.type)
@@ -154,7 +154,7 @@ class Side:
             self.extras["profile"]["trace"] = trace.name
 
     def count_syncs(self) -> None:
-        """One more step, in which the operations are counted for which the host waits; the step before is not logged.
+        """Count the operations for which the host waits in one more step; the step before is not logged.
 
         A step lasts from the end of one to the end of the next, so that the log of the one before falls into it. It
         reads what was kept since the log before it, once, however many steps that were.
@@ -182,7 +182,7 @@ class Side:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the run computes: of the autocast, else of the weights."""
+        """Return the dtype in which the run computes: of the autocast, else of the weights."""
         args = self.trainer.args
         if args.bf16 or args.fp16:
             return torch.bfloat16 if args.bf16 else torch.float16
@@ -190,7 +190,7 @@ class Side:
         return dtype
 
     def result(self) -> dict[str, Any]:
-        """Everything that was measured, as plain data: what `compare` makes a row of."""
+        """Return everything that was measured, as plain data: what `compare` makes a row of."""
         report = self.trainer.fastpack_report if self.plan.report else None
         path = ", ".join(self.paths)
         if report is not None:
@@ -206,7 +206,7 @@ class Side:
         }
 
 
-def _check_built(name: str, plan: SidePlan, trainer: Any, asked: Mapping[str, Any]) -> None:
+def _check_built(name: str, plan: SideRecipe, trainer: Any, asked: Mapping[str, Any]) -> None:
     if not isinstance(trainer, plan.trainer_class):
         wanted, found = plan.trainer_class.__name__, type(trainer).__name__
         raise UserError(f"build returned a {found} for {name}: it must return a {wanted}, its first argument")
@@ -220,7 +220,7 @@ def _check_built(name: str, plan: SidePlan, trainer: Any, asked: Mapping[str, An
 
 
 def _checkpointing(trainer: Any, report: Any) -> str:
-    """What is recomputed: ``every layer``, ``none``, or the plan."""
+    """Return what is recomputed: ``every layer``, ``none``, or the plan."""
     args = trainer.args
     if report is not None and "activation_memory" in report and report["activation_memory"].status == "on":
         return f"planned: {report['activation_memory'].path}"

@@ -30,7 +30,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the thread that trains."""
+        """Profile the step that runs inside, in the thread that trains."""
         self._watch.labelled = True
         try:
             with self._profile, self._watch.around_step():
@@ -39,7 +39,7 @@ class StepProfile:
             self._watch.labelled = False
 
     def figures(self, micro_batches: int) -> dict[str, Any]:
-        """``launches`` (None on the CPU), ``busy_seconds``, ``gaps`` and ``operators``, the host's by their own time.
+        """Return ``launches`` (None on the CPU), ``busy_seconds``, ``gaps`` and ``operators`` (the host's).
 
         The host is slower under the profiler, kernels are not.
         """
@@ -76,7 +76,7 @@ class StepProfile:
         }
 
     def write_trace(self, file: Path) -> None:
-        """For chrome://tracing or https://ui.perfetto.dev."""
+        """Write a file for chrome://tracing or https://ui.perfetto.dev."""
         self._profile.export_chrome_trace(str(file))
 
 

@@ -1,4 +1,4 @@
-"""What happens inside of one optimizer step of a trainer's own loop: when, on which batches, with which losses."""
+"""Watches one optimizer step of a trainer's own loop: its phases, batches and losses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepFigures:
     memory: list[tuple[float, int]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -85,12 +85,12 @@ class StepWatch(TrainerCallback):
         self.clock = clock
         self.step = RawStep()
         self.labelled = False
-        """Whether the phases are named in a profile that runs."""
+        """True while a profile runs that names the phases."""
         self._forward_end: Any = None
         self._clipping: Any = None
 
     def _end(self) -> Any:
-        """A mark at the end of a phase."""
+        """Mark the end of a phase."""
         now = self.clock.mark()
         if isinstance(self.clock, CudaClock):
             self.step.memory.append((now, torch.cuda.memory_allocated()))  # the allocator's own count: no sync
@@ -98,7 +98,7 @@ class StepWatch(TrainerCallback):
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
-        """One step: give it to `Training.advance`."""
+        """Watch one step; give it to `Training.advance`."""
         self.step = RawStep()
         self.clock.synchronise()
         self.step.start = self.clock.mark()
@@ -108,7 +108,7 @@ class StepWatch(TrainerCallback):
 
     @contextlib.contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
-        """Around the calls of the loop, on this trainer only; all is restored on exit."""
+        """Watch the calls of the loop, on this trainer only; all is restored on exit."""
         accelerator = trainer.accelerator
         batches, training_step, compute_loss = trainer.get_batch_samples, trainer.training_step, trainer.compute_loss
         clip, mark = accelerator.clip_grad_norm_, self.clock.mark
@@ -167,17 +167,17 @@ class StepWatch(TrainerCallback):
         return label
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clipping, where there is any, came before."""
+        """Mark the start of the optimizer, if no clipping came before."""
         if self._clipping is None:
             self._clipping = self.clock.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The gradients are gone."""
+        """Mark the end of the optimizer: the gradients are gone."""
         self.step.spans["optimizer"].append((self._clipping, self._end()))
         self._clipping = None
 
     def settle(self, counter: TokenCounter, pad_token_id: int | None = None) -> StepFigures:
-        """The figures of the step that has ended; lets go of its tensors.
+        """Return the figures of the step that has ended; let go of its tensors.
 
         Args:
             counter: counts the tokens of the model's calls.
@@ -214,12 +214,12 @@ def _plain(sums: TokenSums) -> dict[str, Any]:
 
 
 def pairs_of(tokens: Mapping[str, Any]) -> dict[int | None, float]:
-    """The inverse for `ModelFlops.count`: ``{"none": 6.0, "4": 5.0}`` -> ``{None: 6.0, 4: 5.0}``."""
+    """Return the inverse for `ModelFlops.count`: ``{"none": 6.0, "4": 5.0}`` -> ``{None: 6.0, 4: 5.0}``."""
     return {None if name == "none" else int(name): pairs for name, pairs in tokens["pairs"].items()}
 
 
 def document_tokens(inputs: Mapping[str, Any], pad_token_id: int | None = None) -> Tensor:
-    """(n,) int64 on the CPU: the tokens of a batch in order, whatever the collator put around them.
+    """Return (n,) int64 on the CPU: the tokens of a batch in order, whatever the collator put around them.
 
     Args:
         inputs: with a `PackedBatch`, an ``attention_mask`` of shape (rows, tokens), or rows without padding.
@@ -239,7 +239,7 @@ def document_tokens(inputs: Mapping[str, Any], pad_token_id: int | None = None) 
 
 
 def document_lengths(inputs: Mapping[str, Any]) -> list[int]:
-    """Tokens of each document of a batch: of its `PackedBatch`, its positions, its mask, or its rows."""
+    """Return the tokens of each document of a batch: of its `PackedBatch`, its positions, its mask, or its rows."""
     batch, mask, positions = inputs.get("packed_batch"), inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(batch, PackedBatch):
         return list(batch.seq_lengths)
@@ -253,7 +253,7 @@ def document_lengths(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def digest_of(batches: list[Tensor]) -> str:
-    """A short hash of token ids; ``[[1, 2], [3]]`` and ``[[1], [2, 3]]`` differ."""
+    """Return a short hash of token ids; ``[[1, 2], [3]]`` and ``[[1], [2, 3]]`` differ."""
     found = hashlib.blake2b(digest_size=8)
     for tokens in batches:
         found.update(tokens.numel().to_bytes(8, "little"))

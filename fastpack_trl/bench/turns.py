@@ -27,7 +27,7 @@ class _Ended(BaseException):
 
 
 class ProcessState:
-    """What trainings of one process share and would disturb each other with: random numbers, accelerate's flags.
+    """State that trainings of one process share and would disturb: random numbers, accelerate's flags.
 
     Args:
         trainer: whose accelerator holds the flags (sync of gradients, the loader that is being read).
@@ -45,7 +45,7 @@ class ProcessState:
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Back to what was kept."""
+        """Restore what was kept."""
         self._flags.clear()
         self._flags.update(self._kept_flags)
         python, numpy, cpu = self._random
@@ -96,7 +96,7 @@ class Training(TrainerCallback):
         self._state.capture()
 
     def seed(self, seed: int) -> None:
-        """Random numbers of the next step are drawn from here on."""
+        """Seed the random numbers of the next step."""
         from transformers import set_seed
 
         set_seed(seed)
@@ -163,7 +163,7 @@ class Training(TrainerCallback):
             self._error = self._error or error
 
     def _stop(self) -> None:
-        """The training's thread: wait here until it is told to go on."""
+        """Wait, in the training's thread, until it is told to go on."""
         self._leave()
         self._stopped.set()
         self._go.acquire()
@@ -172,9 +172,9 @@ class Training(TrainerCallback):
         self._open.enter_context(self._inside)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All is prepared."""
+        """Stop before the first step: all is prepared."""
         self._stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One optimizer step is done."""
+        """Stop after an optimizer step."""
         self._stop()

@@ -33,12 +33,12 @@ class Ratio:
 
     @property
     def slower(self) -> bool:
-        """The whole interval lies below 1."""
+        """Return whether the whole interval lies below 1."""
         return self.high < 1
 
     @property
     def helps(self) -> bool:
-        """The whole interval lies above 1."""
+        """Return whether the whole interval lies above 1."""
         return self.low > 1
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class RowView:
     sides: tuple[SideView, ...]
     ratios: tuple[Ratio, ...]
     notes: tuple[str, ...]
-    """What could not be measured, with its reason."""
+    """Sides and rows that could not be measured, with the reason."""
 
     @property
     def label(self) -> str:
-        """Setting and row length."""
+        """Return setting and row length."""
         return self.setting if f"{self.tokens:,} tokens" in self.setting else f"{self.setting}, {self.tokens:,} tokens"
 
     def ratios_over(self, name: str) -> list[Ratio]:
-        """How much faster each side of ours is than the side `name`."""
+        """Return how much faster each side of ours is than the side `name`."""
         return [ratio for ratio in self.ratios if ratio.over == name]
 
 
@@ -98,13 +98,13 @@ def rows_of(record: Mapping[str, Any]) -> list[RowView]:
 
 
 def device_of(record: Mapping[str, Any]) -> str:
-    """The device that was measured, as its vendor names it."""
+    """Return the device that was measured, as its vendor names it."""
     machine = record["machine"]
     return str(machine.get("gpu") or machine["processor"])
 
 
 def no_gain(record: Mapping[str, Any]) -> Iterator[tuple[RowView, Ratio]]:
-    """Rows in which a side of ours is slower than another's, or in which the interval leaves that open."""
+    """Yield the rows in which a side of ours is slower than another's, or in which the interval leaves that open."""
     for row in rows_of(record):
         for ratio in row.ratios:
             if not ratio.helps:

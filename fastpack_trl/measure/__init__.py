@@ -1,1 +1,1 @@
-"""What is counted and timed, and how it is written down."""
+"""Counters, clocks, timed rounds, and the records and tables of what they find."""

@@ -27,7 +27,7 @@ class PeakMemory:
             self.before = int(torch.cuda.memory_allocated())
 
     def read(self) -> dict[str, int] | None:
-        """``{"peak_bytes", "before_bytes"}`` since construction."""
+        """Return ``{"peak_bytes", "before_bytes"}`` since construction; None on the CPU."""
         if self.before is None:
             return None
         import torch

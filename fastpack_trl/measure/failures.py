@@ -9,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError)
-"""What a kernel, a compiler or an operator raises that cannot do what it is asked, or that an older torch lacks. Out of
+"""Errors of a kernel, a compiler or an operator that cannot do what it is asked, or that an older torch lacks. Out of
 memory on a device is among them; an interrupt is not."""
 
 _REASON = 300  # characters: a compiler's message can be pages long
 
 
 def attempt(call: Callable[[], T], loud: tuple[type[BaseException], ...] = ()) -> tuple[T | None, str | None]:
-    """``(result, None)``, or ``(None, reason)`` where `call` raised one of `FAILURES`, those of `loud` excepted."""
+    """Return ``(result, None)``, or ``(None, reason)`` if `call` raised one of `FAILURES`, those of `loud` excepted."""
     try:
         return call(), None
     except FAILURES as error:
@@ -29,6 +29,6 @@ def attempt(call: Callable[[], T], loud: tuple[type[BaseException], ...] = ()) -
 
 
 def describe_failure(error: BaseException) -> str:
-    """One line with the kind of the error and the start of its message."""
+    """Return one line with the kind of the error and the start of its message."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"[:_REASON].rstrip(": ")

@@ -41,12 +41,12 @@ class StepFlops:
 
     @property
     def model(self) -> float:
-        """What the mathematics of the step needs: the numerator of MFU (PaLM, arXiv:2204.02311, appendix B)."""
+        """Return the operations that the step needs: the numerator of MFU (PaLM, arXiv:2204.02311, appendix B)."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> float:
-        """`model` and everything that is computed again: the numerator of HFU."""
+        """Return `model` and everything that is computed again: the numerator of HFU."""
         return self.model + self.recompute + self.head_recompute
 
 
@@ -100,7 +100,7 @@ class ModelFlops:
     def count(
         self, tokens: float, pairs: Mapping[int | None, float], positions: float, *, twice: float | None = None
     ) -> StepFlops:
-        """Operations of forward and backward over these sums.
+        """Return the operations of forward and backward over these sums.
 
         Args:
             tokens: positions that pass the layers.
@@ -119,7 +119,7 @@ class ModelFlops:
 
 
 def attention_pairs(seq_lengths: Sequence[int], window: int | None = None, *, causal_half: bool = True) -> float:
-    """Query-key pairs per head of some documents.
+    """Return the query-key pairs per head of some documents.
 
     Args:
         seq_lengths: tokens of each document.
@@ -214,7 +214,7 @@ class _Reader:
                 flow = self.visit(name, child, flow)
 
     def layer(self, module: Any, children: list[tuple[str, Any]], flow: bool) -> None:
-        """One decoder layer; checkpointed as a whole or not at all."""
+        """Add one decoder layer; checkpointed as a whole or not at all."""
         outer = self.checkpointed
         self.checkpointed = outer or bool(module.gradient_checkpointing)
         for name, child in sorted(children, key=_running_order):
@@ -235,7 +235,7 @@ class _Reader:
                 flow = self.visit(name, child, flow)
 
     def product(self, size: float, trained: bool, flow: bool, cost: _Cost, *, stops_early: bool = False) -> None:
-        """One weight of `size` elements: output, gradient of the input, gradient of the weight."""
+        """Add one weight of `size` elements: output, gradient of the input, gradient of the weight."""
         forward = 2.0 * size * self.share
         cost.forward += forward
         cost.backward += forward * (flow + trained)
@@ -311,7 +311,7 @@ def _before_output(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _running_order(child: tuple[str, Any]) -> int:
-    """Decoder layers register their norms last and run them first."""
+    """Return the children in running order: decoder layers register their norms last and run them first."""
     name, module = child
     norm = "norm" in type(module).__name__.lower()
     if norm and (name.startswith(("input", "pre_att", "ln_1", "self_attn")) or "pre_self" in name):
@@ -323,7 +323,7 @@ def _running_order(child: tuple[str, Any]) -> int:
 
 
 def _in_use(module: Any) -> Any:
-    """The copy of a `modules_to_save` wrapper that runs; other modules as they are."""
+    """Return the copy of a `modules_to_save` wrapper that runs; other modules as they are."""
     if not (hasattr(module, "modules_to_save") and hasattr(module, "original_module")):
         return module.base_layer if hasattr(module, "base_layer") and not hasattr(module, "lora_A") else module
     active = [name for name in module.active_adapters if name in module.modules_to_save]
@@ -339,7 +339,7 @@ def _is_product(module: Any) -> bool:
 
 
 def _is_router(module: Any) -> bool:
-    """A router keeps its matrix as a bare parameter: ``(num_experts, hidden_size)``."""
+    """Return whether a bare parameter is a router's matrix: ``(num_experts, hidden_size)``."""
     weight = getattr(module, "weight", None)
     named = any(part in type(module).__name__.lower() for part in ("router", "gate"))
     return named and isinstance(weight, nn.Parameter) and len(_shape(weight)) == 2

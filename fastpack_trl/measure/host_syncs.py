@@ -1,4 +1,4 @@
-"""Where the host waits for the device: `count_host_syncs` counts such operations, each with its call site."""
+"""Host syncs: `count_host_syncs` counts the operations that wait for the device, each with its call site."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class HostSync:
 
 @dataclass(slots=True)
 class HostSyncs:
-    """What `count_host_syncs` has seen so far; may be read inside of the block."""
+    """The host syncs seen so far; may be read inside of the block."""
 
     backend: Literal["cuda", "dispatch"]
     """``cuda``: torch's own sync debug mode. ``dispatch``: on the CPU, the operations that would wait on CUDA."""
@@ -64,7 +64,7 @@ class HostSyncs:
 
     @property
     def entries(self) -> list[HostSync]:
-        """All call sites, the most frequent first."""
+        """Return all call sites, the most frequent first."""
         return [
             HostSync(op, kind, file, line, linecache.getline(file, line).strip(), count)
             for (op, kind, file, line), count in self._seen.most_common()
@@ -72,15 +72,15 @@ class HostSyncs:
 
     @property
     def total(self) -> int:
-        """Operations that the host waits for: ``sync`` and ``copy``, not ``host``."""
+        """Return the operations that the host waits for: ``sync`` and ``copy``, not ``host``."""
         return sum(count for (_, kind, _, _), count in self._seen.items() if kind != "host")
 
     def of(self, *kinds: Kind) -> list[HostSync]:
-        """The call sites of these kinds, e.g. ``of("sync")``."""
+        """Return the call sites of these kinds, e.g. ``of("sync")``."""
         return [entry for entry in self.entries if entry.kind in kinds]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"backend": self.backend, "total": self.total, "entries": [asdict(entry) for entry in self.entries]}
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def _dispatch(syncs: HostSyncs, error: bool, host: tuple[str, ...]) -> Iterator[
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, int, list[str]]:
-    """File and line of the first frame outside of torch, and the files of all frames."""
+    """Return the file and line of the first frame outside of torch, and the files of all frames."""
     site: tuple[str, int] | None = None
     files: list[str] = []
     while frame is not None:
@@ -191,7 +191,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Operations that wait only for some of their arguments."""
+    """Return whether an operation waits, of those that wait only for some of their arguments."""
     if name == "where":
         return len(args) == 1
     if name == "index":

@@ -27,12 +27,12 @@ class Interval:
     coverage: float
 
     def to_dict(self) -> dict[str, float]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"median": self.median, "low": self.low, "high": self.high, "coverage": self.coverage}
 
 
 def median_interval(values: Sequence[float], coverage: float = CONFIDENCE) -> Interval:
-    """The median with the narrowest symmetric pair of order statistics that covers it with at least `coverage`.
+    """Return the median with the narrowest symmetric pair of order statistics that covers it by `coverage` or more.
 
     It assumes independent values and nothing about their distribution: the k-th smallest lies above the true median
     with the probability of fewer than k heads in n tosses. Fewer than 6 values cannot reach 95 %: the interval is then

@@ -1,4 +1,4 @@
-"""What a measurement is worth later: its figures with versions, machine, settings and commit, as one JSON file."""
+"""One JSON file per measurement: its figures with versions, machine, settings and commit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_record(
     threads: int,
     seed: int,
 ) -> dict[str, Any]:
-    """One run as plain data for JSON. It names neither the host nor any path.
+    """Return one run as plain data for JSON. It names neither the host nor any path.
 
     Args:
         case: name of the measured case.
@@ -58,12 +58,12 @@ def make_record(
 
 
 def date_now() -> str:
-    """UTC to the second, as a record has it."""
+    """Return UTC to the second, as a record has it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those that it builds on."""
+    """Return the versions of Python, of this package and of those that it builds on."""
     from fastpack_trl import __version__
 
     return {
@@ -74,14 +74,14 @@ def versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """The installed version; torch's names its build (``2.15.0+cu132``), which the package's own does not."""
+    """Return the installed version; torch's names its build (``2.15.0+cu132``), which the package's own does not."""
     import torch
 
     return str(torch.__version__) if package == "torch" else version(package)
 
 
 def source() -> dict[str, Any]:
-    """``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
+    """Return ``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
 
     `modified`: tracked files of the package, or of the benchmarks beside it (not their results), differ from
     the commit; ``changes``, only there where they do, is a hash of how.
@@ -100,7 +100,7 @@ def source() -> dict[str, Any]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """System, processor and device, without the host's name."""
+    """Return the system, processor and device, without the host's name."""
     facts: dict[str, Any] = {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -129,7 +129,7 @@ def _processor() -> str:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """First line of what `program` prints; None where it is missing or fails."""
+    """Return the first line of what `program` prints; None where it is missing or fails."""
     whole = _whole_output(program, *arguments)
     return None if whole is None else whole.partition("\n")[0].strip()
 
@@ -162,7 +162,7 @@ class OtherLoad:
         self._start = self._read()
 
     def cores(self) -> float | None:
-        """Average number of cores since construction or `restart`; None where the system does not tell (Linux does)."""
+        """Return the average number of cores since construction or `restart`; None if the system does not tell."""
         end = self._read()
         if self._start is None or end is None or end[0] <= self._start[0]:
             return None
@@ -171,7 +171,7 @@ class OtherLoad:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Seconds: passed, busy on all cores together, spent by this process."""
+        """Return seconds: passed, busy on all cores together, spent by this process."""
         statistics = Path("/proc/stat")
         if not statistics.is_file():
             return None
@@ -182,7 +182,7 @@ class OtherLoad:
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:
-    """The path, once it is known that a file can be written there: a long run must not fail at its end.
+    """Return the path once it is known that a file can be written there: a long run must not fail at its end.
 
     Raises:
         UserError: it is a folder, its folder does not exist, or it may not be written.
@@ -210,7 +210,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON stores it: what is not finite as text, tuples as lists, keys as text."""
+    """Return `value` as JSON stores it: what is not finite as text, tuples as lists, keys as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

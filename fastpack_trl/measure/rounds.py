@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rounds(Generic[T]):
-    """What `take_turns` measured.
+    """The times and results of `take_turns`.
 
     Attributes:
         seconds: per side that went through, one entry per round.
@@ -32,16 +32,16 @@ class Rounds(Generic[T]):
     order: list[str] = field(default_factory=list)
 
     def time(self, name: str) -> Interval:
-        """Median and interval of one side's seconds."""
+        """Return the median and interval of one side's seconds."""
         return median_interval(self.seconds[name])
 
     def ratio(self, slow: str, fast: str) -> dict[str, Any]:
-        """Seconds of `slow` / seconds of `fast`, round by round: median, interval and every value."""
+        """Return the seconds of `slow` / seconds of `fast`, round by round: median, interval and every value."""
         return ratio_summary(self.seconds[slow], self.seconds[fast])
 
 
 def turn_order(names: Sequence[str], index: int) -> list[str]:
-    """The order of round `index`: every second one runs backwards, and of three or more each comes first in its turn.
+    """Return the order of round `index`: every second runs backwards; of three or more sides each comes first in turn.
 
     ``a b``: a b, b a, a b, ... ``a b c``: a b c, c b a, b c a, a c b, c a b, b a c.
     """

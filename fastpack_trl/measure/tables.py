@@ -27,7 +27,7 @@ def fact_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line per row beside which other processes kept cores busy."""
+    """Return a line per row beside which other processes kept cores busy."""
     return [
         f"{row['tokens']:,} tokens: other processes kept {row['other_load']:.1f} cores busy; repeat on a quiet machine"
         for row in rows
@@ -36,12 +36,12 @@ def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def skipped(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line per row that was not measured, with the reason."""
+    """Return a line per row that was not measured, with the reason."""
     return [f"{row['tokens']:,} tokens: skipped: {row['skipped']}" for row in rows if row.get("skipped")]
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of one width each; the first row is the heading."""
+    """Return the lines of columns of one width each; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     # Figures to the right, words to the left, by what stands below the heading.
     left = [not cell[:1].isdigit() or " " in cell for cell in cells[-1]]

@@ -14,11 +14,11 @@ class Clock(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point in time."""
+        """Return a point in time."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to another. Call after `synchronise`."""
+        """Return the seconds from one mark to another. Call after `synchronise`."""
         ...
 
 
@@ -26,7 +26,7 @@ class WallClock:
     """Host time, for work that is done when its call returns."""
 
     def synchronise(self) -> None:
-        """Nothing is pending on the CPU."""
+        """Do nothing: nothing is pending on the CPU."""
 
     def mark(self) -> float:
         return time.perf_counter()

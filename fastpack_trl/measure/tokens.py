@@ -130,7 +130,7 @@ class TokenCounter:
         self._device[device] = self._device[device] + sums if device in self._device else sums
 
     def take(self) -> TokenSums:
-        """The sums since the last call. Reads the device, once: call it where the trainer reads its loss anyway."""
+        """Return the sums since the last call. One device sync: call it where the trainer reads its loss anyway."""
         sums = self._host
         for tensor in self._device.values():
             loss, scored, once, nonpad, *pairs = tensor.tolist()
@@ -145,7 +145,7 @@ class TokenCounter:
 
 
 def _loss_tokens(inputs: Mapping[str, Any], labels: Tensor | None) -> Tensor | None:
-    """Labels that are predicted: the first of each row has nothing before it."""
+    """Count the labels that are predicted: the first of each row has nothing before it."""
     if inputs.get("shift_labels") is not None:
         return inputs["shift_labels"].ne(IGNORE_INDEX).sum()
     return labels[..., 1:].ne(IGNORE_INDEX).sum() if labels is not None else None

@@ -17,7 +17,7 @@ from fastpack_trl.bench.compare_tables import table
 from fastpack_trl.bench.config_run import default_file, settings_of
 from fastpack_trl.bench.isolation import _gate, measure_one
 from fastpack_trl.bench.parity import LossParityError
-from fastpack_trl.bench.plan import Plan
+from fastpack_trl.bench.plan import RoundPlan
 from fastpack_trl.bench.row import assemble
 from fastpack_trl.bench.yaml_build import yaml_build
 from fastpack_trl.cli import main as cli
@@ -128,7 +128,7 @@ def test_each_feature_is_measured_over_what_it_needs_and_one_that_is_not_there_i
     monkeypatch.setattr(ablation, "features", lambda: ("packed_attention", "sync_free", "layer_compile"))
     build = yaml_build(str(material.yaml()), [], str(material.folder))
     saved: list[int] = []
-    plan = Plan(pairs=1, warmup=0, gate_steps=1)
+    plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
     rows, complete = ablate(build, plan, bar=bar, save=lambda rows: saved.append(len(rows)))
     assert complete
     assert saved == [1, 2, 3, 4]
@@ -158,7 +158,7 @@ def test_what_is_ablated_are_the_switches_of_the_configuration() -> None:
 
 
 def test_sides_of_separate_processes_make_the_same_row(material: Material) -> None:
-    plan = Plan(pairs=1, warmup=0, gate_steps=1)
+    plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
     task: dict[str, Any] = {
         "config": str(material.yaml()),
         "flags": [],

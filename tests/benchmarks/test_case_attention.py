@@ -15,7 +15,7 @@ from attention_material import make_row, separate, snapshot
 from torch import Tensor
 
 from benchmarks import attention, attention_sides, command, model_gate, model_steps, side_turns
-from benchmarks.attention import Configuration, Heads, Layer, Plan
+from benchmarks.attention import Configuration, Grid, Heads, Layer
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, shape_of
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
@@ -30,7 +30,7 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
 }  # fmt: skip
 TINY_EXPERTS = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
-PLAN = Plan((300,), (Heads(4, 2, 16), Heads(4, 2, 16, sinks=True)), (None, 128), (torch.float32, torch.bfloat16))
+PLAN = Grid((300,), (Heads(4, 2, 16), Heads(4, 2, 16, sinks=True)), (None, 128), (torch.float32, torch.bfloat16))
 
 
 def tiny_shape(name: str) -> ModelShape:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import command, host_overhead, packed_attention
 from benchmarks.command import table
-from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, Burst, Workload, measure
+from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, LoopSteps, Workload, measure
 from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.gaps import covered
 from fastpack_trl.errors import UserError
@@ -58,7 +58,7 @@ def test_the_record_is_json_and_a_table(miniature: dict[str, Any]) -> None:
 
 def test_overhead_is_what_the_arithmetic_leaves() -> None:
     inside = dict(zip(ARITHMETIC, (0.4, 0.3, 0.1, 0.1), strict=True))
-    assert Burst(seconds=[1.0, 1.5], inside=[inside, inside]).outside == pytest.approx([0.1, 0.6])
+    assert LoopSteps(seconds=[1.0, 1.5], inside=[inside, inside]).outside == pytest.approx([0.1, 0.6])
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_trainer_is_left_as_it_was(tmp_path: Path) -> None:
             before = _state(trainer)
             first = host_overhead._run(trainer, "cpu")
             second = host_overhead._run(trainer, "cpu")
-            assert first.loss == second.loss > 0  # a learning rate of 0: each burst computes the same
+            assert first.loss == second.loss > 0  # a learning rate of 0: each run computes the same
             assert _state(trainer) == before
 
 
 def test_other_losses_stop_the_measurement() -> None:
-    pair = {"stock": Burst(loss=4.0), "fastpack": Burst(loss=4.001)}
+    pair = {"stock": LoopSteps(loss=4.0), "fastpack": LoopSteps(loss=4.001)}
     with pytest.raises(packed_attention.ParityError, match="different work"):
         host_overhead._check(pair, tokens=256, bf16=False)
 

@@ -49,7 +49,7 @@ def test_a_case_passes_when_ours_finished_with_stock_s_losses(
     name: str, stock: dict[str, Any], ours: dict[str, Any], passed: bool
 ) -> None:
     row = {"name": name, "stock": stock, "fastpack": ours}
-    several_gpus.compare(CASES[name], row)
+    several_gpus.judge(CASES[name], row)
     assert row["passed"] is passed
 
 
@@ -60,7 +60,7 @@ def test_every_case_of_the_record_passed_and_the_readme_says_how_far_losses_are_
     assert rows.keys() == CASES.keys()
     for name, row in rows.items():
         again = {side: row[side] for side in several_gpus.SIDES}
-        several_gpus.compare(CASES[name], again)
+        several_gpus.judge(CASES[name], again)
         assert again["passed"]
         assert again["largest_difference"] == row["largest_difference"]
         assert all(row[side]["sharded"] == CASES[name].fsdp for side in several_gpus.SIDES)
