@@ -17,6 +17,7 @@ from fastpack_trl.measure.tokens import TokenCounter, TokenSums
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import NEEDS, CallbackHandler, found, lacks
 from fastpack_trl.packing.dataset import DatasetFacts
+from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +238,8 @@ class ThroughputCallback(TrainerCallback):
             if handler is None and isinstance(owner, CallbackHandler) and self in owner.callbacks:
                 handler = owner
             if handler is not None and isinstance(owner, Trainer):
-                facts = getattr(owner, "_fastpack_facts", None)
-                return handler, facts if isinstance(facts, DatasetFacts) else None
+                run = vars(owner).get("fastpack_run")
+                return handler, run.facts if isinstance(run, Run) else None
             frame = frame.f_back
         return handler, None
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl import SFTConfig
 
-from fastpack_trl.checkpointing.offload import check_settings
 from fastpack_trl.errors import did_you_mean, shown
 from fastpack_trl.model.preflight import check_counts
 
@@ -33,15 +32,6 @@ _CHOICES = {
     "layer_compile": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
-
-
-def setting_of(args: Any, name: str) -> Any:
-    """The field `name` of a `FastSFTConfig`; its default where `args` is a plain `SFTConfig`, which has none of ours.
-
-    Raises:
-        AttributeError: there is no such field.
-    """
-    return getattr(args, name, getattr(FastSFTConfig, name))
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -75,51 +65,8 @@ def _number(name: str, value: object, hint: str) -> float:
 
 
 @dataclass
-class FastSFTConfig(SFTConfig):
-    r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
-
-    Args:
-        packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
-            ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
-            any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
-            attention, its dense mask built once per batch), ``flash_attention_2``/``3``/``4`` and ``xformers`` (where
-            installed), ``flex`` (torch's flex attention, CUDA) or ``off`` (stock).
-        verify_packing: when training starts, prove on a few dozen tokens that no document sees another, and stop where
-            one does: ``auto`` (where documents are packed), ``on`` (also stop where the proof cannot run), ``off``
-            (train whatever leaks).
-        lora: LoRA projections without the glue around their matrix products: ``auto`` and ``on`` (wherever PEFT's LoRA
-            layers are of a covered kind), ``off`` (PEFT's own forward).
-        cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
-            for the run: ``auto`` (where the copies fit in what `activation_memory` leaves of its budget; without such a
-            plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each use).
-        moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
-            (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
-            unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
-            ``off``.
-        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
-            measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
-        moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
-            what is computed, as QLoRA does. ``off`` by default.
-        padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
-        sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
-            walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
-        activation_memory: what decoder layers keep for their backward pass: ``keep`` (all), ``selective`` (attention),
-            ``checkpoint`` (their input), ``offload`` (their input, in host memory), ``auto`` (the least recompute that
-            fits the memory, layer by layer, on CUDA), or ``off`` (as `gradient_checkpointing` says).
-        activation_memory_gib: device memory for activations that the plan may use, in GiB; None: what is free.
-        checkpoint_offload: inputs of checkpointed layers in pinned host memory: ``double_buffer`` (the next one is
-            fetched while a layer is recomputed), ``single_buffer`` (each when it is needed), ``off``, or ``auto`` (as
-            the memory at hand demands).
-        offload_budget_gib: most pinned host memory of the offload in GiB; None: half of what is free.
-        keep_last_layers: inputs of that many last layers stay on the device under the offload.
-        merge_accumulation: the micro-batches of one optimizer step run as fewer, longer rows: ``auto`` (rows of up to
-            8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
-            On CUDA only as far as memory allows, measured in the first step. Not with a callback of your own on
-            ``on_substep_end`` or a hook on a parameter's gradient.
-
-    Raises:
-        ValueError: a value outside its choices, or a limit below 1.
-    """
+class Settings:
+    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`."""
 
     packed_attention: str = field(
         default="auto",
@@ -235,6 +182,65 @@ class FastSFTConfig(SFTConfig):
         },
     )
 
+    @classmethod
+    def of(cls, args: Any) -> Settings:
+        """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults."""
+        if isinstance(args, cls):
+            return args
+        return cls(**{own.name: getattr(args, own.name, own.default) for own in fields(cls)})
+
+    def get(self, feature: str) -> Any:
+        """Return the field of a feature; ``auto`` for one that has none."""
+        return getattr(self, feature, "auto")
+
+
+@dataclass
+class FastSFTConfig(Settings, SFTConfig):
+    r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
+
+    Args:
+        packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
+            ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
+            any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
+            attention, its dense mask built once per batch), ``flash_attention_2``/``3``/``4`` and ``xformers`` (where
+            installed), ``flex`` (torch's flex attention, CUDA) or ``off`` (stock).
+        verify_packing: when training starts, prove on a few dozen tokens that no document sees another, and stop where
+            one does: ``auto`` (where documents are packed), ``on`` (also stop where the proof cannot run), ``off``
+            (train whatever leaks).
+        lora: LoRA projections without the glue around their matrix products: ``auto`` and ``on`` (wherever PEFT's LoRA
+            layers are of a covered kind), ``off`` (PEFT's own forward).
+        cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
+            for the run: ``auto`` (where the copies fit in what `activation_memory` leaves of its budget; without such a
+            plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each use).
+        moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
+            (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
+            unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
+            ``off``.
+        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
+            measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
+        moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
+            what is computed, as QLoRA does. ``off`` by default.
+        padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
+        sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
+            walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
+        activation_memory: what decoder layers keep for their backward pass: ``keep`` (all), ``selective`` (attention),
+            ``checkpoint`` (their input), ``offload`` (their input, in host memory), ``auto`` (the least recompute that
+            fits the memory, layer by layer, on CUDA), or ``off`` (as `gradient_checkpointing` says).
+        activation_memory_gib: device memory for activations that the plan may use, in GiB; None: what is free.
+        checkpoint_offload: inputs of checkpointed layers in pinned host memory: ``double_buffer`` (the next one is
+            fetched while a layer is recomputed), ``single_buffer`` (each when it is needed), ``off``, or ``auto`` (as
+            the memory at hand demands).
+        offload_budget_gib: most pinned host memory of the offload in GiB; None: half of what is free.
+        keep_last_layers: inputs of that many last layers stay on the device under the offload.
+        merge_accumulation: the micro-batches of one optimizer step run as fewer, longer rows: ``auto`` (rows of up to
+            8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
+            On CUDA only as far as memory allows, measured in the first step. Not with a callback of your own on
+            ``on_substep_end`` or a hook on a parameter's gradient.
+
+    Raises:
+        ValueError: a value outside its choices, or a limit below 1.
+    """
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             setattr(self, name, normalise_choice(name, getattr(self, name), choices))
@@ -257,5 +263,23 @@ class FastSFTConfig(SFTConfig):
                 )
         if self.offload_budget_gib is not None:
             self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
-        check_settings(self.offload_budget_gib, self.keep_last_layers)
+        check_offload(self.offload_budget_gib, self.keep_last_layers)
         super().__post_init__()
+
+
+def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:
+    """Check the settings of the offload that have no choices.
+
+    Raises:
+        ValueError: names the value and the remedy.
+    """
+    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
+        raise ValueError(
+            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
+            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
+        )
+    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
+        raise ValueError(
+            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
+            "stay on the device"
+        )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
 from fastpack_trl.attention.interface import Backend
 from fastpack_trl.model.facts import ModelFeatures
-
-RIGHT_PADDED = "padded_rows"
-"""Not a kernel but another shape of the batch: right for every model (see `padded_rows.py`)."""
+from fastpack_trl.run import PADDED_ROWS, Choice
 
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
@@ -25,14 +22,6 @@ BY_NAME: tuple[Backend, ...] = (
 """Taken only where the user names one."""
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The choice: the name of a backend, ``padded_rows`` or ``off`` (stock), and its reason."""
-
-    path: str
-    reason: str
 
 
 def _untried(_backend: Backend, _features: ModelFeatures) -> str:
@@ -60,13 +49,13 @@ def choose(
     """
     if requested == "off":
         return Choice("off", "switched off")
-    if requested == RIGHT_PADDED:
-        return Choice(RIGHT_PADDED, "asked for")
+    if requested == PADDED_ROWS:
+        return Choice(PADDED_ROWS, "asked for")
     if requested != "auto":
         if requested not in BACKENDS:
             raise ValueError(
                 f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, "
-                f"{RIGHT_PADDED}, off"
+                f"{PADDED_ROWS}, off"
             )
         backend = BACKENDS[requested]
         refusal = features.gap or backend.refuses(features) or attempt(backend, features)
@@ -84,4 +73,4 @@ def choose(
         if not refusal:
             return Choice(backend.name, "; ".join([backend.reason(features), *asked, *refusals]))
         refusals.append(refusal)
-    return Choice(RIGHT_PADDED, "; ".join([refusals[-1], *asked]))
+    return Choice(PADDED_ROWS, "; ".join([refusals[-1], *asked]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED, Choice, choose
+from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
@@ -31,6 +31,7 @@ from fastpack_trl.model.facts import (
 )
 from fastpack_trl.model.patches import shared
 from fastpack_trl.model.stock_attention import OVER, stock_attention
+from fastpack_trl.run import PADDED_ROWS, Choice
 
 
 class PackedAttention:
@@ -91,9 +92,9 @@ def packed_attention(
     choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
     handle = PackedAttention(choice, features)
     with contextlib.ExitStack() as stack:
-        if handle.path == RIGHT_PADDED:
+        if handle.path == PADDED_ROWS:
             handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
-        elif handle.path != "off":
+        elif handle.path in BACKENDS:
             stack.enter_context(switched(model, features))
             stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.batch_check))
         yield handle
@@ -111,7 +112,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
     if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
-            f"set packed_attention='{RIGHT_PADDED}' or 'off'"
+            f"set packed_attention='{PADDED_ROWS}' or 'off'"
         )
     name = OVER[stock]
     text = base.config.get_text_config()
@@ -123,7 +124,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
         base.set_attn_implementation(name if key is None else {key: name})
         if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
             raise ValueError(
-                f"{features.model_type} ignored the switch of its attention: set packed_attention='{RIGHT_PADDED}'"
+                f"{features.model_type} ignored the switch of its attention: set packed_attention='{PADDED_ROWS}'"
             )
         yield
     finally:
@@ -208,7 +209,7 @@ class _Prepare:
             # Stock would read the mask below as full attention.
             raise PackingError(
                 f"attn_implementation was set to {self.config._attn_implementation!r} while packed rows are trained: "
-                f"set it before, or set packed_attention='{RIGHT_PADDED}'"
+                f"set it before, or set packed_attention='{PADDED_ROWS}'"
             )
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
@@ -235,7 +236,7 @@ def _attention(
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
             raise PackingError(
                 f"{type(module).__name__} was not given the packed metadata: its layers drop keywords; set "
-                f"packed_attention='{RIGHT_PADDED}'"
+                f"packed_attention='{PADDED_ROWS}'"
             )
         return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
     return _packed(module, query, key, value, packed_layer, **kwargs), None

@@ -19,13 +19,13 @@ from fastpack_trl.checkpointing.offload import (
     Mode,
     Offload,
     always,
-    check_settings,
     checkpointed_layers,
     offload_checkpoints,
     offload_unavailable,
 )
 from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.config import check_offload
 from fastpack_trl.errors import shown
 
 logger = logging.getLogger(__name__)
@@ -68,18 +68,16 @@ class AsyncCheckpointCallback(TrainerCallback):
         _min_bytes: int = MIN_BYTES,
         _streams: Callable[[torch.device], Streams] | None = None,
         _say: Callable[[str], None] = logger.warning,
-        _stays: bool = False,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
-        check_settings(offload_budget_gib, keep_last_layers)
+        check_offload(offload_budget_gib, keep_last_layers)
         self.mode: Mode = mode
         self.offload: Offload | None = None
         self.use: HostUse | None = None
         self.reason = ""
         self._budget, self._keep, self._min_bytes = offload_budget_gib, keep_last_layers, _min_bytes
         self._streams, self._say = _streams, _say
-        self._stays = _stays  # whoever made it closes it
         self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
 
@@ -109,8 +107,7 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
-        if not self._stays:
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """Take the offload out of the model. May be called at any time, also twice."""

@@ -18,12 +18,11 @@ from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
-from fastpack_trl.config import setting_of
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.step.accumulation import CUDA_ROW_TOKENS
+from fastpack_trl.run import MERGED_ROW_TOKENS, Run
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ class ActivationMemory(TrainerCallback):
     """A model's layers at the levels of a plan while training runs.
 
     Args:
-        trainer: a `FastSFTTrainer`.
-        layers: its decoder layers.
+        run: whose trainer trains.
+        layers: the decoder layers of its model.
         plan: what is installed when training begins.
         next_plan: the plan with less memory than the one given; None where there is none.
         offload: arguments of `offload_checkpoints`.
@@ -55,7 +54,7 @@ class ActivationMemory(TrainerCallback):
 
     def __init__(
         self,
-        trainer: Any,
+        run: Run,
         layers: Sequence[GradientCheckpointingLayer],
         plan: Plan,
         next_plan: Callable[[Plan], Plan | None],
@@ -65,14 +64,12 @@ class ActivationMemory(TrainerCallback):
     ) -> None:
         self.plan = plan
         self._notes = list(notes)
-        self._trainer, self._layers, self._next, self._offload = trainer, layers, next_plan, offload
+        self._run, self._layers, self._next, self._offload = run, layers, next_plan, offload
         self._stack = contextlib.ExitStack()
         self._watches = [] if asked else [HookWatch(layer) for layer in layers]
         self._hooks: list[str] = []
         self._fell = ""
         self._static = 0
-        self.spare: Callable[[], bool] | None = None
-        """Frees memory that is worth less than what any layer keeps; False where there is none."""
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
 
@@ -81,7 +78,7 @@ class ActivationMemory(TrainerCallback):
         self.close()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
-            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._trainer)
+            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run)
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -117,11 +114,11 @@ class ActivationMemory(TrainerCallback):
         notes = [*self._notes, self._fell] if self._fell else [*self._notes]
         if installed != list(self.plan.levels):
             notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
-        self._trainer.fastpack_report.add(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
+        self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
         """After an out-of-memory: free what is spare, or install the plan with less; False where there is neither."""
-        spared = self.spare is not None and self.spare()
+        spared = any(spare() for spare in self._run.spares)
         plan = self.plan if spared else self._next(self.plan)
         if plan is None:
             return False
@@ -135,18 +132,18 @@ class ActivationMemory(TrainerCallback):
         return True
 
 
-def why_not(trainer: Any, setting: str) -> str:
+def why_not(run: Run) -> str:
     """Why the user's own settings stay as they are; empty where a plan may be made.
 
     Raises:
         ValueError: a level was asked for that another setting excludes.
     """
-    args = trainer.args
+    args, setting = run.args, run.settings.activation_memory
     enabled, keywords = checkpointing_arguments(args)
     keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
-    own = setting_of(args, "checkpoint_offload")
-    conflict = offload_conflict(args, trainer)
-    if not conflict and trainer.is_fsdp_enabled:
+    own = run.settings.checkpoint_offload
+    conflict = offload_conflict(args, run.trainer)
+    if not conflict and run.trainer.is_fsdp_enabled:
         conflict = "FSDP shards the parameters: a plan would have to run the layers on one process"
     if not conflict and not enabled:
         conflict = "gradient_checkpointing=False keeps all activations"
@@ -162,67 +159,67 @@ def why_not(trainer: Any, setting: str) -> str:
         raise ValueError(f"activation_memory={setting!r}: {conflict}; leave one of the two out")
     if conflict:
         return conflict
-    if setting == "auto" and args.device.type != "cuda" and setting_of(args, "activation_memory_gib") is None:
-        return f"{args.device} has no memory of its own: activation_memory_gib=... plans for a budget"
-    return "" if decoder_layers(trainer.model) else "the model has no layers that transformers checkpoints"
+    if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
+        return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
+    return "" if decoder_layers(run.model) else "the model has no layers that transformers checkpoints"
 
 
-def largest_row(trainer: Any) -> tuple[int, int]:
+def largest_row(run: Run) -> tuple[int, int]:
     """Tokens of the largest row, and of its longest document.
 
     Raises:
         ValueError: rows of any length.
     """
-    args, facts = trainer.args, getattr(trainer, "_fastpack_facts", None)
+    args, facts = run.args, run.facts
     longest = args.max_length if facts is None or not facts.longest else min(args.max_length or 2**62, facts.longest)
     if longest is None:
         raise ValueError("max_length=None: rows may have any length")
     row = args.max_length if args.packing and args.max_length is not None else longest
     tokens = int(args.per_device_train_batch_size * row)
-    if setting_of(args, "merge_accumulation") != "off":
-        tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, CUDA_ROW_TOKENS))
+    if run.settings.merge_accumulation != "off":
+        tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, MERGED_ROW_TOKENS))
     return tokens, int(longest)
 
 
-def decoder_run(trainer: Any) -> DecoderRun:
-    """Runs the decoder of `trainer` on one document, as its training step does."""
-    model, embedding = backbones(trainer.model)[0], text_model(trainer.model).get_input_embeddings()
-    packed = trainer._fastpack_plan.kind != "stock" and trainer._fastpack_choice.path != "off"
+def decoder_run(run: Run) -> DecoderRun:
+    """Return what runs the decoder on one document of so many tokens, as a training step does."""
+    model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
+    packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
 
-    def run(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens, device=trainer.args.device)[None] % embedding.num_embeddings
+    def decode(tokens: int) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings
         leaf = embedding(ids).detach().requires_grad_()
-        batch = PackedBatch.from_lengths((tokens,)).to(trainer.args.device)
+        batch = PackedBatch.from_lengths((tokens,)).to(device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
-        with trainer.accelerator.autocast():
+        with accelerator.autocast():
             out = model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)
         return leaf, out[0]
 
-    return run
+    return decode
 
 
-def memory_to_come(trainer: Any) -> int:
+def memory_to_come(run: Run) -> int:
     """Bytes of gradients and optimizer state that do not exist yet."""
-    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.grad is None)
-    optimizer = getattr(trainer, "optimizer", None)
+    optimizer = run.trainer.optimizer
     if optimizer is not None and getattr(optimizer, "state", None):
         return gradients
-    name = str(trainer.args.optim).lower()
+    name = str(run.args.optim).lower()
     per_weight = 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else None
     state = sum(p.numel() * (2 * p.element_size() if per_weight is None else per_weight) for p in parameters)
     return gradients + state
 
 
-def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
+def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
     """Bytes for activations: what was asked for, at most what is free."""
-    asked, device = setting_of(trainer.args, "activation_memory_gib"), trainer.args.device
+    asked, device = run.settings.activation_memory_gib, run.device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
-    there = max(0, int((free - memory_to_come(trainer)) * MARGIN))
+    there = max(0, int((free - memory_to_come(run)) * MARGIN))
     if asked is None:
         return there
     if asked * GIB > there:
@@ -230,7 +227,15 @@ def budget_bytes(trainer: Any, say: Callable[[str], None]) -> int:
     return min(there, int(asked * GIB))
 
 
-def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> ActivationMemory:
+def offload_options(run: Run) -> dict[str, Any]:
+    """Return how layers at the level ``offload`` are offloaded."""
+    return {
+        "mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
+        "offload_budget_gib": run.settings.offload_budget_gib,
+    }
+
+
+def plan_memory(run: Run) -> ActivationMemory:
     """Trace the model and choose its levels; each fallback is said.
 
     Raises:
@@ -243,21 +248,22 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> Activati
         said.append(message)
         logger.warning(f"{FEATURE}: {message}")
 
-    device, layers = trainer.args.device, decoder_layers(trainer.model)
-    tokens, longest = largest_row(trainer)
+    setting, offload = run.settings.activation_memory, offload_options(run)
+    device, layers = run.device, decoder_layers(run.model)
+    tokens, longest = largest_row(run)
     cuda = device.type == "cuda"
     blocked = "" if "streams" in offload else offload_unavailable(device)
     copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
     timed = min(tokens, TIMED_TOKENS) if cuda else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiles = setting_of(trainer.args, "layer_compile")
+    compiles = run.settings.layer_compile
     compiled = compiles == "on" or (compiles == "auto" and cuda)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
     costs, failed = trace_levels(
-        trainer.model, layers, decoder_run(trainer), timed_tokens=timed, copy_seconds=copies, levels=levels
+        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels
     )
-    hidden = text_model(trainer.model).config.get_text_config().hidden_size
-    budget = max(0, budget_bytes(trainer, say) - tokens * hidden * _HEAD_BYTES)
+    hidden = text_model(run.model).config.get_text_config().hidden_size
+    budget = max(0, budget_bytes(run, say) - tokens * hidden * _HEAD_BYTES)
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
     sizes = {"tokens": tokens, "longest": longest}
     if setting == "auto":
@@ -275,4 +281,4 @@ def plan_memory(trainer: Any, setting: str, offload: dict[str, Any]) -> Activati
     def less(plan: Plan) -> Plan | None:
         return deeper(costs, plan, deepest=deepest, **sizes)
 
-    return ActivationMemory(trainer, layers, plan, less, offload, said, asked=setting != "auto")
+    return ActivationMemory(run, layers, plan, less, offload, said, asked=setting != "auto")

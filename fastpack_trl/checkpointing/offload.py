@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
-from fastpack_trl.errors import shown
+from fastpack_trl.config import check_offload
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
@@ -212,7 +212,7 @@ def offload_checkpoints(
     Raises:
         ValueError: a budget not above 0, fewer than 0 layers to keep, layers that cannot be offloaded.
     """
-    check_settings(offload_budget_gib, keep_last_layers)
+    check_offload(offload_budget_gib, keep_last_layers)
     layers = list(layers)
     why = why_not_offloadable(layers)
     if why:
@@ -238,21 +238,3 @@ def _compiled_around(layer: nn.Module) -> bool:
     """Return whether a whole layer is compiled by something else than `layer_compile`, which compiles what we run."""
     call = getattr(layer, "_compiled_call_impl", None)
     return call is not None and not type(call).__module__.startswith("fastpack_trl.")
-
-
-def check_settings(offload_budget_gib: float | None, keep_last_layers: int) -> None:
-    """Check the fields that have no choices.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
-    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
-        raise ValueError(
-            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
-            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
-        )
-    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
-        raise ValueError(
-            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
-            "stay on the device"
-        )

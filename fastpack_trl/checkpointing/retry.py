@@ -13,6 +13,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.errors import close_frames
+from fastpack_trl.run import Run
 
 
 class StepState:
@@ -21,11 +22,11 @@ class StepState:
     Made before the micro-batch; holds no copy of a gradient.
 
     Args:
-        trainer: whose step it is.
+        run: whose step it is.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run) -> None:
+        trainer = self._trainer = run.trainer
         self._gradients = [
             (p, p.grad, 0 if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
         ]
@@ -39,8 +40,7 @@ class StepState:
             for name, values in metrics.items()
         }
         self._tokens = getattr(trainer, "_total_train_tokens", None)
-        step = getattr(trainer, "fastpack_step", None)
-        self._deferred = None if step is None else (step.metrics, len(step.metrics))
+        self._back = run.mark()
         self._complete: dict[Tensor, Tensor] = {}
 
     def undo(self) -> None:
@@ -64,9 +64,7 @@ class StepState:
                 del values[self._metrics.get((mode, name), 0) :]
         if self._tokens is not None:
             self._trainer._total_train_tokens = self._tokens
-        if self._deferred is not None:
-            metrics, length = self._deferred
-            metrics.truncate(length)
+        self._back()
 
     def finish(self) -> None:
         """After a pass that succeeded: the gradients that were complete before it take their place again."""
@@ -74,18 +72,18 @@ class StepState:
             parameter.grad = gradient
 
 
-def run_again(trainer: Any, attempt: Callable[[], Tensor], less: Callable[[], bool]) -> Tensor:
+def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool]) -> Tensor:
     """Run a micro-batch; after an out-of-memory, undo it, free, and run it again. No batch is lost, no result changes.
 
     Args:
-        trainer: of one process: others would wait for the gradients of the first attempt.
+        run: of one process: others would wait for the gradients of the first attempt.
         attempt: the micro-batch, forward and backward.
         less: makes the next attempt need less memory; False where nothing is left to try.
 
     Raises:
         torch.OutOfMemoryError: of the attempt after which `less` found nothing.
     """
-    state = StepState(trainer)
+    state = StepState(run)
     while True:
         try:
             loss = attempt()
@@ -104,13 +102,14 @@ def run_again(trainer: Any, attempt: Callable[[], Tensor], less: Callable[[], bo
 
 
 class RetryingTrainer(SFTTrainer):
-    """Stock as long as `fastpack_memory` is None.
+    """Stock as long as `fastpack_memory` is None."""
 
-    Attributes:
-        fastpack_memory: set around a run by the feature ``activation_memory``: its plan, which can go deeper.
-    """
+    fastpack_run: Run
 
-    fastpack_memory: ActivationMemory | None = None
+    @property
+    def fastpack_memory(self) -> ActivationMemory | None:
+        """What the feature ``activation_memory`` has installed: its plan, which can go deeper; None where it is off."""
+        return self.fastpack_run.part(ActivationMemory)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
@@ -120,4 +119,4 @@ class RetryingTrainer(SFTTrainer):
         # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
         if memory is None or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
             return step(model, inputs, *args, **kwargs)
-        return run_again(self, lambda: step(model, copy.copy(inputs), *args, **kwargs), memory.go_deeper)
+        return run_again(self.fastpack_run, lambda: step(model, copy.copy(inputs), *args, **kwargs), memory.go_deeper)

@@ -71,12 +71,13 @@ def run(args: Namespace) -> int:
     if args.adapter:
         _check_folder("--adapter", args.adapter, "adapter_config.json")
     # Imported from here on: torch and transformers take seconds.
-    from fastpack_trl.attention.backends import BACKENDS, RIGHT_PADDED
+    from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.measure.record import write_json
+    from fastpack_trl.run import PADDED_ROWS
 
-    names = ("auto", *BACKENDS, RIGHT_PADDED, "off")
+    names = ("auto", *BACKENDS, PADDED_ROWS, "off")
     if args.attn not in names:
         raise UserError(
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
@@ -97,7 +98,7 @@ def run(args: Namespace) -> int:
         except NonFiniteError as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
-            remedy = "auto" if args.attn == "off" else RIGHT_PADDED
+            remedy = "auto" if args.attn == "off" else PADDED_ROWS
             raise UserError(
                 f"packed rows do not run with --attn {args.attn}: {describe(error)}; use --attn {remedy}"
             ) from error
@@ -171,12 +172,12 @@ def _check_positions(model: Any, lengths: Sequence[int]) -> None:
 
 
 def _remedy(requested: str, proof: PackingProof) -> str:
-    from fastpack_trl.attention.backends import RIGHT_PADDED
+    from fastpack_trl.run import PADDED_ROWS
 
     if requested == "off":
         return "train with packed_attention='auto' (FastSFTTrainer's default), not with stock"
-    if proof.path != RIGHT_PADDED:
-        return f"set packed_attention='{RIGHT_PADDED}'"
+    if proof.path != PADDED_ROWS:
+        return f"set packed_attention='{PADDED_ROWS}'"
     return "set packing=False"
 
 

@@ -37,13 +37,13 @@ def is_stock_collator(collator: object) -> bool:
     return type(collator) is DataCollatorForLanguageModeling
 
 
-def joins_documents(trainer: Any) -> bool:
+def joins_documents(trainer: SFTTrainer) -> bool:
     """TRL's collator was set up without ``padding_free`` for packed rows: the model sees each row as one document."""
     collator = trainer.data_collator
     return bool(is_stock_collator(collator) and trainer.padding_free and not collator.padding_free)
 
 
-def plan_batches(trainer: Any, path: str) -> BatchPlan:
+def plan_batches(trainer: SFTTrainer, path: str) -> BatchPlan:
     """Decide from a constructed trainer and the attention path that was chosen for its model."""
     stock = _only_stock(trainer, path)
     if stock:
@@ -55,7 +55,7 @@ def plan_batches(trainer: Any, path: str) -> BatchPlan:
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
-def _only_stock(trainer: Any, path: str) -> str:
+def _only_stock(trainer: SFTTrainer, path: str) -> str:
     """Why our collator cannot be used at all; empty where it can."""
     args = trainer.args
     parallelism = trainer.accelerator.parallelism_config
@@ -84,7 +84,7 @@ _SEE_BATCHES = (
 )  # fmt: skip
 
 
-def _rather_padded(trainer: Any, path: str) -> str:
+def _rather_padded(trainer: SFTTrainer, path: str) -> str:
     """Why stock's padded batches stay; empty where rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
@@ -109,7 +109,7 @@ def _rather_padded(trainer: Any, path: str) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def packing_collator(trainer: Any) -> PackingCollator:
+def packing_collator(trainer: SFTTrainer) -> PackingCollator:
     """Ours in the place of the trainer's stock collator, with the same settings."""
     stock = trainer.data_collator
     return PackingCollator(
@@ -125,7 +125,7 @@ def vocabulary(model: Any) -> int:
     return int(getattr(embedding, "num_embeddings", 0) or model.config.get_text_config().vocab_size)
 
 
-def fast_view(trainer: Any, dataset: Any) -> Any:
+def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:
     """A map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
     if not isinstance(dataset, Dataset):
         return dataset

@@ -42,8 +42,20 @@ class DatasetFacts:
     rows: int | None = None
     fill: float | None = None
 
+    def lines(self, max_length: int | None) -> dict[str, Any]:
+        """Return the figures that a report shows of a data set whose rows hold up to `max_length` tokens."""
+        out: dict[str, Any] = {"documents": f"{self.documents:,} ({self.tokens:,} tokens)"}
+        if self.empty_documents:
+            out["skipped empty documents"] = self.empty_documents
+        if self.fill is not None:
+            out["packing fill"] = f"{self.fill:.1%} of {self.rows:,} rows x {max_length} tokens"
+        out["truncated tokens"] = self.truncation(max_length)
+        if not self.loss_tokens:
+            out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
+        return out
+
     def truncation(self, max_length: int | None) -> str:
-        """One line for the banner, with the setting that avoids the loss."""
+        """Return what `max_length` cuts, with the setting that cuts nothing."""
         if not self.truncated_tokens:
             return f"none (longest document {self.longest:,} tokens, max_length {max_length})"
         share = self.truncated_tokens / self.tokens

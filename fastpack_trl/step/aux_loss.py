@@ -1,34 +1,34 @@
-"""The load-balancing loss of experts for each micro-batch inside of a merged row."""
+"""The feature `aux_loss`: the load-balancing loss of a mixture-of-experts model, all layers at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor
+from accelerate.logging import get_logger
+
+from fastpack_trl.run import Run
+
+logger = get_logger(__name__)
 
 
-def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int]) -> Tensor | int:
-    """`fastpack_trl.step.load_balancing.load_balancing_loss` of each part of a row: (num_parts,) fp32.
-
-    It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'.
-
-    Args:
-        router_logits: a tuple with (tokens, num_experts) per layer; anything else gives 0, as in transformers.
-        top_k: experts per token.
-        parts: tokens of each part, on the host; they add up to the row.
-    """
-    if not isinstance(router_logits, tuple) or not router_logits:
-        return 0
-    device, num_experts, count = router_logits[0].device, router_logits[0].shape[-1], len(parts)
-    # Each part counts in bins of its own: as many kernels as for one.
-    part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(parts)])
-    chosen = torch.zeros(count * num_experts, dtype=torch.float32, device=device)
-    probability = torch.zeros(count, num_experts, dtype=torch.float32, device=device)
-    for logits in router_logits:
-        probabilities = torch.nn.functional.softmax(logits.to(device), dim=-1)
-        experts = torch.topk(probabilities, top_k, dim=-1).indices + part[:, None] * num_experts
-        chosen = chosen.index_add(0, experts.reshape(-1), torch.ones(experts.numel(), device=device))
-        probability = probability.index_add(0, part, probabilities.float())
-    tokens = torch.cat([torch.full((1, 1), float(tokens * len(router_logits)), device=device) for tokens in parts])
-    return (chosen.view(count, num_experts) / tokens * (probability / tokens)).sum(dim=1) * num_experts
+@contextmanager
+def aux_loss(run: Run) -> Iterator[None]:
+    """Name the load-balancing loss of a run: ours where the loss is (`run.loss_is_ours`), else stock's."""
+    trainer, args = run.trainer, run.args
+    if not getattr(trainer, "aux_loss_enabled", False):
+        yield
+        return
+    given = args.router_aux_loss_coef is not None
+    source = "the arguments" if given else "the model's config (router_aux_loss_coef)"
+    reason = f"coefficient {trainer.router_aux_loss_coef:g}, from {source}"
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        reason += "; without effect: reentrant checkpointing drops its gradient, set use_reentrant=False"
+        logger.warning(f"aux_loss: {reason}")
+    if run.loss_is_ours:
+        if args.pad_to_multiple_of:
+            reason += "; without the padding of packed rows"
+        run.say("aux_loss", "on", "stacked", reason)
+    else:
+        run.say("aux_loss", "stock", "stock", f"{reason}; as the loss (sync_free)")
+    yield

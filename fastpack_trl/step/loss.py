@@ -21,9 +21,8 @@ from transformers.utils import ModelOutput
 
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
-from fastpack_trl.step.aux_loss import load_balancing_losses
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
-from fastpack_trl.step.load_balancing import experts_named, load_balancing_loss
+from fastpack_trl.step.load_balancing import experts_named, load_balancing_loss, load_balancing_losses
 
 _CONSTANTS = ("temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr")
 _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,10 +82,15 @@ class DeferredMetrics:
         rows = self._blocks[first] if first == last else torch.cat(self._blocks[first : last + 1])
         return rows[start - first * _ROWS : len(self._batches) - first * _ROWS, 3]
 
-    def truncate(self, count: int) -> None:
-        """Forget what was kept after the first `count` micro-batches: they are run again."""
-        del self._batches[count:]
-        del self._blocks[-(-count // _ROWS) :]
+    def mark(self) -> Callable[[], None]:
+        """Return what forgets the micro-batches that are kept from here on: they are run again."""
+        count = len(self)
+
+        def back() -> None:
+            del self._batches[count:]
+            del self._blocks[-(-count // _ROWS) :]
+
+        return back
 
     def settle(self, trainer: Any) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.

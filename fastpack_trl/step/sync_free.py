@@ -13,6 +13,7 @@ from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.upstream import found
 from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, batch_loss, head_of
@@ -46,8 +47,9 @@ class SyncFreeStep:
         needed = inputs.get("labels") is not None and inputs.get("position_ids") is not None
         return self.loss and needed and inputs.get("attention_mask") is None
 
-    def batch_loss(self, trainer: Any, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """The loss of a micro-batch; its metrics are kept for the next log."""
+    def batch_loss(self, run: Run, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Return the loss of a micro-batch; its metrics are kept for the next log."""
+        trainer = run.trainer
         mode: Mode = "train" if trainer.model.training else "eval"
         batch, why_stock = inputs.get("packed_batch"), ""
         if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
@@ -57,9 +59,9 @@ class SyncFreeStep:
         # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
         loss, losses, sizes, outputs = batch_loss(trainer, model, inputs, num_items_in_batch, batch)
         if why_stock:
-            trainer.fastpack_report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
+            run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
         if outputs.positions is not None:
-            trainer.fastpack_report.remark("sync_free", _EDITED_LABELS)
+            run.report.remark("sync_free", _EDITED_LABELS)
         assert outputs.entropy is not None
         assert outputs.is_top1 is not None
         parts = batch.parts if batch is not None else ()
@@ -75,7 +77,7 @@ class SyncFreeStep:
             self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=tokens, aux_loss=aux)
         return loss
 
-    def logged_loss(self, trainer: Any, loss: Tensor, start: int) -> Tensor:
+    def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
         """What the trainer adds to its logged loss: `loss`, after the NaN filter.
 
         Args:
@@ -109,27 +111,35 @@ class SyncFreeStep:
 
 
 @contextlib.contextmanager
-def sync_free(trainer: Any) -> Iterator[None]:
-    """The switch: no device-to-host sync between two logs (`fastpack_trl.features`)."""
-    report, step = trainer.fastpack_report, trainer.fastpack_step
+def sync_free(run: Run) -> Iterator[None]:
+    """Make no device-to-host sync between two logs, as far as the run permits."""
+    step = run.part(SyncFreeStep)
     if step is None:
-        report.add("sync_free", "off", "stock", "switched off")
+        run.say("sync_free", "off", "stock", "switched off")
         yield
         return
-    stock = why_stock_loss(trainer)
-    own_step = replaced_methods(trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
-    remarks = _remarks(trainer, own_step)
+    stock = why_stock_loss(run)
+    own_step = replaced_methods(run.trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
+    remarks = _remarks(run, own_step)
     if stock:
-        report.add("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
+        run.say("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
     else:
-        report.add("sync_free", "on", "loss, metrics, host work", "; ".join([step.forward.products, *remarks]))
-    with step.running(loss=not stock, host=True, filters=not own_step):
-        yield
+        run.say("sync_free", "on", "loss, metrics, host work", "; ".join([step.forward.products, *remarks]))
+    run.loss_is_ours = not stock
+    run.undo.append(step.metrics.mark)
+    try:
+        with step.running(loss=not stock, host=True, filters=not own_step):
+            yield
+    finally:
+        run.loss_is_ours = False
+        run.undo.remove(step.metrics.mark)
 
 
-def why_stock_loss(trainer: Any) -> str:
-    """Why loss and metrics run as stock in this run; empty where they need not."""
-    args, model, plan = trainer.args, trainer.model, trainer.accelerator.parallelism_config
+def why_stock_loss(run: Run) -> str:
+    """Return why loss and metrics run as stock in this run; empty if they need not."""
+    trainer, step = run.trainer, run.part(SyncFreeStep)
+    assert step is not None
+    args, model, plan = run.args, run.model, trainer.accelerator.parallelism_config
     lacks = [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
@@ -137,7 +147,7 @@ def why_stock_loss(trainer: Any) -> str:
     zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
     reasons = {
         f"trl lacks {', '.join(lacks)}": bool(lacks),
-        trainer.fastpack_report["batches"].reason: trainer.fastpack_report["batches"].status != "on",
+        run.plan.reason: not run.packs,
         "compute_loss_func needs the full logits": trainer.compute_loss_func is not None,
         "label smoothing needs the full logits": trainer.label_smoother is not None and args.loss_type == "nll",
         "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
@@ -145,8 +155,8 @@ def why_stock_loss(trainer: Any) -> str:
         "FSDP may shard the head": trainer.is_fsdp_enabled,
         "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and (zero3 is None or zero3()),
         f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
-        trainer.fastpack_step.forward.missing: bool(trainer.fastpack_step.forward.missing),
-        "the model's forward was replaced": not trainer.fastpack_step.forward.in_place,
+        step.forward.missing: bool(step.forward.missing),
+        "the model's forward was replaced": not step.forward.in_place,
         str(head): isinstance(head, str),
         f"load_balancing_loss_func was replaced by {replaced_by()}": trainer.aux_loss_enabled and bool(replaced_by()),
     }
@@ -158,9 +168,9 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _remarks(trainer: Any, own_step: str) -> list[str]:
-    """What still asks the device, or runs as stock, beside loss and metrics."""
-    args = trainer.args
+def _remarks(run: Run, own_step: str) -> list[str]:
+    """Return what still asks the device, or runs as stock, beside loss and metrics."""
+    args, trainer = run.args, run.trainer
     remarks = {
         "the loss scaler of fp16 asks the device once per optimizer step": bool(args.fp16),
         "evaluation with compute_metrics runs as stock": trainer.compute_metrics is not None,

@@ -12,13 +12,12 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 
 
 class SyncFreeTrainer(MergingTrainer):
-    """Stock as long as `fastpack_step` is None or not running.
+    """Stock as long as `fastpack_step` is None or not running."""
 
-    Attributes:
-        fastpack_step: what runs a step without asking the device; None where the feature is off.
-    """
-
-    fastpack_step: SyncFreeStep | None = None
+    @property
+    def fastpack_step(self) -> SyncFreeStep | None:
+        """What runs a step without asking the device; None where the feature is off."""
+        return self.fastpack_run.part(SyncFreeStep)
 
     def compute_loss(
         self,
@@ -33,7 +32,7 @@ class SyncFreeTrainer(MergingTrainer):
         step = self.fastpack_step
         if step is None or return_outputs or not step.takes(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return step.batch_loss(self, model, inputs, num_items_in_batch)
+        return step.batch_loss(self.fastpack_run, model, inputs, num_items_in_batch)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As `SFTTrainer.training_step`; returns what is added to the logged loss, which the NaN filter may replace."""
@@ -79,10 +78,12 @@ class SyncFreeTrainer(MergingTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _settle_metrics(self) -> None:
-        if self.fastpack_step is not None:
-            self.fastpack_step.metrics.settle(self)
+        step = self.fastpack_step
+        if step is not None:
+            step.metrics.settle(self)
 
     def close(self) -> None:
         """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""
-        if self.fastpack_step is not None:
-            self.fastpack_step.close()
+        step = self.fastpack_step
+        if step is not None:
+            step.close()

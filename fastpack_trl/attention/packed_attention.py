@@ -1,0 +1,130 @@
+"""The feature `packed_attention`: how the documents of a run are kept apart, which rows it gets, and what proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+
+from fastpack_trl.attention import install
+from fastpack_trl.attention.backends import choose
+from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.trial import failure
+from fastpack_trl.attention.verify_packing import prove, prove_stock, stock_is_right
+from fastpack_trl.errors import PackingError
+from fastpack_trl.model.facts import asked_for, read_features
+from fastpack_trl.packing.batching import plan_batches, vocabulary
+from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
+from fastpack_trl.run import PADDED_ROWS, Choice, Run
+
+logger = get_logger(__name__)
+
+
+def choose_attention(run: Run, *, by_name: bool) -> None:
+    """Choose the attention path of a run, and its batches.
+
+    Args:
+        run: its `choice`, `plan` and report are set.
+        by_name: the model was given as a name, so that `model_init_kwargs` says how to load it.
+
+    Raises:
+        ValueError: what was asked for would be wrong for the model; names the remedy.
+    """
+    keywords = run.args.model_init_kwargs or {}
+    run.choice = choose(
+        run.settings.packed_attention,
+        read_features(run.model, run.compute_dtype),
+        stock_requested=asked_for(run.model, keywords.get("attn_implementation") if by_name else None),
+        attempt=failure,
+    )
+    plan_rows(run)
+
+
+def plan_rows(run: Run) -> None:
+    """Plan the batches of a run for its attention path, and say both. Padded rows that cost too much are not taken.
+
+    Raises:
+        ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
+    """
+    choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
+    run.plan = plan_batches(trainer, choice.path)
+    if run.packs:
+        run.say("packed_attention", "on", choice.path, choice.reason)
+    else:
+        run.say("packed_attention", "off", "stock", choice.reason if choice.path == "off" else run.plan.reason)
+    run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
+    unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
+    run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
+    dataset = trainer.train_dataset
+    if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
+        return
+    cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
+    run.report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {limit:g})"
+    if cost <= limit:
+        return
+    over = f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over "
+    over += f"padded_rows_limit={limit:g} ({choice.reason})"
+    if run.settings.packed_attention != "auto" or not stock_is_right(run.model):
+        raise ValueError(
+            f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
+        )
+    run.choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
+    plan_rows(run)
+
+
+def plan_rows_again(run: Run) -> None:
+    """Plan anew if a hook, a method or a collator came since; said in the log."""
+    if plan_batches(run.trainer, run.choice.path) != run.plan:
+        plan_rows(run)
+        logger.warning(f"batches: {run.plan.kind.replace('_', '-')} ({run.plan.reason})")
+
+
+@contextmanager
+def packed_attention(run: Run) -> Iterator[None]:
+    """Install the attention of the run; prove when training starts that packed documents do not see each other."""
+    with ExitStack() as stack:
+        if run.packs:
+            _install(run, stack)
+        elif run.training and run.trainer.padding_free:
+            prove_stock(run)
+        elif run.training:
+            run.say("verify_packing", "off", "not run", "a row is one document")
+        yield
+
+
+def _install(run: Run, stack: ExitStack) -> None:
+    """Install the chosen path; where ``auto`` chose it and the proof fails, padded rows take over, named."""
+    dataset = run.trainer.train_dataset
+    if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
+        check_vocabulary(dataset, vocabulary(run.model))
+    attempt = stack.enter_context(ExitStack())
+    attention = attempt.enter_context(_installed(run))
+    if not run.training:
+        return
+    try:
+        prove(run, attention)
+    except PackingError as error:
+        if run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS:
+            raise
+        attempt.close()
+        run.choice = Choice(PADDED_ROWS, f"{run.choice.path} failed its proof: {error}")
+        plan_rows(run)
+        if run.packs:
+            prove(run, stack.enter_context(_installed(run)))
+
+
+@contextmanager
+def _installed(run: Run) -> Iterator[PackedAttention]:
+    # A prepared data set was measured as a whole: no batch of it stops a run that is under way.
+    measured = isinstance(run.trainer.train_dataset, Dataset)
+    with install.packed_attention(
+        run.model,
+        run.choice.path,
+        padded_rows_limit=float("inf") if measured else run.settings.padded_rows_limit,
+        compute_dtype=run.compute_dtype,
+    ) as attention:
+        attention.batch_check.tell = partial(run.report.remark, "packed_attention")
+        yield attention

@@ -1,0 +1,51 @@
+"""The feature `cache_dequantized`: dense copies of frozen LoRA bases, where the memory of a run has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from fastpack_trl.lora.copies import FrozenCopies
+from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.run import Run
+
+
+@contextmanager
+def cache_dequantized(run: Run) -> Iterator[None]:
+    """Keep dense copies of frozen LoRA bases, in what the plan of the activations leaves of its budget."""
+    setting, applied = run.settings.cache_dequantized, run.part(LoraReport)
+    if applied is None or not applied.copies:
+        if setting == "on" and run.training:  # asked for by name, so it is said
+            why = "every frozen weight of the fast LoRA layers is in the dtype of the run already"
+            why = why if applied is not None and applied.fast else "no LoRA layer is fast"
+            run.say("cache_dequantized", "off", "per use", why)
+        yield
+        return
+    copies, spare = applied.copies, partial(_drop, run, applied.copies)
+    if setting == "auto" and run.activations_left is not None:
+        copies.keep_in(run.activations_left, "left of the budget of activation_memory")
+        run.spares.append(spare)
+    elif setting == "auto":
+        copies.keep_where_free()
+    _tell(run, copies)
+    try:
+        yield
+    finally:
+        if spare in run.spares:
+            run.spares.remove(spare)
+
+
+def _drop(run: Run, copies: FrozenCopies) -> bool:
+    dropped = copies.drop("frozen weights are made per use since a step ran out of memory")
+    if dropped:
+        _tell(run, copies)
+    return dropped
+
+
+def _tell(run: Run, copies: FrozenCopies) -> None:
+    reason = copies.reason or "switched off"
+    if copies.kept:
+        run.say("cache_dequantized", "on", "kept", reason)
+    else:
+        run.say("cache_dequantized", "off", "per use", reason)

@@ -1,0 +1,41 @@
+"""The feature `lora`: LoRA projections without glue while a trainer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastpack_trl.lora.linear import apply_lora, has_lora
+from fastpack_trl.run import SHARDED, Run
+
+
+@contextmanager
+def lora(run: Run) -> Iterator[None]:
+    """Give LoRA layers the fast forward, while the model trains; evaluation by itself runs PEFT's."""
+    setting, present = run.settings.lora, has_lora(run.model)
+    if not run.training or not (present or setting == "on"):
+        yield
+        return
+    why = "" if present else "the model has no LoRA layers"
+    if setting == "off":
+        why = "switched off"
+    elif run.is_sharded:
+        why = SHARDED
+    if why:
+        run.say("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
+        yield
+        return
+    cache = run.settings.cache_dequantized
+    # `auto` waits for the plan of the activations.
+    applied = apply_lora(
+        run.model, cache_dequantized="off" if cache == "auto" else cache, compute_dtype=run.compute_dtype
+    )
+    try:
+        fast = applied.fast or applied.already
+        run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied))
+        with run.keeping(applied):
+            yield
+    finally:
+        if applied.call_by_call:  # known only now: it depends on what the layers were given
+            run.say("lora", "on", "fast, PEFT call by call", str(applied))
+        applied.revert()

@@ -1,0 +1,174 @@
+"""What a trainer has decided about its runs: every feature reads a `Run`, and none reads the report."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from trl import SFTTrainer
+
+from fastpack_trl.config import Settings
+from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.upstream import lacks
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.dataset import DatasetFacts
+from fastpack_trl.report import FeatureReport, Status
+
+logger = get_logger(__name__)
+
+PADDED_ROWS = "padded_rows"
+"""The attention path that unpacks documents into padded rows, under stock's own attention."""
+SHARDED = "parameters are sharded while the step runs"
+MERGED_ROW_TOKENS = 8192
+"""Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
+
+_Part = TypeVar("_Part")
+Feature = Callable[["Run"], AbstractContextManager[None]]
+"""Named after its field of the config: entering installs it and writes its line of the report, leaving restores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How packed documents are kept apart, and why."""
+
+    path: str
+    """A backend (``varlen``, ...), ``padded_rows``, or ``off``: stock's attention."""
+    reason: str
+
+
+class Run:
+    """What a trainer has decided: made when the trainer is, changed only where a decision changes.
+
+    Args:
+        trainer: which is not kept alive.
+        settings: ours of its arguments.
+
+    Attributes:
+        settings: resolved; a plain `SFTConfig` has the defaults.
+        report: what people read of all this.
+        choice: the attention path.
+        plan: which batches there are.
+        facts: of the training data; None where it is streamed or was prepared elsewhere.
+        training: `train` runs, or ran last; not an evaluation by itself.
+        loss_is_ours: losses and metrics come from the positions that the collator found, per token.
+        activations_left: bytes that the plan of the activations leaves of its budget; None without such a plan.
+        spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
+        undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
+    """
+
+    def __init__(self, trainer: SFTTrainer, settings: Settings) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._parts: dict[type[Any], Any] = {}
+        self.settings = settings
+        self.report = FeatureReport()
+        self.choice = Choice("off", "")
+        self.plan = BatchPlan("stock", "")
+        self.facts: DatasetFacts | None = None
+        self.training = False
+        self.loss_is_ours = False
+        self.activations_left: int | None = None
+        self.spares: list[Callable[[], bool]] = []
+        self.undo: list[Callable[[], Callable[[], None]]] = []
+
+    @property
+    def trainer(self) -> SFTTrainer:
+        """Stock's interface, for what a feature does to the run."""
+        trainer = self._trainer()
+        assert trainer is not None, "a feature outlived its trainer"
+        return trainer
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that trains, as PEFT wrapped it and before accelerate does."""
+        return self.trainer.model
+
+    @property
+    def args(self) -> Any:
+        """The trainer's `SFTConfig`, for stock's own fields."""
+        return self.trainer.args
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model trains."""
+        return torch.device(self.args.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The autocast dtype; None where the run computes in the dtype of the weights."""
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Parameters are in pieces on several processes."""
+        return bool(self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
+
+    @property
+    def packs(self) -> bool:
+        """Batches are rows that the collator describes with a `PackedBatch`."""
+        return self.plan.kind != "stock"
+
+    @property
+    def attention_path(self) -> str:
+        """The attention that runs on packed rows; ``stock`` where batches are stock's."""
+        return self.choice.path if self.packs else "stock"
+
+    def say(self, feature: str, status: Status, path: str, reason: str = "") -> None:
+        """Set the line of `feature` in the report."""
+        self.report.add(feature, status, path, reason)
+
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """Return what a feature keeps while it is on, by its class, which only the feature's own room can name."""
+        return self._parts.get(kind)
+
+    def keep(self, part: object) -> None:
+        """Make `part` what `Run.part` returns for its class."""
+        self._parts[type(part)] = part
+
+    @contextmanager
+    def keeping(self, part: object) -> Iterator[None]:
+        """As `keep`, until the context ends."""
+        self.keep(part)
+        try:
+            yield
+        finally:
+            del self._parts[type(part)]
+
+    def mark(self) -> Callable[[], None]:
+        """Return what takes back the figures of all micro-batches that begin from here on; it may be called twice."""
+        marks = [begin() for begin in self.undo]
+
+        def back() -> None:
+            for undo in marks:
+                undo()
+
+        return back
+
+    def enter(self, stack: ExitStack, feature: Feature) -> None:
+        """Enter `feature` until `stack` closes; where it cannot read the model or lacks a name, stock runs, said once.
+
+        Raises:
+            ValueError: the same, of what was switched on by name; or one of the feature's own.
+        """
+        name = str(getattr(feature, "__name__", feature))
+        cause: BaseException | None = None
+        reason = "" if name == "sync_free" else lacks(name)  # that one has host work to do all the same
+        try:
+            if not reason:
+                stack.enter_context(feature(self))
+                return
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except (*UNREADABLE, ImportError) as error:
+            cause = error
+            reason = f"{type(text_model(self.model)).__name__} cannot be read: {type(error).__name__}: {error}"
+        setting = self.settings.get(name)
+        if setting not in ("auto", "off"):
+            raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from cause
+        self.say(name, "stock", "stock", reason)
+        logger.warning(f"{name}: stock ({reason})")
