@@ -187,7 +187,8 @@ class Settings:
         """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults."""
         if isinstance(args, cls):
             return args
-        return cls(**{own.name: getattr(args, own.name, own.default) for own in fields(cls)})
+        values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
+        return cls(**values)
 
     def get(self, feature: str) -> Any:
         """Return the field of a feature; ``auto`` for one that has none."""

@@ -17,8 +17,8 @@ from transformers import BertConfig, BertModel
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl import trainer as trainer_module
 from fastpack_trl.attention import install as seam
+from fastpack_trl.attention import packed_attention as feature
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.packing.collator import PackingCollator
@@ -431,8 +431,8 @@ def test_data_without_a_loss_is_named(tmp_path: Path) -> None:
     counted = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True})
     assert "loss tokens" not in counted.fastpack_report.facts
     expected = sum(len(row) - 1 for row in make_dataset("tokens")["input_ids"])
-    assert counted._fastpack_facts is not None
-    assert counted._fastpack_facts.loss_tokens == expected
+    assert counted.fastpack_run.facts is not None
+    assert counted.fastpack_run.facts.loss_tokens == expected
 
 
 def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +461,7 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
         return prepare(whole, windows, device)
 
     monkeypatch.setattr(per_document, "prepare", leaking)
-    for module in (trainer_module, seam):  # it passes its trial, and leaks in the model
+    for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
     ours = train(FastSFTTrainer, tmp_path, packing=True, fast={"padded_rows_limit": 9})
     line = ours.fastpack_report["packed_attention"]
@@ -469,7 +469,7 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     assert "failed its proof" in line.reason
     assert ours.fastpack_proof is not None
     assert ours.fastpack_proof.path == "padded_rows"
-    assert ours._fastpack_choice.path == "padded_rows", (
+    assert ours.fastpack_run.choice.path == "padded_rows", (
         "an evaluation after training must not take the path that failed"
     )
     with pytest.raises(PackingError, match=r"LEAK.*set packed_attention='padded_rows'"):

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from accelerate.logging import get_logger
 
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.measured_speed import measured, what_trains
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.measured_speed import measured, what_trains
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.run import SHARDED, Run
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
+from trl import SFTTrainer
 
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names

@@ -8,6 +8,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
+from trl import SFTTrainer
 
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.upstream import found

@@ -21,7 +21,6 @@ from trainer_material import figures, make_dataset, make_tokenizer, settings, tr
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
-from fastpack_trl.checkpointing import activation_memory as feature
 from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import decoder_layers
@@ -235,8 +234,8 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
             train_dataset=make_dataset("text"),
             processing_class=make_tokenizer(),
         )
-        planned = memory.plan_memory(trainer, "auto", feature.offload_options(trainer.args))
-        plans.append((memory.largest_row(trainer)[0], planned.plan.levels, planned.plan.predicted))
+        planned = memory.plan_memory(trainer.fastpack_run)
+        plans.append((memory.largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
 
@@ -333,7 +332,7 @@ def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_st
 
 def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Path) -> None:
     trainer = fast(tmp_path, activation_memory_gib=1.0, max_length=None, max_steps=1, eval_strategy="no")
-    trainer._fastpack_facts = None
+    trainer.fastpack_run.facts = None
     trainer.train()
     assert "max_length=None" in trainer.fastpack_report["activation_memory"].reason
 
@@ -357,7 +356,7 @@ def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feature, "offload_options", lambda args: dict(HOST))
+    monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
     monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
     trainer = with_dropout(tmp_path)
     with too_large(trainer, place, times) as calls:
@@ -385,8 +384,9 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
 ) -> None:
     """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
     from fastpack_trl.checkpointing import callback as room
+    from fastpack_trl.checkpointing import checkpoint_offload as feature
 
-    monkeypatch.setattr(feature, "offload_options", lambda args: dict(HOST))
+    monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
     for place in (memory, feature, room):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
     monkeypatch.setattr(room, "CudaStreams", HostStreams)

@@ -18,8 +18,9 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.checkpointing.plan import Plan
-from fastpack_trl.features import cache_dequantized, lora
+from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.lora.lora import lora
 
 GIB = 2**30
 # 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
@@ -39,10 +40,10 @@ def trainer_with(folder: Path, budget: float | None, cache: str = "auto", **more
 @contextmanager
 def decided(trainer: FastSFTTrainer) -> Iterator[Plan]:
     """The three features as `train` enters them."""
-    trainer.fastpack_trains = True
+    trainer.fastpack_run.training = True
     with ExitStack() as stack:
-        for switch in (lora, activation_memory, cache_dequantized):
-            stack.enter_context(switch(trainer))
+        for feature in (lora, activation_memory, cache_dequantized):
+            trainer.fastpack_run.enter(stack, feature)
         assert trainer.fastpack_memory is not None, str(trainer.fastpack_report)
         yield trainer.fastpack_memory.plan
 

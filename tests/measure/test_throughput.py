@@ -64,7 +64,7 @@ def test_every_reporter_gets_every_figure(cls: type[SFTTrainer], tmp_path: Path)
     assert not any("/" in key for row in reporter.logs if "eval_loss" in row for key in row)
     assert [row for row in trainer.state.log_history if "mfu" in row]
     if ours:
-        assert rows[0]["packing/truncated_tokens"] == trainer._fastpack_facts.truncated_tokens
+        assert rows[0]["packing/truncated_tokens"] == trainer.fastpack_run.facts.truncated_tokens
         assert 0 < rows[0]["packing/fill"] <= 1
 
 

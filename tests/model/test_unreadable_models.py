@@ -18,11 +18,11 @@ from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
-    "features.has_lora": "lora",
+    "lora.lora.has_lora": "lora",
     "lora.linear._backbones": "lora",
-    "features.experts_modules": "moe",
+    "moe.moe.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
-    "step.accumulation._rope_follows_length": "merge_accumulation",
+    "step.merge_accumulation._rope_follows_length": "merge_accumulation",
     "checkpointing.memory.decoder_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",
@@ -64,7 +64,7 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")
 
-    monkeypatch.setattr("fastpack_trl.features.experts_modules", unreadable)
+    monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='off'"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
 

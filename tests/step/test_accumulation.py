@@ -19,7 +19,8 @@ from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.step import accumulation
+from fastpack_trl.step import merge_accumulation
+from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 MERGED = {"merge_accumulation": "on"}
@@ -124,7 +125,7 @@ def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypa
     assert len(alone) == 4
     assert _lengths_of_rows(tmp_path / "b", MERGED, **options) == [sum(alone)]
     assert _lengths_of_rows(tmp_path / "c", {"sync_free": "auto"}, **options) == [sum(alone)]
-    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)
+    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)
     assert _lengths_of_rows(tmp_path / "d", {"sync_free": "auto"}, **options) == [sum(alone[:2]), sum(alone[2:])]
 
 
@@ -217,7 +218,7 @@ def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], 
     trainer = train(FastSFTTrainer, tmp_path, fast=fast, **(SMALL | {"max_steps": 1, "eval_strategy": "no"} | options))
     line = trainer.fastpack_report["merge_accumulation"]
     assert (line.status, reason in line.reason) == ("off", True), line
-    assert trainer.fastpack_merging is None
+    assert trainer.fastpack_run.part(Merging) is None
 
 
 def test_stateful_models_keep_their_micro_batches(tmp_path: Path) -> None:
@@ -400,7 +401,7 @@ def test_out_of_memory_splits_the_rows_again_once_named(
 def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
+    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
     rows: list[int] = []
 
     def limit(tokens: int) -> bool:

@@ -273,10 +273,10 @@ def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
         tiny_model("qwen3", tie_word_embeddings=False), args=SFTConfig(**settings(tmp_path, packing=True)),
         train_dataset=make_dataset("tokens"), eval_dataset=make_dataset("tokens", 8), processing_class=make_tokenizer(),
     )  # fmt: skip
-    with trainer._fastpack_features():  # the line of the batches is read
-        assert why_stock_loss(trainer) == ""
+    with trainer._fastpack_features():
+        assert why_stock_loss(trainer.fastpack_run) == ""
         monkeypatch.setitem(*change(trainer))
-        assert reason in why_stock_loss(trainer)
+        assert reason in why_stock_loss(trainer.fastpack_run)
 
 
 @pytest.mark.cuda
