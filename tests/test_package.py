@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -64,31 +63,6 @@ def test_public_names() -> None:
         _ = fastpack_trl.FastSTFTrainer
 
 
-def test_a_setting_has_one_default_whoever_reads_it() -> None:
-    """Each field of the config is read through `setting_of`: a plain `SFTConfig` has none of them."""
-    from dataclasses import fields
-    from types import SimpleNamespace
-
-    from trl import SFTConfig
-
-    from fastpack_trl.config import setting_of
-
-    own = {field.name: field.default for field in fields(fastpack_trl.FastSFTConfig)}
-    own = {name: default for name, default in own.items() if name not in {field.name for field in fields(SFTConfig)}}
-    for name, default in own.items():
-        assert setting_of(SimpleNamespace(), name) == default
-        assert setting_of(SimpleNamespace(**{name: "given"}), name) == "given"
-    with pytest.raises(AttributeError, match="layer_compiled"):
-        setting_of(SimpleNamespace(), "layer_compiled")
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            match node:
-                case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(name), *_]):
-                    assert name not in own, (path.name, node.lineno, name)
-                case ast.Attribute(value=ast.Attribute(attr="args") | ast.Name("args"), attr=name) if name in own:
-                    assert path.parent.name == "bench", (path.name, node.lineno, name)
-
-
 def test_everything_public_is_documented() -> None:
     for name in fastpack_trl.__all__:
         value = getattr(fastpack_trl, name)
@@ -107,29 +81,6 @@ def test_every_field_of_the_config_has_a_help_text_and_is_in_the_readme() -> Non
         if field.name not in stock:
             assert field.metadata["help"]
             assert f"`{field.name}`" in readme, field.name
-
-
-LEVELS = {
-    "kernels": 0, "host_syncs": 0, "testing": 0, "errors": 0, "operators": 0, "resume": 0, "upstream": 0,
-    "packing": 1, "preflight": 1, "attention": 1, "step": 1,
-    "checkpointing": 1, "moe": 1, "lora": 1, "compile": 1, "config": 1, "features": 2, "batching": 2, "switches": 2,
-    "callbacks": 3, "probe": 3, "verify": 3, "start_proof": 3, "trainer": 3, "module_hooks": 0,
-}  # fmt: skip
-"""The rooms of the package; an import only goes to the same level or down. What is not listed is the top."""
-
-
-def _level(module: str) -> int:
-    return LEVELS.get(module.split(".")[1] if "." in module else module, 4)
-
-
-def test_imports_only_go_down() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue  # names of every room, loaded on use
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastpack_trl."):
-                assert _level(str(node.module)) <= _level(f"fastpack_trl.{room}"), (path.name, node.module)
 
 
 def test_tested_versions_are_within_the_promised_ranges() -> None:

@@ -127,7 +127,7 @@ class AsyncCheckpointCallback(TrainerCallback):
             self._say(message)
 
 
-def offload_conflict(args: Any, trainer: Any = None) -> str:
+def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
     """Return which setting of a run excludes our offload, with the remedy; empty where none does."""
     if getattr(args, "activation_offloading", False):
         return "activation_offloading=True is another offload of the same memory: leave one of the two out"
@@ -136,9 +136,11 @@ def offload_conflict(args: Any, trainer: Any = None) -> str:
             "gradient_checkpointing_kwargs={'offload': True} is another offload of the same memory: leave one of the "
             "two out"
         )
-    if getattr(trainer, "is_deepspeed_enabled", False):
+    if trainer is None:
+        return ""
+    if trainer.is_deepspeed_enabled:
         return "DeepSpeed gathers and frees parameters around each layer: not tested with the offload, so refused"
-    if getattr(trainer, "is_fsdp_enabled", False) and not trainer.accelerator.is_fsdp2:
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""
 

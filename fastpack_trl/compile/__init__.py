@@ -1,5 +1,1 @@
-"""Decoder layers compiled by torch, one graph per kind of layer (`layers`)."""
-
-from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
-
-__all__ = ["CompiledLayers", "compiled_layers"]
+"""Decoder layers compiled by torch, one graph per kind of layer."""

@@ -1,1 +1,1 @@
-"""LoRA projections without glue: dense layers and expert stacks."""
+"""Dense LoRA projections without glue (those of expert stacks are in `moe`)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from fastpack_trl.model.hooks import is_users
 
@@ -23,7 +23,7 @@ BATCH_METHODS = (
 """Methods of a trainer that are called in training with a batch, or once for each."""
 
 
-def replaced_methods(trainer: Any, names: Iterable[str]) -> str:
+def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
     """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
     own = [name for name in names if hasattr(trainer, name) and _package(getattr(trainer, name)) not in _EXEMPT]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
@@ -50,7 +50,7 @@ def _package(function: Any) -> str:
     return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
-def callback_between(trainer: Any) -> str:
+def callback_between(trainer: Trainer) -> str:
     """Return which callback needs each micro-batch to have run when the next begins; empty where none does."""
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback, "on_substep_end", None)

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from transformers.utils import is_torch_xla_available
+from trl import SFTTrainer
 
 _training = itemgetter("training")
 _WITHOUT_MODE = (
@@ -153,7 +154,7 @@ class GradientReset:
         self._contents = contents
         self._model: nn.Module | None = None
 
-    def install(self, trainer: Any, model: nn.Module) -> None:
+    def install(self, trainer: SFTTrainer, model: nn.Module) -> None:
         """From the first training step on, until `remove`; a model with a ``zero_grad`` of its own keeps it."""
         if self._model is model or type(model).zero_grad is not nn.Module.zero_grad or "zero_grad" in vars(model):
             return
@@ -196,7 +197,7 @@ class FlopsPerToken:
         self._per_token: int | None = None
         self._input = ""
 
-    def count(self, trainer: Any, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
+    def count(self, trainer: SFTTrainer, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
         """What `stock` returns for `inputs`; calls it for the first batch with tokens of a model."""
         # Kept: PEFT looks a name up in three objects, one after the other.
         self._input = self._input or getattr(trainer.model, "main_input_name", "input_ids")
@@ -225,7 +226,7 @@ class LossFilter:
         self._switched_off: tuple[Any, Any] | None = None
         """The arguments, and their value, while the filter is switched off."""
 
-    def apply(self, trainer: Any, loss: Tensor, losses: Tensor | None = None) -> Tensor:
+    def apply(self, trainer: SFTTrainer, loss: Tensor, losses: Tensor | None = None) -> Tensor:
         """What the trainer adds to its running loss.
 
         Args:

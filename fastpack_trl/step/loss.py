@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
@@ -240,7 +241,7 @@ def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
 
 
 def batch_loss(
-    trainer: Any,
+    trainer: SFTTrainer,
     model: nn.Module,
     inputs: dict[str, Any],
     num_items_in_batch: Tensor | int | None,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from trl import SFTTrainer
 
 Mode = Literal["train", "eval"]
 
@@ -46,7 +47,7 @@ class DeferredMetrics:
 
     def add(
         self,
-        trainer: Any,
+        trainer: SFTTrainer,
         mode: Mode,
         *,
         entropy: Tensor,
@@ -92,7 +93,7 @@ class DeferredMetrics:
 
         return back
 
-    def settle(self, trainer: Any) -> None:
+    def settle(self, trainer: SFTTrainer) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
 
         It is the one read of the device between two logs.

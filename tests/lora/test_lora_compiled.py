@@ -11,7 +11,7 @@ from lora_material import adapted, any_ids
 from torch import Tensor
 
 from fastpack_trl import PackedBatch, apply_lora, packed_attention
-from fastpack_trl.compile import compiled_layers
+from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.testing import assert_gradients_close, gradients
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -1,0 +1,183 @@
+"""The layout of the package: imports go down, nothing needs itself, and features read the `Run` only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from trl import SFTConfig
+
+import fastpack_trl
+from fastpack_trl.attention.packed_attention import packed_attention
+from fastpack_trl.cli.main import COMMANDS
+from fastpack_trl.config import Settings
+from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fastpack_trl"
+
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(floor.split())
+    for floor in (
+        "kernels errors _version",
+        "model",
+        "packing",
+        "measure",
+        "testing",
+        "config report",
+        "run",
+        "attention lora moe checkpointing compile step",
+        "features callbacks",
+        "trainer",
+        "recipe",
+        "bench quickstart",
+        "cli",
+        "__main__",
+    )
+)
+"""Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
+
+TOP = {
+    "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "callbacks.py", "errors.py", "testing.py",
+    "run.py", "report.py", "features.py",
+}  # fmt: skip
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of every module of the package by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Yield the modules that a module imports: at its top, in functions, for types, and by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "fastpack_trl":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if node.module == "fastpack_trl" and alias.name in fastpack_trl._HOME:
+                    yield f"fastpack_trl.{fastpack_trl._HOME[alias.name]}"
+                else:
+                    yield inner if inner in modules() else node.module
+        elif isinstance(node, ast.Constant) and node.value in modules().keys() - {"fastpack_trl", name}:
+            yield str(node.value)  # `COMMANDS`, and what is started as a process of its own
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    """Return the modules that each module imports; the lazy names of the package's `__init__` left out."""
+    return {name: frozenset(imports(name, path)) - {name} for name, path in modules().items() if name != "fastpack_trl"}
+
+
+def floor_of(module: str) -> int:
+    room = module.split(".")[1]
+    found = [number for number, floor in enumerate(FLOORS) if room in floor]
+    assert len(found) == 1, f"{module}: FLOORS does not say once where {room!r} is"
+    return found[0]
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_rooms_import_only_from_floors_below() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        for target in sorted(targets)
+        if target != "fastpack_trl" and room_of(name) != room_of(target) and floor_of(target) >= floor_of(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_needs_itself() -> None:
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_graph_sees_every_kind_of_import(tmp_path: Path) -> None:
+    """The two tests above are as good as what `imports` finds."""
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from __future__ import annotations\nimport fastpack_trl.errors\nfrom fastpack_trl import FastSFTConfig\n"
+        "from fastpack_trl import run\nfrom fastpack_trl.cli import main\n"
+        "from fastpack_trl.report import FeatureReport\ndef late():\n    from fastpack_trl.model import facts\n"
+        "    return 'fastpack_trl.cli.sft'\n"
+    )
+    assert set(imports("fastpack_trl.made_up", file)) == {
+        f"fastpack_trl.{name}" for name in ("errors", "config", "run", "cli.main", "report", "model.facts", "cli.sft")
+    }
+
+
+def test_the_commands_are_known_to_the_graph() -> None:
+    assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
+
+
+def test_the_top_level_has_eleven_files() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == TOP
+    assert len(TOP) <= 11
+
+
+def test_a_file_is_one_idea() -> None:
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
+    assert not {name: count for name, count in long.items() if count >= 400}
+
+
+RUNNING = ("attention", "lora", "moe", "checkpointing", "compile", "step", "features", "callbacks", "trainer", "run")
+"""Where the features are."""
+
+
+def test_settings_have_one_default_whoever_reads_them() -> None:
+    """A plain `SFTConfig` has none of our fields: `Settings.of` reads both, once, and features read the `Run`."""
+    own = {field.name: field.default for field in fields(Settings)}
+    assert set(own) == {field.name for field in fields(fastpack_trl.FastSFTConfig)} - {
+        field.name for field in fields(SFTConfig)
+    }
+    assert vars(Settings.of(SFTConfig(use_cpu=True))) == own
+    for name in own:
+        assert getattr(Settings.of(SimpleNamespace(**{name: "given"})), name) == "given"
+    config = fastpack_trl.FastSFTConfig(use_cpu=True)
+    assert Settings.of(config) is config
+
+
+def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> None:
+    own = {field.name for field in fields(Settings)}
+    wrong = []
+    for module, path in modules().items():
+        if module == "fastpack_trl" or room_of(module) not in RUNNING:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(str() as name), *_]) if name in own:
+                    wrong.append((path.name, node.lineno, f"getattr(..., {name!r})"))
+                case ast.Attribute(value=ast.Attribute(attr="args") | ast.Name("args"), attr=name) if name in own:
+                    wrong.append((path.name, node.lineno, f"args.{name}"))
+                case ast.Subscript(value=ast.Attribute(attr="report" | "fastpack_report" | "lines")):
+                    wrong.append((path.name, node.lineno, "a line of the report"))
+                case ast.arg(arg="trainer", annotation=ast.Name("Any")):
+                    wrong.append((path.name, node.lineno, "trainer: Any"))
+    assert not wrong
+
+
+def test_features_are_functions_of_a_run_named_after_their_setting() -> None:
+    known = {field.name for field in fields(Settings)} | {"aux_loss"}  # TRL's own `router_aux_loss_coef`
+    for feature in (*BEFORE_ATTENTION, packed_attention, *AFTER_ATTENTION):
+        name = feature.__name__
+        assert name in known
+        assert feature.__module__.endswith(f".{name}"), "a feature is in the file of its name"
+        assert list(inspect.signature(feature).parameters) == ["run"]
