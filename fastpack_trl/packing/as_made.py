@@ -1,4 +1,4 @@
-"""Whether a tensor is still the one, unedited, that something was made from: batches are edited on their way."""
+"""Tell whether a tensor is still the one, unedited, that something was made from: batches are edited on their way."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AsMade:
 
     @classmethod
     def of(cls, tensor: Tensor, *, edited: bool = False) -> AsMade:
-        """`tensor` as it is now, or as one that was edited where it was copied from."""
+        """Take `tensor` as it is now, or as one that was edited where it was copied from."""
         return cls(tensor, _EDITED if edited else _edits(tensor))
 
     def is_still(self, tensor: object) -> bool:
-        """Whether `tensor` is the same object, without an edit since."""
+        """Return whether `tensor` is the same object, without an edit since."""
         return tensor is self.tensor and self.edits == _edits(self.tensor)
 
     def __reduce__(self) -> tuple[Callable[..., AsMade], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Which batches a run gets: packed rows, padding-free rows, or stock's own; and why."""
+"""Choice of a run's batches: packed rows, padding-free rows, or stock's own; with the reason."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def missing_seams() -> str:
 
 
 def is_stock_collator(collator: object) -> bool:
-    """Whether a collator is exactly TRL's own for text; a subclass may do something that ours does not."""
+    """Return whether a collator is exactly TRL's own for text; a subclass may do something that ours does not."""
     return type(collator) is DataCollatorForLanguageModeling
 
 
 def joins_documents(trainer: SFTTrainer) -> bool:
-    """TRL's collator was set up without ``padding_free`` for packed rows: the model sees each row as one document."""
+    """Return whether TRL's collator was set up without ``padding_free``: each packed row would be one document."""
     collator = trainer.data_collator
     return bool(is_stock_collator(collator) and trainer.padding_free and not collator.padding_free)
 
 
 def plan_batches(trainer: SFTTrainer, path: str) -> BatchPlan:
-    """Decide from a constructed trainer and the attention path that was chosen for its model."""
+    """Return the batches of a run, from a constructed trainer and the attention path that was chosen for its model."""
     stock = _only_stock(trainer, path)
     if stock:
         return BatchPlan("stock", stock)
@@ -57,7 +57,7 @@ def plan_batches(trainer: SFTTrainer, path: str) -> BatchPlan:
 
 
 def _only_stock(trainer: SFTTrainer, path: str) -> str:
-    """Why our collator cannot be used at all; empty where it can."""
+    """Return why our collator cannot be used at all; empty if it can."""
     args = trainer.args
     parallelism = trainer.accelerator.parallelism_config
     reasons = {
@@ -86,7 +86,7 @@ _SEE_BATCHES = (
 
 
 def _rather_padded(trainer: SFTTrainer, path: str) -> str:
-    """Why stock's padded batches stay; empty where rows without padding compute the same."""
+    """Return why stock's padded batches stay; empty if rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
     own, hook = replaced_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
@@ -111,7 +111,7 @@ def _rather_padded(trainer: SFTTrainer, path: str) -> str:
 
 
 def packing_collator(trainer: SFTTrainer) -> PackingCollator:
-    """Ours in the place of the trainer's stock collator, with the same settings."""
+    """Return our collator with the settings of the trainer's stock collator."""
     stock = trainer.data_collator
     return PackingCollator(
         pad_token_id=stock.pad_token_id,
@@ -121,13 +121,13 @@ def packing_collator(trainer: SFTTrainer) -> PackingCollator:
 
 
 def vocabulary(model: Any) -> int:
-    """Rows of the token embedding: the token ids that the model can take."""
+    """Return the rows of the token embedding: the token ids that the model can take."""
     embedding = model.get_input_embeddings()
     return int(getattr(embedding, "num_embeddings", 0) or model.config.get_text_config().vocab_size)
 
 
 def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:
-    """A map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
+    """Return a map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
     if not isinstance(dataset, Dataset):
         return dataset
     columns = COLUMNS if trainer.padding_free else PADDING_FREE_COLUMNS

@@ -134,7 +134,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
 
 def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArray, IntArray]:
-    """Token ids, labels (the same object where the row has none) and the lengths of the documents, none of them 0."""
+    """Return token ids, labels (the same object if the row has none) and document lengths, none of them 0."""
     if "input_ids" not in example:
         raise ValueError(
             f"row {index} has no 'input_ids' column, only {', '.join(map(repr, example)) or 'nothing'}: tokenize the "
@@ -166,7 +166,7 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArra
 
 
 def _to_array(index: int, name: str, value: Any) -> IntArray:
-    """One column of one row as a flat array of integers, without a copy where it is one."""
+    """Return one column of one row as a flat array of integers, without a copy where it is one."""
     try:
         array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError):  # ragged lists
@@ -182,7 +182,7 @@ def _to_array(index: int, name: str, value: Any) -> IntArray:
 
 
 def _flatten(rows: list[IntArray], padding_value: int, num_padding: int, out: IntArray) -> IntArray:
-    """The rows one after the other, then the padding, written to `out`: (total_tokens,) int64."""
+    """Write the rows one after the other, then the padding, to `out`: (total_tokens,) int64."""
     if num_padding:
         rows = [*rows, np.full(num_padding, padding_value)]
     return np.concatenate(rows, out=out, casting="same_kind")

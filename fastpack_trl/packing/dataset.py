@@ -1,4 +1,4 @@
-"""What preparation does to a data set: documents, tokens, truncation, fill. Read from Arrow offsets, not row by row."""
+"""Effect of preparation on a data set: documents, tokens, truncation, fill. Read from Arrow offsets, not row by row."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DatasetFacts:
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
-    """Whether the data set has `input_ids`, and every one of `columns` that it has is a list of integers per row.
+    """Return whether `input_ids` is there, and each of `columns` that the data set has is a list of integers per row.
 
     A data set of empty lists has no integer type, but is one of them.
     """
@@ -80,7 +80,7 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
 
 
 def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
-    """Items per row of a list column, in the data set's order."""
+    """Return the items per row of a list column, in the data set's order."""
     parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
@@ -127,13 +127,13 @@ def _check_range(values: Any, column: str, vocab_size: int, name: str) -> None:
 
 
 def counted_tokens(dataset: Dataset) -> int:
-    """Tokens that a loss counts, the first of each document left out."""
+    """Count the tokens of the loss, the first of each document left out."""
     column = "labels" if "labels" in dataset.column_names else "input_ids"
     return sum(int(counted.sum()) for _, counted in _counted(dataset, column))
 
 
 def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
-    """Labels piece by piece, and which of them a loss counts: not ignored, and not the first of a document."""
+    """Yield labels piece by piece, and which of them a loss counts: not ignored, and not the first of a document."""
     if "seq_lengths" in dataset.column_names:
         lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in _chunks(dataset, "seq_lengths")])
     else:
@@ -151,7 +151,7 @@ def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bo
 
 
 def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
-    """The data set without documents of length 0, and how many there were."""
+    """Return the data set without documents of length 0, and how many there were."""
     lengths = column_lengths(dataset, "input_ids")
     empty = int((lengths == 0).sum())
     return (dataset.select(np.flatnonzero(lengths)), empty) if empty else (dataset, 0)
@@ -210,7 +210,7 @@ def measure(
 
 
 def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:
-    """The largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
+    """Return the largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
 
     Args:
         prepared: packed rows with `seq_lengths`; 1.0 without them.
@@ -234,6 +234,6 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
 
 
 def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
-    """The column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
+    """Yield the column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
         yield from table[column].chunks

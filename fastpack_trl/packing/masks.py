@@ -9,7 +9,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 def band_mask(length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
-    """(length, length) bool: causal, and at most `window` tokens back, the token itself included.
+    """Return (length, length) bool: causal, and at most `window` tokens back, the token itself included.
 
     The count of the token itself follows transformers' ``sliding_window``; flash kernels write the same window as
     ``(window - 1, 0)``.
@@ -19,7 +19,7 @@ def band_mask(length: int, window: int, device: torch.device | str = "cpu") -> T
 
 
 def shared_band_mask(batch: PackedBatch, window: int, device: torch.device) -> Tensor | None:
-    """The band for the longest segment of the batch; shorter segments use its upper left corner.
+    """Return the band for the longest segment of the batch; shorter segments use its upper left corner.
 
     ``None`` where no segment is longer than the window: plain causal attention is the same then.
     """
@@ -29,7 +29,7 @@ def shared_band_mask(batch: PackedBatch, window: int, device: torch.device) -> T
 
 
 def dense_mask(batch: PackedBatch, window: int | None, device: torch.device, dtype: torch.dtype = torch.bool) -> Tensor:
-    """(1, 1, total_tokens, total_tokens): block-diagonal over segments, causal, windowed if `window` is given.
+    """Return (1, 1, total_tokens, total_tokens): block-diagonal over segments, causal, windowed if `window` is given.
 
     Bool (True: attend) for SDPA; a float dtype gives the additive form (0 or -inf) for the scores of transformers'
     eager functions. Every token sees itself, so no row is all -inf.

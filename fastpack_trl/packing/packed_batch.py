@@ -1,4 +1,4 @@
-"""What is known about a packed row before the step starts: built once per batch, on the host, then only read."""
+"""`PackedBatch`: the metadata of a packed row, built once per batch, on the host, then only read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class _Derived:
-    """What was derived from one batch.
+    """Objects derived from one batch.
 
     Not a container: FSDP and DDP's mixed precision rebuild dataclasses field by field, and dicts and lists inside as
     plain new ones (`torch.distributed.utils._apply_to_tensors`), which would cast masks and part the copy that the
@@ -156,17 +156,17 @@ class PackedBatch:
         return self.cu_seqlens.device
 
     def counts(self, labels: object) -> bool:
-        """Whether `loss_positions` are those of `labels`: the tensor that they were made from, unedited since."""
+        """Return whether `loss_positions` belong to `labels`: the tensor they were made from, unedited since."""
         return self.loss_positions is not None and self.labels is not None and self.labels.is_still(labels)
 
     def describes(self, row: Tensor, position_ids: object) -> bool:
-        """Whether the documents are those of a row of tokens or embeddings, by its shape and its position ids."""
+        """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)
         return fits and (self.positions is None or self.positions.is_still(position_ids))
 
     @property
     def build_counts(self) -> Counter[Hashable]:
-        """How often each derived object was built; survives `clear_derived`, to be read after a step."""
+        """Builds of each derived object; survives `clear_derived`, to be read after a step."""
         return self._derived.counts
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
@@ -206,7 +206,7 @@ class PackedBatch:
 
 
 def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:
-    """One row out of several, on their device; documents stay documents, padding is dropped.
+    """Join several rows into one, on their device; documents stay documents, padding is dropped.
 
     ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``.
     All offsets are known on the host, so that the device is not asked.
@@ -249,7 +249,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:
-    """The keywords under which transformers' models read packed metadata; the only place with their spelling.
+    """Return the keywords of transformers' models for packed metadata; the only place with their spelling.
 
     `cu_seq_lens_*` and `max_length_*` are read by its flash attention, `seq_idx` by its short convolutions.
     """

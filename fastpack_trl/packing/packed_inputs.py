@@ -26,7 +26,7 @@ IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 
 class Section(NamedTuple):
-    """Where one tensor lies in the block: ``Section("labels", torch.int64, 8208, (1, 8192))``."""
+    """Place of one tensor in the block: ``Section("labels", torch.int64, 8208, (1, 8192))``."""
 
     name: str
     dtype: torch.dtype
@@ -86,11 +86,11 @@ class Block:
         return frozenset(name for name, kept in WATCHED.items() if not getattr(batch, kept).is_still(self.parts[name]))
 
     def names(self) -> dict[int, str]:
-        """Identity -> name of each part. The block keeps its parts alive, so that no identity is used twice."""
+        """Return identity -> name of each part. The block keeps its parts alive, so that no identity is used twice."""
         return {id(part): name for name, part in self.parts.items()}
 
     def over(self, buffer: Tensor) -> Block:
-        """The same parts over another buffer of the same bytes."""
+        """Return the same parts over another buffer of the same bytes."""
         return self if buffer is self.buffer else replace(self, buffer=buffer, edited=self._edited_by_now())
 
 
@@ -120,7 +120,7 @@ class PackedInputs(dict[str, Any]):
     def empty(
         cls, tensors: Mapping[str, tuple[int, ...]], *, seq_lengths: tuple[int, ...], num_padding: int, max_seqlen: int
     ) -> tuple[PackedInputs, dict[str, IntArray]]:
-        """A batch over one new block on the host, and the arrays through which to fill it.
+        """Return a batch over one new block on the host, and the arrays through which to fill it.
 
         Args:
             tensors: the shapes of ``input_ids``, ``labels`` and the tensors of `PackedBatch`, under its names.
@@ -173,7 +173,7 @@ class PackedInputs(dict[str, Any]):
         )
 
     def copy(self) -> PackedInputs:
-        """A shallow copy over the same block."""
+        """Return a shallow copy over the same block."""
         return self._map(lambda buffer: buffer, lambda value: value)
 
     __copy__ = copy
@@ -206,6 +206,6 @@ class PackedInputs(dict[str, Any]):
 
 
 def _restore(block: Block, entries: list[tuple[str, str | None, Any]]) -> PackedInputs:
-    """The inverse of `PackedInputs.__reduce__`."""
+    """Invert `PackedInputs.__reduce__`."""
     values = ((key, value if name is None else block.parts[name]) for key, name, value in entries)
     return PackedInputs._over(block, values)

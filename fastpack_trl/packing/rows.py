@@ -33,7 +33,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several rows at once; called by torch's data loader."""
+        """Return several rows at once; called by torch's data loader."""
         rows: list[dict[str, Any]] = [{} for _ in indices]
         for column, values in zip(self.columns, self.table[list(indices)].columns, strict=True):
             row = iter(rows)

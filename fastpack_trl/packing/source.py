@@ -1,4 +1,4 @@
-"""The columns of a data set before preparation reads them: what is no text, no conversation, no token list, by row."""
+"""Check of a data set's columns before preparation reads them; names the first row that stock could not read."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _columns_read(row: Mapping[str, Any], text_field: str) -> dict[str, str]:
 
 
 def _is_list_of(value: object, key: str) -> bool:
-    """Whether `value` is a list of mappings with `key`, by its first item."""
+    """Return whether `value` is a list of mappings with `key`, by its first item."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
 
 

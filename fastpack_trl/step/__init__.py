@@ -1,1 +1,1 @@
-"""What happens once per training step, and what it costs."""
+"""The training step: loss, head, metrics, host work, merged accumulation."""

@@ -42,7 +42,7 @@ _Step = Callable[..., Tensor]
 
 
 def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
-    """The keywords of one row out of those of several (`merge_batches`); tokens and labels follow the documents."""
+    """Join the keywords of several rows into those of one (`merge_batches`); tokens and labels follow the documents."""
     batches = [one["packed_batch"] for one in inputs]
     lengths = [sum(batch.seq_lengths) for batch in batches]
     flat = {
@@ -54,7 +54,7 @@ def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
 
 
 def can_merge(inputs: Any) -> bool:
-    """Whether a micro-batch is one packed row as it was collated, with no keyword besides; its tokens may be others."""
+    """Return whether a micro-batch is one packed row as collated, with no further keyword; its tokens may be others."""
     batch = inputs.get("packed_batch")
     if not isinstance(batch, PackedBatch) or batch.parts:
         return False
@@ -64,7 +64,7 @@ def can_merge(inputs: Any) -> bool:
 
 
 def group_by_tokens(tokens: Sequence[int], limit: float) -> list[range]:
-    """Neighbours together while they are at most `limit` tokens: ``(512, 512, 900, 300), 1024`` -> 0-1, 2, 3."""
+    """Group neighbours while they are at most `limit` tokens: ``(512, 512, 900, 300), 1024`` -> 0-1, 2, 3."""
     groups: list[range] = []
     start = total = 0
     for place, count in enumerate(tokens):
@@ -146,7 +146,7 @@ class Merging:
             self._groups[id(batches[group[-1]])] = group
 
     def run(self, stock: _Step, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """One call of the trainer's loop: nothing, a group, or a micro-batch by itself."""
+        """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
         if self._groups and inputs is self._step[0]:
             self._look_for_watchers()  # callbacks have begun the step
         group = self._groups.get(id(inputs))

@@ -42,7 +42,7 @@ _NO_STATISTICS = {"HAS_LOG_SUM_SQ_PROBS": False, "HAS_MEAN_LOGITS": False}
 
 
 class HeadLoss(NamedTuple):
-    """What the head says of N positions.
+    """Results of the head at N positions.
 
     Attributes:
         total: () fp32, the sum of the losses; the only part with a gradient.
@@ -58,7 +58,7 @@ class HeadLoss(NamedTuple):
 
 
 def missing_tile_functions() -> str:
-    """What the installed TRL lacks of the functions on tiles that `head_loss` uses; empty where nothing is missing."""
+    """Return the functions on tiles that `head_loss` uses and the installed TRL lacks; empty if all are there."""
     for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
         function = getattr(chunked_logprob, name, None)
         if function is None or tuple(inspect.signature(function).parameters) != parameters:
@@ -79,7 +79,7 @@ def head_loss(
     softcap: float | None = None,
     tile_elements: int | None = None,
 ) -> HeadLoss:
-    """Sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
+    """Return the sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
 
     The gradients are made in the forward pass and only scaled in the backward pass, which may therefore run once.
     Asks the device nothing. Compiled code calls it as one opaque operation.
@@ -121,7 +121,7 @@ def reference_head_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> HeadLoss:
-    """`head_loss` by TRL's own function: the reference, and the path where TRL has other tiles than we know."""
+    """Compute `head_loss` by TRL's own function: the reference, and the path where TRL has other tiles than we know."""
     _check(loss_type)
     log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
         hidden, weight, bias, targets, 1.0, VOCABULARY_SLICE, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
@@ -220,7 +220,7 @@ class _HeadLossFunction(torch.autograd.Function):
 
 
 def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Columns of a tile per product: all where the weight is used as it is, else as many as are converted at a time."""
+    """Return the columns of a tile per product: all if the weight is used as it is, else those converted at a time."""
     fused = weight.dtype == dtype and (dtype == torch.float32 or chunked_logprob._use_triton(weight.device))
     width = weight.shape[0] if fused else VOCABULARY_SLICE
     return [slice(start, min(start + width, weight.shape[0])) for start in range(0, weight.shape[0], width)]
@@ -229,7 +229,7 @@ def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
 def _fold(
     tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor, options: _Options
 ) -> Tensor:
-    """Statistics of a (n, V) tile of products, into the outputs of its rows. Returns log Z, (n,) fp32."""
+    """Write the statistics of a (n, V) tile of products to the outputs of its rows; return log Z, (n,) fp32."""
     count, vocabulary = tile.shape
     sums = torch.zeros(5, count, device=tile.device, dtype=torch.float32)
     largest = torch.full((2, count), -torch.inf, device=tile.device, dtype=torch.float32)

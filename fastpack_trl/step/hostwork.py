@@ -51,7 +51,7 @@ class ModelContents:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Until the context ends, whatever is put into a module is seen; afterwards no model is held."""
+        """See whatever is put into a module until the context ends; afterwards hold no model."""
 
         def registered(module: nn.Module, *_: Any) -> None:
             if id(module) in self._held:  # a forward pass makes lists of its own: ``self.layers[:n]``
@@ -70,7 +70,7 @@ class ModelContents:
         return self.current()
 
     def current(self) -> int:
-        """The version, after the model that was listed last is listed again where it has changed."""
+        """Return the version, after the model that was listed last is listed again where it has changed."""
         if not self._touched:
             return self.version
         touched, self._touched = self._touched, set()
@@ -114,7 +114,7 @@ class ModeCheck:
         """The attributes of each module: read directly, since after a step none of this is in a cache."""
 
     def all_train(self, model: nn.Module) -> bool:
-        """Whether ``model.train()`` ran on the modules of now, and every one is still in training mode."""
+        """Return whether ``model.train()`` ran on the present modules, and each is still in training mode."""
         if self._version != self._contents.refresh(model):
             self._version = self._contents.version
             modules = [module for module in self._contents.modules if type(module) not in _WITHOUT_MODE]
@@ -125,7 +125,7 @@ class ModeCheck:
 
     @contextlib.contextmanager
     def skipping_train(self, model: nn.Module) -> Iterator[None]:
-        """For the time of one training step; the model has its own ``train`` again afterwards."""
+        """Skip needless calls of ``model.train()`` for one training step; then the model has its own again."""
         own = model.__dict__.get("train")
 
         def train(mode: bool = True) -> nn.Module:
@@ -155,7 +155,7 @@ class GradientReset:
         self._model: nn.Module | None = None
 
     def install(self, trainer: SFTTrainer, model: nn.Module) -> None:
-        """From the first training step on, until `remove`; a model with a ``zero_grad`` of its own keeps it."""
+        """Replace ``model.zero_grad`` until `remove`; a model with a ``zero_grad`` of its own keeps it."""
         if self._model is model or type(model).zero_grad is not nn.Module.zero_grad or "zero_grad" in vars(model):
             return
         self.remove()
@@ -182,7 +182,7 @@ class GradientReset:
             _drop_gradients(self._contents.parameters)
 
     def remove(self) -> None:
-        """The model has its own ``zero_grad`` again."""
+        """Give the model its own ``zero_grad`` again."""
         if self._model is not None:
             self._model.__dict__.pop("zero_grad", None)
             self._model = None
@@ -198,7 +198,7 @@ class FlopsPerToken:
         self._input = ""
 
     def count(self, trainer: SFTTrainer, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
-        """What `stock` returns for `inputs`; calls it for the first batch with tokens of a model."""
+        """Return the result of `stock` for `inputs`; calls it for a model's first batch with tokens only."""
         # Kept: PEFT looks a name up in three objects, one after the other.
         self._input = self._input or getattr(trainer.model, "main_input_name", "input_ids")
         tokens = inputs.get(self._input)
@@ -227,7 +227,7 @@ class LossFilter:
         """The arguments, and their value, while the filter is switched off."""
 
     def apply(self, trainer: SFTTrainer, loss: Tensor, losses: Tensor | None = None) -> Tensor:
-        """What the trainer adds to its running loss.
+        """Return the loss that the trainer adds to its running loss.
 
         Args:
             trainer: with the running loss and the step of the last log.
@@ -252,7 +252,7 @@ class LossFilter:
         return torch.where(_finite(loss), loss, filtered)
 
     def restore(self) -> None:
-        """The argument as the user set it."""
+        """Set the argument as the user had it."""
         if self._switched_off is not None:
             args, value = self._switched_off
             args.logging_nan_inf_filter = value

@@ -26,7 +26,7 @@ def load_balancing_loss(
     *,
     rows: int = 0,
 ) -> Tensor | int:
-    """The auxiliary loss with the signature of transformers' `load_balancing_loss_func`, differentiable in the logits.
+    """Return the auxiliary loss; signature of transformers' `load_balancing_loss_func`, differentiable in the logits.
 
     Args:
         gate_logits: a tuple of (N, E) router logits, one per layer with experts; anything else gives 0, as in stock.
@@ -120,14 +120,14 @@ def _rows(layer: Tensor, rows: int) -> int:
 
 
 def _chunks(logits: tuple[Tensor, ...], rows: int, device: torch.device) -> Iterator[Tensor]:
-    """(layers, rows, E) pieces of at most `_CHUNK` elements, or one layer."""
+    """Yield (layers, rows, E) pieces of at most `_CHUNK` elements, or one layer."""
     step = max(1, _CHUNK // max(1, logits[0].numel()))
     for start in range(0, len(logits), step):
         yield torch.stack([layer[: _rows(layer, rows)].to(device) for layer in logits[start : start + step]])
 
 
 def replaced_by() -> str:
-    """The module of a function that somebody put where TRL finds the loss of every family; empty where none is."""
+    """Return the module of a foreign function where TRL finds the loss of every family; empty if there is none."""
     home = sys.modules.get("transformers.models.mixtral.modeling_mixtral")  # TRL imports it when it is needed
     found = getattr(home, "load_balancing_loss_func", None)
     module = str(getattr(found, "__module__", ""))
@@ -135,7 +135,7 @@ def replaced_by() -> str:
 
 
 def experts_named(config: Any) -> Any:
-    """`config`, its number of experts readable as `num_experts`, the one name that trl's forward knows.
+    """Return `config` with its number of experts as `num_experts`, the one name that trl's forward knows.
 
     deepseek_v3, glm4_moe and granitemoe spell it otherwise, and that forward raises. The config itself and its class
     are left alone: other models are of the same class, and a file is written from it.

@@ -31,7 +31,7 @@ _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
 
 @dataclass
 class ChosenLoss(ModelOutput):
-    """What the forward returns for a batch with `loss_positions`.
+    """Result of the forward for a batch with `loss_positions`.
 
     Args:
         total: () fp32, sum of the losses of the N positions, with gradient.
@@ -73,12 +73,12 @@ class LossForward:
 
     @property
     def products(self) -> str:
-        """Which head runs, for the report."""
+        """Name of the head that runs, for the report."""
         return f"logits made twice (trl lacks {self._lacks_tiles})" if self._lacks_tiles else "logits made once"
 
     @property
     def in_place(self) -> bool:
-        """Whether a call of the model still comes by; someone may have replaced its forward since."""
+        """True while a call of the model reaches this forward; someone may have replaced it since."""
         forward: Any = self.model.forward
         while forward is not None and not self.missing:
             if getattr(forward, "__func__", forward) is self._function:
@@ -93,7 +93,7 @@ class LossForward:
 
 
 def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
-    """Weight (V, H) and bias (V,) of the head, or why they cannot be read as plain tensors of this process."""
+    """Return weight (V, H) and bias (V,) of the head, or why they cannot be read as plain tensors of this process."""
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
@@ -106,14 +106,14 @@ def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
 
 
 def _inside(forward: Any) -> Any:
-    """What a forward goes on to: a second trainer of the same model lays TRL's, and its own, around what is there."""
+    """Return the forward inside of one: a second trainer of a model lays TRL's, and its own, around what is there."""
     function = getattr(forward, "__func__", forward)
     cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return cells.get("original_forward") or getattr(forward, "__wrapped__", None)
 
 
 def _read_constants(forward: Any) -> dict[str, Any] | str:
-    """The numbers that TRL's forward holds in its closure, or what is missing."""
+    """Return the numbers that TRL's forward holds in its closure, or what is missing."""
     function = getattr(forward, "__func__", None)
     found = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
     lacks = [name for name in (*_CONSTANTS, "text_config") if name not in found]
@@ -125,7 +125,7 @@ def _read_constants(forward: Any) -> dict[str, Any] | str:
 
 
 def _knowing_experts(forward: Any) -> Any:
-    """TRL's forward, able to read the number of experts of every family."""
+    """Return TRL's forward, able to read the number of experts of every family."""
     cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
     config = cells["text_config"].cell_contents
     if (named := experts_named(config)) is config:
@@ -139,7 +139,7 @@ def _knowing_experts(forward: Any) -> Any:
 
 
 def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
-    """The forward itself. It holds no model: a deep copy of the model runs its own layers."""
+    """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
     compute: Callable[..., HeadLoss] = functools.partial(
         reference_head_loss if lacks_tiles else head_loss,
@@ -193,7 +193,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
 
 
 def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Positions with a loss and their next tokens, by TRL's rule, from the labels themselves; asks the device.
+    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; asks the device.
 
     Raises:
         ValueError: labels of another shape than the tokens.
@@ -213,12 +213,12 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
 
 
 def _ends(parts: Sequence[Part]) -> list[int]:
-    """Of each micro-batch in a merged row, in tokens."""
+    """Return the ends of the micro-batches in a merged row, in tokens."""
     return list(itertools.accumulate(part.tokens for part in parts))
 
 
 def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
-    """How many positions of `outputs` each micro-batch of the row has; asks the device only after an edit."""
+    """Count the positions of `outputs` in each micro-batch of the row; asks the device only after an edit."""
     assert outputs.entropy is not None
     if not parts:
         return [outputs.entropy.numel()]
@@ -230,7 +230,7 @@ def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
 
 
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """What TRL's forward returned, at the positions with a loss; asks the device."""
+    """Read the result of TRL's forward at the positions with a loss; asks the device."""
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp().detach()
@@ -247,7 +247,7 @@ def batch_loss(
     num_items_in_batch: Tensor | int | None,
     batch: PackedBatch | None,
 ) -> tuple[Tensor, Tensor, list[int], ChosenLoss]:
-    """The loss of one micro-batch, normalised as in TRL's ``compute_loss``.
+    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``.
 
     Args:
         trainer: a `SFTTrainer` whose model has a `LossForward`.

@@ -1,4 +1,4 @@
-"""The feature `merge_accumulation`: whether the micro-batches of a step are merged, and up to which length."""
+"""The feature `merge_accumulation`: micro-batches of a step as fewer rows, up to a length that is chosen here."""
 
 from __future__ import annotations
 

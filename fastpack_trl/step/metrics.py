@@ -17,7 +17,7 @@ _ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    """What the host knows of a micro-batch."""
+    """Facts of a micro-batch on the host."""
 
     mode: Mode
     valid: int
@@ -78,13 +78,13 @@ class DeferredMetrics:
         )
 
     def losses(self, start: int) -> Tensor:
-        """Of the micro-batches from `start` on, (n,) fp32; `start` is below the number of those kept."""
+        """Return the losses of the micro-batches from `start` on, (n,) fp32; `start` is below the number kept."""
         first, last = start // _ROWS, (len(self._batches) - 1) // _ROWS
         rows = self._blocks[first] if first == last else torch.cat(self._blocks[first : last + 1])
         return rows[start - first * _ROWS : len(self._batches) - first * _ROWS, 3]
 
     def mark(self) -> Callable[[], None]:
-        """Return what forgets the micro-batches that are kept from here on: they are run again."""
+        """Return a function that drops the micro-batches kept from here on: they are run again."""
         count = len(self)
 
         def back() -> None:
@@ -121,7 +121,7 @@ class DeferredMetrics:
 
 
 def counted_ranks(accelerator: Any) -> int:
-    """Ranks of which ``gather_for_metrics`` would keep a single number per rank, for the batch just fetched."""
+    """Return the number of ranks that ``gather_for_metrics`` would count, for the batch just fetched."""
     state, ranks = accelerator.gradient_state, int(accelerator.num_processes)
     if ranks > 1 and state.end_of_dataloader and state.remainder > 0:
         return min(ranks, int(state.remainder))

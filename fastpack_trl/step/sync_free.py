@@ -1,4 +1,4 @@
-"""The feature `sync_free`: which parts of a training step run without asking the device, and why others do not."""
+"""The feature `sync_free`: parts of a training step that do not ask the device, and the reasons where some do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "ro
 
 
 class SyncFreeStep:
-    """What `SyncFreeTrainer` asks in each step. Made once per trainer; `running` switches it on around a run.
+    """State that `SyncFreeTrainer` reads in each step. Made once per trainer; `running` switches it on around a run.
 
     Attributes:
         loss: whether losses and metrics are ours.
@@ -44,7 +44,7 @@ class SyncFreeStep:
         self._forget_model()
 
     def takes(self, inputs: Any) -> bool:
-        """Whether this batch is a row without padding, whose loss and metrics are made here."""
+        """Return whether this batch is a row without padding, whose loss and metrics are made here."""
         needed = inputs.get("labels") is not None and inputs.get("position_ids") is not None
         return self.loss and needed and inputs.get("attention_mask") is None
 
@@ -79,7 +79,7 @@ class SyncFreeStep:
         return loss
 
     def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
-        """What the trainer adds to its logged loss: `loss`, after the NaN filter.
+        """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
 
         Args:
             trainer: whose running loss it is.
@@ -91,7 +91,7 @@ class SyncFreeStep:
 
     @contextlib.contextmanager
     def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
-        """The parts that are switched on until the context ends."""
+        """Switch the parts on until the context ends."""
         self.loss, self.host, self.filters = loss, host, filters
         self._forget_model()
         try:
@@ -165,7 +165,7 @@ def why_stock_loss(run: Run) -> str:
 
 
 def base_model(model: Any) -> Any:
-    """The model that has the head: inside of PEFT."""
+    """Return the model that has the head: inside of PEFT."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 

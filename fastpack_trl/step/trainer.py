@@ -12,11 +12,11 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 
 
 class SyncFreeTrainer(MergingTrainer):
-    """Stock as long as `fastpack_step` is None or not running."""
+    """`trl.SFTTrainer`, stock as long as `fastpack_step` is None or not running."""
 
     @property
     def fastpack_step(self) -> SyncFreeStep | None:
-        """What runs a step without asking the device; None where the feature is off."""
+        """The feature `sync_free`'s step; None where the feature is off."""
         return self.fastpack_run.part(SyncFreeStep)
 
     def compute_loss(
