@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Totals:
-    """What happened in a window or a session; times in seconds."""
+    """Sums over a window or a session; times in seconds."""
 
     tokens: TokenSums = field(default_factory=TokenSums)
     seconds: float = 0.0
@@ -113,7 +113,7 @@ class ThroughputCallback(TrainerCallback):
         self._started = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """The batches of the step are there."""
+        """Take the time: the batches of the step are there."""
         if not self._started:  # added while training runs
             self.on_train_begin(args, state, control, model)
         self._restore()
@@ -125,12 +125,12 @@ class ThroughputCallback(TrainerCallback):
         self._watch(model)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """The next micro-batch of the same step follows."""
+        """Look at the next micro-batch of the same step."""
         if self._mark is not None:
             self._watch(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step is done, and may be logged next."""
+        """Count the step; it may be logged next."""
         if self._mark is None:
             return  # added in the middle of this step
         self._count_time()
@@ -159,15 +159,15 @@ class ThroughputCallback(TrainerCallback):
             state.log_history[-1].update(figures)  # written before callbacks are called
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Time since the last step was not training."""
+        """Leave out the time since the last step: it was not training."""
         self._skip_time()
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Time since the last step was not training."""
+        """Leave out the time since the last step: it was not training."""
         self._skip_time()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Time since the last step was not training."""
+        """Leave out the time since the last step: it was not training."""
         self._skip_time()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class ThroughputCallback(TrainerCallback):
             self._mark = time.perf_counter()
 
     def _watch(self, model: nn.Module) -> None:
-        """See the next batch: a hook for one forward, so that none is left in evaluation or after an exception."""
+        """Look at the next batch, by a hook for one forward: none is left in evaluation or after an exception."""
         self._unwatch()
         counter = self._counter
         if counter is None:
@@ -227,7 +227,7 @@ class ThroughputCallback(TrainerCallback):
             handler.callbacks = [*others[:place], self, *others[place:]]
 
     def _find_trainer(self) -> tuple[CallbackHandler | None, DatasetFacts | None]:
-        """The handler that calls this callback, and what `FastSFTTrainer` knows of its data.
+        """Find the handler that calls this callback, and the facts that `FastSFTTrainer` has of its data.
 
         Callbacks are handed neither. The frames of the caller are looked at, once, and nothing in them is changed.
         """

@@ -35,7 +35,7 @@ DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """``true``/``false`` (what YAML makes of an unquoted ``on``/``off``) become ``on``/``off``; the rest is checked.
+    """Return ``on``/``off`` for ``true``/``false`` (YAML's reading of an unquoted ``on``/``off``); check the rest.
 
     A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us.
 

@@ -23,7 +23,7 @@ class FeatureLine:
     path: str
     """The chosen implementation, e.g. ``per_document``."""
     reason: str
-    """Why this path, or why not; names the value that decided."""
+    """The reason for this path, or against it; names the value that decided."""
 
     def __str__(self) -> str:
         return f"{self.feature}: {self.path} ({self.reason})" if self.reason else f"{self.feature}: {self.path}"
@@ -31,7 +31,7 @@ class FeatureLine:
 
 @dataclass(slots=True)
 class FeatureReport:
-    """What runs and why. The banner, ``trainer.fastpack_report`` and the command line all print this object."""
+    """The chosen paths, with reasons. Banner, ``trainer.fastpack_report`` and the command line print this object."""
 
     lines: list[FeatureLine] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class FeatureReport:
         return iter(self.lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ``{"features": {name: {"status", "path", "reason"}}, "facts": {...}}``."""
+        """Return plain data for JSON: ``{"features": {name: {"status", "path", "reason"}}, "facts": {...}}``."""
         features = {line.feature: asdict(line) for line in self.lines}
         for row in features.values():
             row.pop("feature")
@@ -75,7 +75,7 @@ class FeatureReport:
         return self.table()
 
     def table(self) -> str:
-        """The banner: one row per feature, then the figures."""
+        """Return the banner: one row per feature, then the figures."""
         rows = [(line.feature, line.status, line.path, line.reason) for line in self.lines]
         head = ("feature", "state", "path", "why")
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(3)]
@@ -90,5 +90,5 @@ class FeatureReport:
 
 
 def disabled_by_environment() -> bool:
-    """``FASTPACK_DISABLE=1`` turns everything off: the stock trainer runs."""
+    """Return whether ``FASTPACK_DISABLE=1`` turns everything off: the stock trainer runs."""
     return os.environ.get("FASTPACK_DISABLE", "").lower() in {"1", "true", "yes", "on"}

@@ -1,4 +1,4 @@
-"""What a trainer has decided about its runs: every feature reads a `Run`, and none reads the report."""
+"""`Run`: the decisions of a trainer about its runs. Every feature reads a `Run`, and none reads the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Feature = Callable[["Run"], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How packed documents are kept apart, and why."""
+    """The path that keeps packed documents apart, and the reason."""
 
     path: str
     """A backend (``varlen``, ...), ``padded_rows``, or ``off``: stock's attention."""
@@ -43,7 +43,7 @@ class Choice:
 
 
 class Run:
-    """What a trainer has decided: made when the trainer is, changed only where a decision changes.
+    """The decisions of a trainer: made with the trainer, changed only where a decision changes.
 
     Args:
         trainer: which is not kept alive.
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the model trains."""
+        """The device on which the model trains."""
         return torch.device(self.args.device)
 
     @property
@@ -123,16 +123,16 @@ class Run:
         self.report.add(feature, status, path, reason)
 
     def part(self, kind: type[_Part]) -> _Part | None:
-        """Return what a feature keeps while it is on, by its class, which only the feature's own room can name."""
+        """Return the object that a feature keeps while it is on, by its class, which only that feature's room names."""
         return self._parts.get(kind)
 
     def keep(self, part: object) -> None:
-        """Make `part` what `Run.part` returns for its class."""
+        """Keep `part` for `Run.part`, by its class."""
         self._parts[type(part)] = part
 
     @contextmanager
     def keeping(self, part: object) -> Iterator[None]:
-        """As `keep`, until the context ends."""
+        """Keep `part` until the context ends."""
         self.keep(part)
         try:
             yield
@@ -140,7 +140,7 @@ class Run:
             del self._parts[type(part)]
 
     def mark(self) -> Callable[[], None]:
-        """Return what takes back the figures of all micro-batches that begin from here on; it may be called twice."""
+        """Return a function that takes back the figures of all micro-batches from here on; it may be called twice."""
         marks = [begin() for begin in self.undo]
 
         def back() -> None:

@@ -88,7 +88,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
 
     @property
     def fastpack_report(self) -> FeatureReport:
-        """What runs and why; `FeatureReport.to_dict` for machines. Complete once training has started."""
+        """The chosen paths, with reasons; `FeatureReport.to_dict` for machines. Complete once training has started."""
         return self.fastpack_run.report
 
     @property
@@ -103,7 +103,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
 
     @property
     def fastpack_lora(self) -> LoraReport | None:
-        """What `apply_lora` did to the model in training; None outside of it."""
+        """Result of `apply_lora` while the model trains; None outside of training."""
         return self.fastpack_run.part(LoraReport)
 
     @property
@@ -202,7 +202,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
             yield
 
     def _fastpack_announce(self) -> None:
-        """The banner, once per content: `train` may be called many times."""
+        """Log the banner, once per content: `train` may be called many times."""
         table = self.fastpack_report.table()
         if self.is_world_process_zero() and table != self._fastpack_shown:
             print(table, flush=True)

@@ -60,7 +60,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """What is left is collected when the interpreter ends; extension modules complain where it is not."""
+    """Let the interpreter collect the rest when it ends; extension modules complain where it does not."""
     gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""What runs beside `FastSFTTrainer` in the same process sees nothing of it."""
+"""Code beside `FastSFTTrainer` in the same process sees nothing of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library_state() -> dict[tuple[str, ...], Any]:
 
 
 def changed(before: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
-    """What is another object now. What came since was loaded: a library imports most of itself on use."""
+    """Names whose object is another one now. New names do not count: a library imports most of itself on use."""
     now = library_state()
     missing = object()
     return [

@@ -139,7 +139,7 @@ def test_a_file_is_one_idea() -> None:
 
 
 RUNNING = ("attention", "lora", "moe", "checkpointing", "compile", "step", "features", "callbacks", "trainer", "run")
-"""Where the features are."""
+"""Rooms and files that serve features."""
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:

@@ -59,8 +59,7 @@ class ResultFile:
         return [row for row in rows if not row.get("skipped")]
 
     def whole(self, head: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The record of the file where the same run has finished it; None where there is none, or one that was
-        interrupted.
+        """Return the record of the file if the same run has finished it; None if there is none, or an unfinished one.
 
         Args:
             head: as for `finished`.

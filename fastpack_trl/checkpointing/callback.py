@@ -152,7 +152,7 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
 
 
 class _Training:
-    """Whether `trainer` is inside of `train`: nothing tells a callback that an exception ended it."""
+    """True while `trainer` is inside of `train`: nothing tells a callback that an exception ended it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.ref(trainer)

@@ -30,7 +30,7 @@ _ATTENTION = frozenset(
 
 
 class Level(IntEnum):
-    """What a layer keeps, from most to least, and so from no recompute to most."""
+    """Activations that a layer keeps, from most to least, and so from no recompute to most."""
 
     KEEP = 0
     """All that autograd saves."""

@@ -35,7 +35,7 @@ _HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradi
 
 
 def decoder_layers(model: Any) -> list[GradientCheckpointingLayer]:
-    """The decoder layers of `model`, first to last."""
+    """Return the decoder layers of `model`, first to last."""
     return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -74,7 +74,7 @@ class ActivationMemory(TrainerCallback):
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install: checkpointing has just been switched on."""
+        """Install the plan: checkpointing has just been switched on."""
         self.close()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
@@ -92,7 +92,7 @@ class ActivationMemory(TrainerCallback):
             self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
 
     def close(self) -> None:
-        """Every layer as it was."""
+        """Restore every layer."""
         self._stack.close()
 
     def _install(self) -> None:
@@ -102,13 +102,13 @@ class ActivationMemory(TrainerCallback):
         self.report()
 
     def _levels(self) -> list[Level]:
-        """Those of the plan; a layer with a hook of the user is computed again where stock would: the hook sees it."""
+        """Return the plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
         hooked = {index for index, hook in enumerate(self._hooks) if hook}
         levels = enumerate(self.plan.levels)
         return [Level.CHECKPOINT if index in hooked and level is Level.KEEP else level for index, level in levels]
 
     def report(self) -> None:
-        """The plan's line in the report."""
+        """Set the plan's line in the report."""
         installed = self._levels()
         levels = " + ".join(str(level) for level in sorted(set(installed)))
         notes = [*self._notes, self._fell] if self._fell else [*self._notes]
@@ -117,7 +117,7 @@ class ActivationMemory(TrainerCallback):
         self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """After an out-of-memory: free what is spare, or install the plan with less; False where there is neither."""
+        """Free spare memory after an out-of-memory, or install the plan with less; return False if there is neither."""
         spared = any(spare() for spare in self._run.spares)
         plan = self.plan if spared else self._next(self.plan)
         if plan is None:
@@ -133,7 +133,7 @@ class ActivationMemory(TrainerCallback):
 
 
 def why_not(run: Run) -> str:
-    """Why the user's own settings stay as they are; empty where a plan may be made.
+    """Return why the user's own settings stay as they are; empty if a plan may be made.
 
     Raises:
         ValueError: a level was asked for that another setting excludes.
@@ -165,7 +165,7 @@ def why_not(run: Run) -> str:
 
 
 def largest_row(run: Run) -> tuple[int, int]:
-    """Tokens of the largest row, and of its longest document.
+    """Return the tokens of the largest row, and of its longest document.
 
     Raises:
         ValueError: rows of any length.
@@ -182,7 +182,7 @@ def largest_row(run: Run) -> tuple[int, int]:
 
 
 def decoder_run(run: Run) -> DecoderRun:
-    """Return what runs the decoder on one document of so many tokens, as a training step does."""
+    """Return a function that runs the decoder on one document of so many tokens, as a training step does."""
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
 
@@ -199,7 +199,7 @@ def decoder_run(run: Run) -> DecoderRun:
 
 
 def memory_to_come(run: Run) -> int:
-    """Bytes of gradients and optimizer state that do not exist yet."""
+    """Return the bytes of gradients and optimizer state that do not exist yet."""
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.grad is None)
     optimizer = run.trainer.optimizer
@@ -212,7 +212,7 @@ def memory_to_come(run: Run) -> int:
 
 
 def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Bytes for activations: what was asked for, at most what is free."""
+    """Return the bytes for activations: the budget that was asked for, at most the free memory."""
     asked, device = run.settings.activation_memory_gib, run.device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -228,7 +228,7 @@ def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
 
 
 def offload_options(run: Run) -> dict[str, Any]:
-    """Return how layers at the level ``offload`` are offloaded."""
+    """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
     return {
         "mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
         "offload_budget_gib": run.settings.offload_budget_gib,

@@ -36,7 +36,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What the levels of a model cost.
+    """Costs of the levels of a model.
 
     Attributes:
         growth: per level that the model supports, one `Growth` per layer: bytes kept on the device.

@@ -17,7 +17,7 @@ from fastpack_trl.run import Run
 
 
 class StepState:
-    """What one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
+    """State that one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
 
     Made before the micro-batch; holds no copy of a gradient.
 
@@ -44,7 +44,7 @@ class StepState:
         self._complete: dict[Tensor, Tensor] = {}
 
     def undo(self) -> None:
-        """Back to the state before the micro-batch, but for gradients that it has completed; those are set aside.
+        """Restore the state before the micro-batch, but for gradients that it has completed; those are set aside.
 
         Autograd adds to a gradient once per backward pass, all at once: one that changed has this micro-batch's whole
         share, and what a second pass would add to it is dropped by `finish`.
@@ -67,7 +67,7 @@ class StepState:
         self._back()
 
     def finish(self) -> None:
-        """After a pass that succeeded: the gradients that were complete before it take their place again."""
+        """Put the gradients that were complete before a successful pass in their place again."""
         for parameter, gradient in self._complete.items():
             parameter.grad = gradient
 
@@ -102,17 +102,17 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
 
 
 class RetryingTrainer(SFTTrainer):
-    """Stock as long as `fastpack_memory` is None."""
+    """`SFTTrainer`, stock as long as `fastpack_memory` is None."""
 
     fastpack_run: Run
 
     @property
     def fastpack_memory(self) -> ActivationMemory | None:
-        """What the feature ``activation_memory`` has installed: its plan, which can go deeper; None where it is off."""
+        """The plan that the feature ``activation_memory`` has installed; None where it is off."""
         return self.fastpack_run.part(ActivationMemory)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
+        """Do as `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
         step = super().training_step
         memory = self.fastpack_memory
         batch = inputs.get("packed_batch")

@@ -211,7 +211,7 @@ def _missing() -> list[dict[str, str]]:
 
 
 def _upstream(record: dict[str, Any]) -> dict[str, str]:
-    """How many names each library has of those that are in use, and what happens without each that is missing."""
+    """Count the names in use that each library has; name what happens without each that is missing."""
     from fastpack_trl.model.upstream import look_up
 
     record["upstream"] = look_up()

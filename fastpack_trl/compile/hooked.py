@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HookedLayers:
-    """Which of the layers have a hook of the user, asked before each call of one.
+    """The layers that have a hook of the user, asked before each call of one.
 
     Args:
         names: of the layers in their model.

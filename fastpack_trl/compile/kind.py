@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """How the layers of one model are compiled, and who is told.
+    """Settings for compiling the layers of one model.
 
     Args:
         backend: of `torch.compile`.

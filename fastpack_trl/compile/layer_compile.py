@@ -37,7 +37,7 @@ def layer_compile(run: Run) -> Iterator[None]:
 
 
 def _not_compiled(run: Run) -> str:
-    """Why no layer is compiled; empty if some are."""
+    """Return why no layer is compiled; empty if some are."""
     setting, device = run.settings.layer_compile, run.device.type
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)
     reasons = {

@@ -17,7 +17,7 @@ LayerRun = Callable[..., Any]
 CANNOT_RUN: tuple[type[Exception], ...] = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError, AssertionError,
 )  # fmt: skip
-"""What a compiler, a generated kernel or a traced layer raises; the compiler's own errors are `RuntimeError`."""
+"""Errors that a compiler, a generated kernel or a traced layer raises; the compiler's own errors are `RuntimeError`."""
 _ROUNDS = 5
 
 

@@ -34,7 +34,7 @@ class CastAdapter(NamedTuple):
         return type(None), ()  # a copy of the model makes its own
 
     def serves(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> bool:
-        """Whether it still is what a cast would give now."""
+        """Return whether a cast would still give these tensors."""
         if self.a.dtype != dtype or self.made_from[0] is not a or self.made_from[1] is not b:
             return False
         if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
@@ -45,7 +45,7 @@ class CastAdapter(NamedTuple):
 
 
 def cast_here(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same for one projection alone: what a layer does that was not called through its backbone."""
+    """Cast the adapter of one projection: for a layer that was not called through its backbone."""
     return a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)
 
 

@@ -31,7 +31,7 @@ class BaseWeight(NamedTuple):
     """Of the values after dequantisation."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """(out_features, in_features) in `dtype`."""
+        """Return the weight, (out_features, in_features), in `dtype`."""
         assert self.weight is not None
         if self.absmax is None:
             return self.weight.to(dtype)
@@ -39,7 +39,7 @@ class BaseWeight(NamedTuple):
 
 
 def from_4bit(weight: Any) -> BaseWeight:
-    """The parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
+    """Take the parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
     state = weight.quant_state
     inner = state.state2 if state.nested else None
     return BaseWeight(
@@ -58,13 +58,13 @@ def from_4bit(weight: Any) -> BaseWeight:
 
 
 def add_product(low: Tensor, rows: Tensor, base: BaseWeight) -> Tensor:
-    """``low += rows W^T``, in place. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
+    """Add in place: ``low += rows W^T``. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
     # With `out=`, not `addmm_`: FLOP counters know `addmm` alone.
     return torch.addmm(low, rows, base.dense(rows.dtype).t(), out=low)
 
 
 def grad_input(grad: Tensor, base: BaseWeight) -> Tensor:
-    """``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features)."""
+    """Return ``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features)."""
     return grad.mm(base.dense(grad.dtype))
 
 

@@ -41,16 +41,16 @@ class FrozenCopies:
         self.reason = ""
 
     def __bool__(self) -> bool:
-        """Whether any layer needs one."""
+        """Return whether any layer needs a copy."""
         return bool(self._wanted)
 
     @property
     def nbytes(self) -> int:
-        """Of all copies, kept or not."""
+        """Bytes of all copies, kept or not."""
         return sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in self._wanted)
 
     def keep(self, reason: str = "") -> None:
-        """Make them."""
+        """Make the copies."""
         for module, dtype in self._wanted:
             weight = module.base_layer.weight
             base = from_4bit(weight) if type(module.base_layer).__name__ == "Linear4bit" else BaseWeight(weight.data)
@@ -61,7 +61,7 @@ class FrozenCopies:
         self.reason = f"{_size(self.nbytes)} of frozen weights kept in the compute dtype{reason}"
 
     def keep_in(self, room: int, what: str) -> bool:
-        """Make them where they take at most `room` bytes.
+        """Make the copies if they take at most `room` bytes.
 
         Args:
             room: bytes that they may take.
@@ -75,7 +75,7 @@ class FrozenCopies:
         return self.kept
 
     def keep_where_free(self) -> bool:
-        """Make them where they take at most a quarter of the free device memory; never on the CPU."""
+        """Make the copies if they take at most a quarter of the free device memory; never on the CPU."""
         device = self._wanted[0][0].base_layer.weight.device
         if device.type != "cuda":
             self.reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
@@ -84,7 +84,7 @@ class FrozenCopies:
         return self.keep_in(int(free * _SHARE_OF_FREE), "are a quarter of the free memory")
 
     def drop(self, reason: str) -> bool:
-        """Free their memory; False where there were none."""
+        """Free their memory; return False if there were none."""
         if not self.kept:
             return False
         for module, _ in self._wanted:
@@ -99,7 +99,7 @@ def _size(nbytes: float) -> str:
 
 
 def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a copy that saves work, None where there is none to save."""
+    """Return the dtype of a copy that saves work; None if there is none to save."""
     base = module.base_layer
     kind = type(base).__name__
     if kind == "Linear4bit":

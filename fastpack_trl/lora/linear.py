@@ -34,7 +34,7 @@ _QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
 
 
 class FastLora(nn.Module):
-    """What is put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets the class of a layer."""
+    """Base class put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets a layer's class."""
 
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
@@ -43,7 +43,7 @@ class FastLora(nn.Module):
     fastpack_copied_from: Any = None
     """The parameter that `fastpack_dense` was made from, with its version and address then."""
     fastpack_hooked: SameInRecompute
-    """Whether hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
+    """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
@@ -75,12 +75,12 @@ class FastLora(nn.Module):
         return out.to(x.dtype) if kind == "Linear4bit" else out
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's; the kept copy of the frozen weight goes first: PEFT adds to ``weight.data``, which nothing counts."""
+        """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
         self._fastpack_drop_copy()
         return super().merge(*args, **kwargs)
 
     def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """As `merge`."""
+        """Unmerge as PEFT; see `merge`."""
         self._fastpack_drop_copy()
         return super().unmerge(*args, **kwargs)
 
@@ -98,7 +98,7 @@ class FastLora(nn.Module):
         return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
 
     def _fastpack_adapter(self, x: Tensor) -> _Found | None:
-        """The adapter in use and the base under it; None for all that PEFT is to do.
+        """Return the adapter in use and the base under it; None if PEFT must handle this call.
 
         Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
         """
@@ -151,14 +151,14 @@ class _Found(NamedTuple):
     b: Tensor
     scaling: float
     dropout: nn.Module | None
-    """Where it is active."""
+    """None where it is not active."""
     base: Any
     dtype: torch.dtype
     """That the projection computes in."""
 
 
 def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> torch.dtype | None:
-    """The dtype to compute in; None where one or the device is not what the fast forward is written for."""
+    """Return the dtype to compute in; None if it or the device is not covered by the fast forward."""
     device = x.device
     if weight.requires_grad or not (device == a.device == b.device == weight.device):
         return None
@@ -189,7 +189,7 @@ class FastLinear(FastLora, LoraLinear):
 
 @cache
 def _fast_class(stock: Any) -> Any:
-    """The class to set: static for dense layers; made on use over PEFT's bitsandbytes layers, which are optional."""
+    """Return the class to set: static for dense layers, made on use over PEFT's optional bitsandbytes layers."""
     if stock is LoraLinear:
         return FastLinear
     return type(f"Fast{stock.__name__}", (FastLora, stock), {"__module__": __name__, "__doc__": FastLora.__doc__})
@@ -205,7 +205,7 @@ def __getattr__(name: str) -> Any:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether any layer of the model is one of PEFT's LoRA layers."""
+    """Return whether any layer of the model is one of PEFT's LoRA layers."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
@@ -300,7 +300,7 @@ class _Restore:
 
 
 class _CastHook:
-    """Before the backbone runs with gradients: cast the adapters of all its layers together.
+    """Pre-hook of the backbone: casts the adapters of all its layers together where it runs with gradients.
 
     In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
     earlier cast still holds.
@@ -352,7 +352,7 @@ def _backbones(model: nn.Module) -> list[Any]:
 
 
 def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
-    """Why this LoRA layer stays PEFT's for good; empty where the fast forward can serve it."""
+    """Return why this LoRA layer stays PEFT's for good; empty if the fast forward can serve it."""
     kind, base = type(module), module.base_layer
     if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"

@@ -24,19 +24,19 @@ _BASE = _QUANTISED.replace("Tensor absmax", "Tensor? absmax")
 
 
 def thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """``bias + reduced B^T``, (tokens, out_features). Shapes: reduced (tokens, rank), b (out_features, rank)."""
+    """Return ``bias + reduced B^T``, (tokens, out_features). Shapes: reduced (tokens, rank), b (out_features, rank)."""
     return reduced.mm(b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
 
 
 def add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
-    """``total += grad_reduced A``, in place. Shapes: total (tokens, in_features), grad_reduced (tokens, rank)."""
+    """Add in place: ``total += grad_reduced A``. Shapes: total (tokens, in_features), grad_reduced (tokens, rank)."""
     if grad_reduced is None or a is None:
         return total
     return torch.addmm(total, grad_reduced, a, out=total)
 
 
 def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-    """``bias + reduced B^T + rows W^T``, the second product accumulated into the first.
+    """Return ``bias + reduced B^T + rows W^T``, the second product accumulated into the first.
 
     Shapes: rows (tokens, in_features), reduced = ``rows A^T`` or that of the dropped rows, (tokens, rank),
     b (out_features, rank), bias (out_features,), weight (out_features, in_features), all of one dtype; returns
@@ -47,7 +47,7 @@ def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, 
 
 
 def lora_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, weight: Tensor) -> Tensor:
-    """``grad W + grad_reduced A``, the second product accumulated into the first.
+    """Return ``grad W + grad_reduced A``, the second product accumulated into the first.
 
     Shapes: grad (tokens, out_features), grad_reduced (tokens, rank), a (rank, in_features); returns (tokens,
     in_features). Without `grad_reduced`, the base's part alone.
@@ -56,12 +56,12 @@ def lora_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None,
 
 
 def lora_product_4bit(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, *base: Any) -> Tensor:
-    """`lora_product` over the fields of a 4-bit `BaseWeight`."""
+    """Compute `lora_product` over the fields of a 4-bit `BaseWeight`."""
     return add_product(thin_product(reduced, b, bias), rows, BaseWeight(*base))
 
 
 def lora_grad_input_4bit(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
-    """`lora_grad_input` over the fields of a 4-bit `BaseWeight`."""
+    """Compute `lora_grad_input` over the fields of a 4-bit `BaseWeight`."""
     return add_thin_gradient(grad_input(grad, BaseWeight(*base)), grad_reduced, a)
 
 

@@ -30,7 +30,7 @@ projection cost more time there (about 80 us, forward and backward each) than an
 def lora_projection(
     x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
 ) -> Tensor:
-    """``x W^T + bias + (x A^T) B^T``, saving x, x A^T and the adapter for backward and nothing of the base.
+    """Return ``x W^T + bias + (x A^T) B^T``; saves x, x A^T and the adapter for backward, nothing of the base.
 
     Args:
         x: (..., in_features).
@@ -53,7 +53,7 @@ def lora_projection(
 
 
 def _traced(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
-    """For a graph: the thin product by itself, so that a recompute may make it without the base's."""
+    """Project in a graph: the thin product by itself, so that a recompute may make it without the base's."""
     rows = _rows(x)
     source = None if dropped is None else _rows(dropped)
     reduced = (rows if source is None else source).detach().mm(a.detach().t())
@@ -62,7 +62,7 @@ def _traced(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | No
 
 
 def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
-    """The same products as nodes of torch: one more addition in backward, and a fraction of the host time."""
+    """Project by torch's own nodes: one more addition in backward, and a fraction of the host time."""
     assert base.weight is not None
     low = F.linear(F.linear(x if dropped is None else dropped, a), b, bias)
     out = torch.addmm(low.view(-1, b.shape[0]), _rows(x), base.weight.t())
@@ -72,13 +72,13 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
 def reference_projection(
     x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
 ) -> Tensor:
-    """The same by torch's own operators and autograd: the oracle."""
+    """Project by torch's own operators and autograd: the oracle."""
     adapter = torch.nn.functional.linear(torch.nn.functional.linear(x if dropped is None else dropped, a), b)
     return torch.nn.functional.linear(x, base.dense(x.dtype), bias) + adapter
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
+    """Return ``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
     out: Tensor = _LowRank.apply(x, None, a, b, None, BaseWeight())
     return out
 

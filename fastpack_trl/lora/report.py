@@ -1,4 +1,4 @@
-"""What `apply_lora` did to a model, and how it is taken back."""
+"""`LoraReport`: the layers that `apply_lora` changed, and the way back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ model has it."""
 
 @dataclass(slots=True)
 class LoraReport:
-    """What `apply_lora` did: ``str(report)`` is one line, `revert` takes it back.
+    """Result of `apply_lora`: ``str(report)`` is one line, `revert` takes it back.
 
     Attributes:
         fast: names of the layers that have the fast forward.
@@ -37,12 +37,12 @@ class LoraReport:
 
     @property
     def cached_gib(self) -> float:
-        """Frozen weights kept in the compute dtype."""
+        """GiB of frozen weights kept in the compute dtype."""
         return self.copies.nbytes / 2**30 if self.copies.kept else 0.0
 
     @property
     def call_by_call(self) -> dict[str, int]:
-        """By reason: how many of the fast layers gave a call to PEFT since they were made."""
+        """Number of fast layers that gave a call to PEFT since they were made, by reason."""
         return dict(Counter(declined[module] for module in self.modules if module in declined))
 
     def revert(self) -> None:

@@ -1,1 +1,1 @@
-"""What is read from, and changed on, a model that others made."""
+"""Reading from, and changing, a model that others made."""

@@ -19,13 +19,13 @@ from torch import nn
 from fastpack_trl.model.patches import attribute_set, shared
 
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Where transformers keeps the checkpoint function of a layer."""
+"""Attribute in which transformers keeps the checkpoint function of a layer."""
 
 _STACK = "_fastpack_checkpoint"
 
 
 class Nesting(IntEnum):
-    """Where a wrapper stands, from the checkpoint function outwards."""
+    """Place of a wrapper, from the checkpoint function outwards."""
 
     PLANS = 0
     """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and goes past them."""

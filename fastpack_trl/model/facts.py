@@ -57,11 +57,11 @@ class ModelFeatures:
     head_dim: int
     """The widest of query, key and value."""
     compute_dtype: torch.dtype
-    """What attention computes in: the autocast dtype of the run, else the weights'."""
+    """The dtype of attention: the autocast dtype of the run, else the weights'."""
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device; None elsewhere."""
     gap: str
-    """Why documents cannot be kept apart through the attention interface; empty where they can."""
+    """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
     """Heads of key and value; None: as many as of the query."""
 

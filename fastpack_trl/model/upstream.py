@@ -38,7 +38,7 @@ _HOMES = {
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
 }
-"""What can be imported from here by its last name; where it is not there, `Absent`."""
+"""Classes and functions imported from here by their last name; `Absent` if the library has none."""
 
 
 class Upstream(NamedTuple):
@@ -271,7 +271,7 @@ TABLE: tuple[Upstream, ...] = (
 )  # fmt: skip
 
 NEEDS: dict[str, tuple[str, ...]] = {group.part: group.names for group in TABLE if group.part}
-"""What each part cannot do without, beside the public interfaces."""
+"""The names that each part cannot do without, beside the public interfaces."""
 
 
 class Absent:

@@ -33,7 +33,7 @@ class ExpertsState:
     form: BlockForm
     keeper: PlanKeeper
     hooked: SameInRecompute = field(default_factory=SameInRecompute)
-    """Whether hooks ask for stock's path, which calls the gate's activation as a module."""
+    """True where hooks ask for stock's path, which calls the gate's activation as a module."""
 
 
 class LowRank(NamedTuple):

@@ -76,7 +76,7 @@ class Comparison:
         return ROUNDING_UNITS * FLOAT32_EPS * max(1.0, *self._reference)
 
     def rate(self, side: str) -> Interval:
-        """Non-padding tokens per second of the timed steps: median and interval."""
+        """Return non-padding tokens per second of the timed steps: median and interval."""
         return median_interval([rate for run in self.of(side) for rate in run.rates[self.warmup :]])
 
     @property

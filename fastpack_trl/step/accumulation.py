@@ -227,7 +227,7 @@ class MergingTrainer(SFTTrainer):
     fastpack_run: Run
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """As `Trainer.get_batch_samples`."""
+        """Do as `Trainer.get_batch_samples`."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         merging = self.fastpack_run.part(Merging)
         if merging is not None:
@@ -235,7 +235,7 @@ class MergingTrainer(SFTTrainer):
         return batches, num_items_in_batch
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `SFTTrainer.training_step`, for a group of micro-batches where they are merged."""
+        """Do as `SFTTrainer.training_step`, for a group of micro-batches where they are merged."""
         merging = self.fastpack_run.part(Merging)
         if merging is None:
             return super().training_step(model, inputs, *args, **kwargs)

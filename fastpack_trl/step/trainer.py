@@ -26,7 +26,7 @@ class SyncFreeTrainer(MergingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As `SFTTrainer.compute_loss`; the metrics of the batch reach the log later."""
+        """Do as `SFTTrainer.compute_loss`; the metrics of the batch reach the log later."""
         if inputs.get("position_ids") is None:
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         step = self.fastpack_step
@@ -35,7 +35,7 @@ class SyncFreeTrainer(MergingTrainer):
         return step.batch_loss(self.fastpack_run, model, inputs, num_items_in_batch)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `SFTTrainer.training_step`; returns what is added to the logged loss, which the NaN filter may replace."""
+        """Do as `SFTTrainer.training_step`; return the addend of the logged loss, which the NaN filter may replace."""
         step = self.fastpack_step
         skipping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if step is not None and step.host:
@@ -47,7 +47,7 @@ class SyncFreeTrainer(MergingTrainer):
         return step.logged_loss(self, loss, kept) if step is not None and step.filters else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """As `Trainer.floating_point_ops`; parameters are counted once per run."""
+        """Do as `Trainer.floating_point_ops`; parameters are counted once per run."""
         step = self.fastpack_step
         if step is None or not step.host:
             return int(super().floating_point_ops(inputs))
@@ -55,14 +55,14 @@ class SyncFreeTrainer(MergingTrainer):
         return step.flops.count(self, inputs, super().floating_point_ops)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `SFTTrainer.log`."""
+        """Do as `SFTTrainer.log`."""
         # One rank of several may log on its own; reading the metrics is for all of them together.
         if self.accelerator.num_processes == 1:
             self._settle_metrics()
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluation_loop`."""
+        """Do as `Trainer.evaluation_loop`."""
         self._settle_metrics()  # stock reports the tokens trained on so far beside the evaluation
         outputs = super().evaluation_loop(*args, **kwargs)
         self._settle_metrics()

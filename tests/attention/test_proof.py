@@ -1,4 +1,4 @@
-"""What the packing proof sees, and what its outcome does to a run."""
+"""The packing proof sees each kind of leak, and its outcome decides how a run goes on."""
 
 from __future__ import annotations
 

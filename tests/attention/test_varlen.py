@@ -182,7 +182,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
 
 
 def test_a_graph_gives_the_kernel_rows_one_after_the_other() -> None:
-    """What a rotary embedding with `cat` (gpt_oss) leaves is laid out head by head, and so would the result be."""
+    """A rotary embedding with `cat` (gpt_oss) leaves a layout head by head, which the result would inherit."""
     seen: list[bool] = []
 
     def backend(graph: Any, example_inputs: Any) -> Any:

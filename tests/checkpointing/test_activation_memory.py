@@ -52,7 +52,7 @@ def decoder(model: Any, documents: int, *, packed: bool = True) -> DecoderRun:
 
 @contextlib.contextmanager
 def installed(model: Any, *, ours: bool = True) -> Iterator[None]:
-    """What the trainer has in place when it plans."""
+    """Put in place what the trainer has when it plans."""
     with contextlib.ExitStack() as stack:
         if ours:
             stack.enter_context(packed_attention(model, "per_document"))

@@ -21,7 +21,7 @@ LAYERS = 5
 
 @dataclass
 class Graph:
-    """What autograd would hold: per layer the call, its packed input, and the values that must come back."""
+    """Objects that autograd would hold: per layer the call, its packed input, the values that must come back."""
 
     calls: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
 

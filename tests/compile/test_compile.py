@@ -367,7 +367,7 @@ def test_a_second_graph_in_the_middle_of_a_run_is_traced_like_the_first(checkpoi
 
 @pytest.mark.cuda
 def test_cuda_rows_of_long_documents_keep_the_graph_of_the_others(inductor: None) -> None:
-    """Where eager attention goes document by document, a compiled layer stays with one call over the row."""
+    """A compiled layer stays with one call over the row where eager attention goes document by document."""
     model = cuda_model()
     long = torch.randint(3, 96, (1, 5000), device="cuda")
     batch = PackedBatch.from_lengths([5000], labels=long.cpu()).to("cuda")

@@ -1,4 +1,4 @@
-"""What others do to a LoRA layer during training reaches the fast forward as it reaches PEFT's."""
+"""Changes by others to a LoRA layer during training reaches the fast forward as it reaches PEFT's."""
 
 from __future__ import annotations
 

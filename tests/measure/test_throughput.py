@@ -245,7 +245,7 @@ class Failing(TrainerCallback):
 
 
 class Watching(TrainerCallback):
-    """How many hooks of ours are on the model when a step begins."""
+    """Number of our hooks on the model when a step begins."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""What a subclass, a loader or a hook does to a batch after collation counts as in stock, wherever it is done."""
+"""Edits of a batch after collation, by a subclass, a loader or a hook, count as in stock."""
 
 from __future__ import annotations
 

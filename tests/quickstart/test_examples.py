@@ -1,4 +1,4 @@
-"""What the notebooks train on this machine."""
+"""Examples for the notebooks: chosen by the machine, made once."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_a_config_trains_what_it_says_with_what_it_asks_for(
 
 
 def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
-    """What the file trains is trained, and nothing else; the base has the format that the file asks for."""
+    """The parameters that the file names are trained, and no others; the base has the format that the file asks for."""
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert trained
     kinds = {type(module).__name__ for module in trainer.model.modules()}
@@ -195,7 +195,7 @@ def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
 
 
 def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
-    """What the file asks for is on; what the CPU lacks is off, with its reason."""
+    """Features that the file asks for are on; what the CPU lacks is off, with its reason."""
     report = trainer.fastpack_report
     assert report["packed_attention"].status == "on", report
     assert report["batches"].path == ("packed" if config["packing"] else "padding-free")

@@ -1,4 +1,4 @@
-"""What is not done in each micro-batch any more has the effect it had."""
+"""Host work that is no longer done in each micro-batch has the effect it had."""
 
 from __future__ import annotations
 

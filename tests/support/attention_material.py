@@ -1,4 +1,4 @@
-"""What the tests of attention share: inputs and the dense oracle, features of two devices, families, snapshots."""
+"""Material of the attention tests: inputs and the dense oracle, features of two devices, families, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config holds on the device before the first activation: counted on the model's public shape, not measured."""
+"""Device memory of a config before the first activation: counted on the model's public shape, not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a hook of each kind is registered, on one module and on all."""
+"""Registration of each kind of hook, on one module and on all."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def run_ranks(*command: str, timeout: float = 400) -> str:
-    """What ``torchrun --nproc_per_node 2`` prints for a script and its arguments; fails unless both processes end well.
+    """Return the output of ``torchrun --nproc_per_node 2`` for a script; fail unless both processes end well.
 
     Not `accelerate launch --cpu`: it starts one process.
     """

@@ -13,7 +13,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class ToyLayer(NamedTuple):
-    """What crosses a layer boundary: tensors and ints, never lengths as a tuple, which would recompile per batch."""
+    """Values across a layer boundary: tensors and ints, never lengths as a tuple, which would recompile per batch."""
 
     document: Tensor
     """(total_tokens,) the index of each token's document."""
