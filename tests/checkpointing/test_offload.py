@@ -366,7 +366,7 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
 
 
 def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.checkpointing import activation_memory as feature
+    from fastpack_trl.checkpointing import checkpoint_offload as feature
     from fastpack_trl.checkpointing import callback as room
 
     monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")

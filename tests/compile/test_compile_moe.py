@@ -27,9 +27,10 @@ def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
     monkeypatch.setitem(defaults, "_backend", graphs)
     fast: dict[str, Any] = {"layer_compile": "on"}
     if checkpoint_offload:
-        from fastpack_trl.checkpointing import activation_memory, callback
+        from fastpack_trl.checkpointing import callback
+        from fastpack_trl.checkpointing import checkpoint_offload as feature
 
-        for module in (activation_memory, callback):
+        for module in (feature, callback):
             monkeypatch.setattr(module, "offload_unavailable", lambda device: "")
         monkeypatch.setattr(callback, "CudaStreams", HostStreams)
         fast["checkpoint_offload"] = "double_buffer"
