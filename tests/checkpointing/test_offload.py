@@ -366,8 +366,8 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
 
 
 def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.checkpointing import checkpoint_offload as feature
     from fastpack_trl.checkpointing import callback as room
+    from fastpack_trl.checkpointing import checkpoint_offload as feature
 
     monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
     monkeypatch.setattr(room, "offload_unavailable", lambda device: "")
@@ -474,6 +474,7 @@ def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path:
     ids=["fsdp-1", "fsdp-2", "deepspeed"],
 )
 def test_sharding_that_was_not_tested_is_refused_with_the_reason(sharding: Any, said: str, tmp_path: Path) -> None:
-    reason = offload_conflict(SFTConfig(**settings(tmp_path)), SimpleNamespace(**sharding))
+    trainer: Any = SimpleNamespace(**{"is_fsdp_enabled": False, "is_deepspeed_enabled": False} | sharding)
+    reason = offload_conflict(SFTConfig(**settings(tmp_path)), trainer)
     assert said in reason
     assert bool(said) == bool(reason)
