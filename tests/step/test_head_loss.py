@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from trl.kernels import chunked_logprob
 
 from fastpack_trl.step import head
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
@@ -15,7 +17,8 @@ from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, 
 POSITIONS, HIDDEN, VOCABULARY = 37, 24, 101
 SHAPES = {"plain": {}, "scaled": {"logit_scale": 0.25}, "softcapped": {"softcap": 3.0, "logit_scale": 2.0}}
 
-pytestmark = pytest.mark.skipif(bool(missing_tile_functions()), reason=f"trl lacks {missing_tile_functions()}")
+needs_tiles = pytest.mark.skipif(bool(missing_tile_functions()), reason=f"trl lacks {missing_tile_functions()}")
+HEADS = [pytest.param(head_loss, id="ours", marks=needs_tiles), pytest.param(reference_head_loss, id="of trl")]
 
 
 class Products(TorchDispatchMode):
@@ -86,6 +89,10 @@ def assert_within_twice_of_stock(inputs: tuple[Any, ...], autocast: bool = False
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         stock = run(reference_head_loss, inputs, **options)
         ours = run(head_loss, inputs, **options, **tiles)
+    assert_within_twice(ours, stock, exact)
+
+
+def assert_within_twice(ours: list[Tensor], stock: list[Tensor], exact: list[Tensor]) -> None:
     assert len(ours) == len(stock) == len(exact)
     for mine, theirs, right in zip(ours, stock, exact, strict=True):
         assert mine.dtype == theirs.dtype
@@ -94,6 +101,7 @@ def assert_within_twice_of_stock(inputs: tuple[Any, ...], autocast: bool = False
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + floor
 
 
+@needs_tiles
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
@@ -108,6 +116,46 @@ def test_loss_and_gradients_have_at_most_twice_the_error_of_trl(
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_path_without_tiles_has_at_most_twice_the_error_of_full_logits(
+    trained: bool, loss_type: str, shape: str
+) -> None:
+    inputs, options = material(trained, bias=True), {"loss_type": loss_type, **SHAPES[shape]}
+    exact, full = run(truth, doubled(inputs), **options), run(truth, inputs, **options)
+    of_trl = run(reference_head_loss, inputs, **options)
+    for results in (of_trl, full, exact):
+        del results[2]  # the entropy is TRL's own figure, a difference of larger ones; nothing is trained on it
+    assert_within_twice(of_trl, full, exact)
+
+
+@pytest.mark.parametrize("name", ["_forward_tile", "_backward_tile", "_forward_kernel", "_use_triton", "_addmm_fp32"])
+def test_a_function_on_tiles_that_trl_lacks_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, parameters in (("_forward_tile", head._FORWARD), ("_backward_tile", head._BACKWARD)):
+        monkeypatch.setattr(chunked_logprob, known, with_parameters(parameters), raising=False)
+    for known in ("_forward_kernel", "_backward_kernel", "_use_triton", "_addmm_fp32", "_BLOCK_SIZE"):
+        monkeypatch.setattr(chunked_logprob, known, None, raising=False)
+    assert not missing_tile_functions()
+    monkeypatch.delattr(chunked_logprob, name)
+    assert missing_tile_functions() == f"trl.kernels.chunked_logprob.{name}"
+
+
+def test_a_function_on_tiles_with_other_parameters_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_logprob, "_forward_tile", with_parameters((*head._FORWARD, "HAS_MORE")), raising=False)
+    assert missing_tile_functions() == "trl.kernels.chunked_logprob._forward_tile"
+
+
+def with_parameters(names: tuple[str, ...]) -> Any:
+    def tile() -> None:
+        raise AssertionError("only its signature is read")
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    tile.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return tile
+
+
+@needs_tiles
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 weights", "bf16 weights"])
 def test_bf16_has_at_most_twice_the_error_of_trl(
     trained: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +166,7 @@ def test_bf16_has_at_most_twice_the_error_of_trl(
         assert_within_twice_of_stock(inputs, autocast=dtype == torch.float32, tile_elements=tile_elements)
 
 
+@needs_tiles
 @pytest.mark.parametrize(("trained", "products", "of_trl"), [(False, 2, 3), (True, 3, 4)], ids=["frozen", "trained"])
 def test_products_of_the_head(trained: bool, products: int, of_trl: int) -> None:
     inputs = material(trained)
@@ -130,24 +179,27 @@ def test_products_of_the_head(trained: bool, products: int, of_trl: int) -> None
     assert seen.operations == 2 * POSITIONS * HIDDEN * VOCABULARY
 
 
-def test_ties_count_for_the_first_token_as_argmax_does() -> None:
+@pytest.mark.parametrize("compute", HEADS)
+def test_ties_count_for_the_first_token_as_argmax_does(compute: Any) -> None:
     weight = torch.zeros(5, HIDDEN)
     weight[1] = weight[3] = 1.0
     hidden = torch.ones(5, HIDDEN)
-    is_top1 = head_loss(hidden, weight, None, torch.arange(5)).is_top1
+    is_top1 = compute(hidden, weight, None, torch.arange(5)).is_top1
     assert is_top1.tolist() == [False, True, False, False, False]
 
 
+@pytest.mark.parametrize("compute", HEADS)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_no_position_is_a_zero_with_a_gradient(trained: bool) -> None:
+def test_no_position_is_a_zero_with_a_gradient(trained: bool, compute: Any) -> None:
     inputs = material(trained, positions=0)
-    total, log_probs, entropy, *gradients = run(head_loss, inputs)
+    total, log_probs, entropy, *gradients = run(compute, inputs)
     assert total == 0
     assert log_probs.shape == entropy.shape == (0,)
     assert len(gradients) == 1 + trained
     assert all(not gradient.any() for gradient in gradients)
 
 
+@needs_tiles
 def test_a_second_backward_is_refused_by_name() -> None:
     loss = head_loss(*material(True)).total
     loss.backward(retain_graph=True)
@@ -161,6 +213,7 @@ def test_an_unknown_loss_type_is_named() -> None:
             compute(*material(False), loss_type="mse")
 
 
+@needs_tiles
 def test_compiled_code_takes_it_as_one_operation() -> None:
     inputs = material(False)
 
@@ -173,6 +226,7 @@ def test_compiled_code_takes_it_as_one_operation() -> None:
 
 
 @pytest.mark.cuda
+@needs_tiles
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("shape", SHAPES)
