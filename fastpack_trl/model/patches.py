@@ -30,8 +30,21 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
                 setattr(owner, name, before)
 
 
-class Shared:
-    """Hung on an object by `shared`; a copy or a pickle of the object has None instead.
+class Held:
+    """Keeps a value alive on another object; a copy or a pickle of that object has None instead.
+
+    A context of a generator that nobody keeps is collected, and so restores: the changed object must keep its own.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class Shared(Held):
+    """A change that `shared` has made to the object on which this hangs.
 
     Attributes:
         holders: how many have asked for the change and not given it back.
@@ -39,12 +52,9 @@ class Shared:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.holders = 0
         self.stack = contextlib.ExitStack()
-        self.value: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 @contextlib.contextmanager

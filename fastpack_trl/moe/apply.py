@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.patches import Held
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, register
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
@@ -120,12 +121,17 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         if states:
             backbone = getattr(text_model(model), "base_model", model)
             stack.enter_context(plans_kept(backbone, {module: state.keeper for module, state in states.items()}))
-        if lora:
-            for adapter in stack.enter_context(expert_lora(model)):
-                report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
+        adapters = stack.enter_context(expert_lora(model)) if lora else []
+        for adapter in adapters:
+            report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
         report.warnings = router_adapters(model, found)
         report._keepers = [state.keeper for state in states.values()]
         report._stack = stack.pop_all()
+    held = Held(report._stack)
+    for state in states.values():
+        state.installed = held
+    for adapter in adapters:
+        adapter.installed = held
     return report
 
 

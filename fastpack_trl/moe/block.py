@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked
+from fastpack_trl.model.patches import Held
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.plans import PlanKeeper
@@ -28,12 +29,19 @@ DECODE_TOKENS = 32
 
 @dataclass(slots=True)
 class ExpertsState:
-    """State that `apply_moe` hangs on an experts module that it covers."""
+    """State that `apply_moe` hangs on an experts module that it covers.
+
+    Attributes:
+        form: of the block.
+        keeper: source of its routing plans.
+        hooked: whether hooks ask for stock's path, which calls the gate's activation as a module.
+        installed: all that was done to the model beside this.
+    """
 
     form: BlockForm
     keeper: PlanKeeper
     hooked: SameInRecompute = field(default_factory=SameInRecompute)
-    """True where hooks ask for stock's path, which calls the gate's activation as a module."""
+    installed: Held | None = None
 
 
 class LowRank(NamedTuple):

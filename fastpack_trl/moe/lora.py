@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked
+from fastpack_trl.model.patches import Held
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
@@ -38,6 +39,7 @@ class ExpertLora:
         reason: why PEFT's own path runs; empty if ours does. Read again in each forward: adapters may be merged,
             added or switched off at any time, hooks may come and go.
         hooked: whether hooks ask for PEFT's path.
+        installed: all that was done to the model beside this.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ExpertLora:
     module: Any
     reason: str = ""
     hooked: SameInRecompute = field(default_factory=SameInRecompute)
+    installed: Held | None = None
 
 
 @contextlib.contextmanager

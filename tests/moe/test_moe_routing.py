@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_material import experts_of, input_ids, moe_model, routed
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
@@ -93,6 +97,49 @@ def test_one_sort_per_layer_and_forward_and_the_recompute_finds_its_own_plan(ord
                 loss.backward()
         assert report.sorts == 2 * 2  # layers x forwards; none in the recompute
         assert_gradients_close(gradients(model), expected)
+
+
+def _with_lora(lora: bool) -> Any:
+    model = moe_model("qwen3_moe")
+    model.enable_input_require_grads()
+    config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"])
+    return get_peft_model(model, config) if lora else model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+def test_the_model_keeps_what_runs_on_it_where_nobody_keeps_the_report(lora: bool) -> None:
+    model = _with_lora(lora)
+    apply_moe(model)
+    gc.collect()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = input_ids()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    keepers = [module._fastpack_moe.keeper for module in model.modules() if hasattr(module, "_fastpack_moe")]
+    assert [keeper.sorts for keeper in keepers] == [1, 1]  # one per layer, none in the recompute
+    wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    assert len(wrappers) == 2 * lora
+    assert all("forward" in vars(wrapper) for wrapper in wrappers)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
+def test_nothing_is_left_after_revert_nor_of_a_model_that_is_gone(lora: bool) -> None:
+    model = _with_lora(lora)
+    gc.collect()  # models of other tests, with what they keep on the same classes
+    classes = {type(module) for module in model.modules()}
+    before = [set(vars(module)) for module in model.modules()], {kind: set(vars(kind)) for kind in classes}
+    for applied in range(2):  # reverted, then dropped together with the model
+        report = apply_moe(model)
+        assert [set(vars(module)) for module in model.modules()] != before[0]
+        assert {kind: set(vars(kind)) for kind in classes} != before[1]
+        if not applied:
+            held = weakref.ref(report._stack)
+            report.revert()
+            assert [set(vars(module)) for module in model.modules()] == before[0]
+            del report
+            assert held() is None
+    del report, model
+    gc.collect()
+    assert {kind: set(vars(kind)) for kind in classes} == before[1]
 
 
 def test_an_aborted_step_leaves_nothing_for_the_next_one() -> None:
