@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.as_made import AsMade
 
 IGNORE_INDEX = -100
@@ -27,6 +28,37 @@ class Part(NamedTuple):
     """Tokens of the row that it was, padding included."""
     loss_tokens: int
     """Of `PackedBatch.loss_positions`, in the order of the parts."""
+
+
+class NotOnHost:
+    """Stands for a value that a static batch does not have on the host: every use of it raises.
+
+    The tensors of a static batch get other documents while all Python around them stays, so that a length that was
+    read once would be wrong from the next batch on.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PackingError(
+            "a static batch was asked for its documents on the host, which change under it: read them from the plain "
+            "batch that was copied into it"
+        )
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __index__ = __int__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return "NOT_ON_HOST"
+
+    def __reduce__(self) -> str:
+        return "NOT_ON_HOST"
+
+
+NOT_ON_HOST: Final[Any] = NotOnHost()
+"""`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
 
 
 class _Derived:
@@ -52,6 +84,9 @@ class PackedBatch:
     With ``num_padding=2`` the tail is one further segment and never a document: ``cu_seqlens=[0, 3, 5, 7]``,
     ``position_ids=[[0, 1, 2, 0, 1, 0, 1]]``.
 
+    A *static* batch (`static_batch.py`) has tensors whose shapes say nothing about its documents, and two tensors
+    more in place of what the host knows of a plain one.
+
     The object travels as the keyword ``packed_batch`` of ``model.forward``. It has ``.to`` and ``.pin_memory``, so
     that data loaders, accelerate and checkpointing carry it like a tensor.
 
@@ -67,6 +102,9 @@ class PackedBatch:
         loss_labels: (num_loss_tokens,) int64, those next tokens.
         labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
+        loss_mask: (num_loss_tokens,) bool, the entries of `loss_positions` that count; None: all of them do.
+        part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
+            ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
     """
 
     seq_lengths: tuple[int, ...]
@@ -80,6 +118,8 @@ class PackedBatch:
     labels: AsMade | None = None
     positions: AsMade | None = None
     parts: tuple[Part, ...] = ()
+    loss_mask: Tensor | None = None
+    part_bounds: Tensor | None = None
     _derived: _Derived = field(default_factory=_Derived, repr=False)
 
     @classmethod
@@ -134,7 +174,12 @@ class PackedBatch:
     @property
     def total_tokens(self) -> int:
         """Tokens of the row, the padded tail included."""
-        return sum(self.seq_lengths) + self.num_padding
+        return self.position_ids.shape[1]
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether its tensors get other documents while it stays; the host does not know them then."""
+        return self.part_bounds is not None
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -143,13 +188,12 @@ class PackedBatch:
 
     @property
     def bucketed_max_seqlen(self) -> int:
-        """`max_seqlen` rounded up to one of four steps per power of two, from 128 on.
+        """`rounded_length` of `max_seqlen`; that of a static batch is its bucket's already.
 
         What crosses a layer boundary: a compiled layer sees few values, and a kernel that sizes its grid by it launches
         at most a quarter of its blocks in vain.
         """
-        step = max(128, 1 << max(0, (self.max_seqlen - 1).bit_length() - 3))
-        return -(-self.max_seqlen // step) * step
+        return self.max_seqlen if self.is_static else rounded_length(self.max_seqlen)
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +239,9 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
-        tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels")
+        tensors = (
+            "cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels", "loss_mask", "part_bounds",
+        )  # fmt: skip
         converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
         labels, positions = self.labels, self.positions
         if converted["position_ids"] is not self.position_ids:
@@ -203,6 +249,12 @@ class PackedBatch:
             edited = positions is not None and not positions.is_still(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
         return replace(self, **converted, labels=labels, positions=positions, _derived=_Derived())
+
+
+def rounded_length(tokens: int) -> int:
+    """Round up to one of four steps per power of two, from 128 on; a rounded length stays as it is."""
+    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
 
 
 def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:

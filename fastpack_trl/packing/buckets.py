@@ -1,0 +1,234 @@
+"""Shapes for static batches: few buckets, chosen from the sizes of the rows as they run, that serve nearly all."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+
+_TOKEN_STEPS = (8, 64)
+"""Tokens and loss positions are rounded up to them, below and from `_LONG` on: whole tiles of the matrix products."""
+_LONG = 1024
+_LOSS_SHARE = 0.8
+"""Where nearly all rows count at least this share of their tokens, one capacity of loss positions serves them all."""
+_NEARLY_ALL = 0.05
+"""Share of the rows that may lie below a bound that holds for "nearly all"."""
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_SEGMENT_BUFFER_ROWS = 128
+"""Rows of a buffer that flash's backward adds per segment."""
+_BUFFER_SHARE = 8
+"""Segments that make this buffer longer by less than an eighth are not counted as surplus."""
+# Costs in tokens of the row, as a model of a decoder: only their order of magnitude matters.
+_LOSS_COST = 0.25
+"""Of a loss position: the head's share of the work of one token in a small model."""
+_SEGMENT_COST = 2.0
+"""Of a surplus segment: its rows of the backward buffer, cleared and copied."""
+_BLOCK_COST = 0.001
+"""Of a surplus token of segments x max_seqlen: blocks that are launched and find nothing to do."""
+_EAGER_COST = 0.5
+"""Of a row that no bucket serves, per token: what the graph would have saved."""
+_LEAST_GAIN = 0.01
+"""Share of all tokens that a further bucket has to save; a graph takes time to capture, and memory."""
+
+
+class RowSize(NamedTuple):
+    """What of a row has to fit: ``RowSize(tokens=2031, segments=7, max_seqlen=509, loss_tokens=2024, parts=1)``."""
+
+    tokens: int
+    """Of its documents."""
+    segments: int
+    """Documents."""
+    max_seqlen: int
+    """Tokens of the longest document."""
+    loss_tokens: int
+    parts: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> RowSize:
+        """Return the size of a plain batch; its padding is not counted, since a static row has a tail of its own.
+
+        Raises:
+            ValueError: a batch without `loss_positions`.
+        """
+        if batch.loss_positions is None:
+            raise ValueError("the batch has no loss_positions: give the collator labels")
+        lengths = batch.seq_lengths
+        return cls(sum(lengths), len(lengths), max(lengths), batch.loss_positions.numel(), max(1, len(batch.parts)))
+
+
+class Bucket(NamedTuple):
+    """The shapes of a static batch; all batches in it look the same to the host.
+
+    ``Bucket(tokens=2048, segments=16, max_seqlen=640, loss_tokens=2048, parts=1)``
+    """
+
+    tokens: int
+    """Of the row, its tail included."""
+    segments: int
+    """`cu_seqlens` has one entry more. Surplus ones have length 0."""
+    max_seqlen: int
+    """Tokens of the longest segment, at least."""
+    loss_tokens: int
+    """Entries of `loss_positions`. Surplus ones are masked."""
+    parts: int = 1
+    """`part_bounds` has one entry more. Surplus ones have no tokens."""
+
+    def segments_of(self, size: RowSize) -> int:
+        """Return the segments that a row takes here: its documents, and the pieces of its tail."""
+        return size.segments + max(0, -(-(self.tokens - size.tokens) // self.max_seqlen))
+
+    def holds(self, size: RowSize) -> bool:
+        """Return whether a row of this size fits."""
+        return (
+            size.tokens <= self.tokens
+            and size.max_seqlen <= self.max_seqlen
+            and size.loss_tokens <= self.loss_tokens
+            and size.parts <= self.parts
+            and self.segments_of(size) <= self.segments
+        )
+
+
+class BucketChoice(NamedTuple):
+    """The buckets of a run, and what they cost on the rows that they were chosen from."""
+
+    buckets: tuple[Bucket, ...]
+    """The one that serves most first."""
+    served: float
+    """Share of the rows that fit into one of them."""
+    padding: float
+    """Tokens of the tails, as a share of the documents' tokens in the rows that are served."""
+    loss_padding: float
+    """Masked loss positions, as a share of those that count."""
+
+
+def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> Bucket | None:
+    """Return the bucket in which a row costs least; None if it fits into none."""
+    size = RowSize.of(row) if isinstance(row, PackedBatch) else row
+    return min((bucket for bucket in buckets if bucket.holds(size)), key=_cost_of, default=None)
+
+
+def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4) -> BucketChoice:
+    """Choose the buckets of a run from rows as they run, merged ones too; the same rows give the same buckets.
+
+    One bucket after the other is added: that which saves most, counting tokens of tails, masked loss positions, empty
+    segments and blocks, until a further one would save less than 1 % of all tokens. A row beyond the ordinary may be
+    left without one. A row counts as served by capacities of at most twice the segments that it takes.
+
+    Args:
+        rows: a sample of the run's, in any order.
+        at_most: buckets.
+
+    Raises:
+        ValueError: no row, or no bucket.
+    """
+    sizes = Counter(RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows)
+    if not sizes or at_most < 1:
+        raise ValueError(f"choose_buckets needs rows and room for a bucket: got {len(sizes)} rows, at_most={at_most}")
+    ordered = sorted(sizes)
+    table = np.array(ordered, dtype=np.int64)
+    weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
+    candidates = _candidates(table, weights)
+    costs = _costs(candidates, table)
+    left = table[:, 0] * _EAGER_COST
+    chosen: list[Bucket] = []
+    least = _LEAST_GAIN * float(weights @ table[:, 0])
+    while len(chosen) < at_most:
+        gains = np.maximum(left - costs, 0.0) @ weights
+        best = int(gains.argmax())
+        if gains[best] < least or gains[best] <= 0:
+            break
+        chosen.append(Bucket(*map(int, candidates[best])))
+        left = np.minimum(left, costs[best])
+    return _priced(_tightened(chosen, sizes), sizes)
+
+
+def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return (C, 5), one bucket per row: the levels of each dimension in all combinations."""
+    counts = weights.astype(np.int64)
+    tokens, segments, longest, loss, parts = (table[:, column] for column in range(5))
+    token_levels = _levels(tokens, counts, _up)
+    mostly_counted = np.quantile(np.repeat(loss / tokens, counts), _NEARLY_ALL) >= _LOSS_SHARE
+    loss_levels = [2**62] if mostly_counted else [*_levels(loss, counts, _up), 2**62]
+    grid = np.array(
+        [
+            (row, capacity, length, min(row, positions), int(parts.max()))
+            for row in token_levels
+            for length in _levels(longest, counts, rounded_length)
+            for capacity in _levels(segments + 1, counts, _next_capacity)
+            for positions in loss_levels
+        ],
+        dtype=np.int64,
+    )
+    return np.unique(grid, axis=0)
+
+
+def _levels(values: NDArray[np.int64], counts: NDArray[np.int64], round_up: Any) -> list[int]:
+    """Return the values at a few quantiles, rounded up; one alone where nearly all are close to the largest."""
+    found: NDArray[np.int64] = np.quantile(np.repeat(values, counts), (_NEARLY_ALL, *_QUANTILES), method="higher")
+    levels = sorted({int(round_up(int(value))) for value in found[1:]})
+    return levels[-1:] if round_up is _up and found[0] >= 0.9 * found[-1] else levels
+
+
+def _up(value: int) -> int:
+    step = _TOKEN_STEPS[value >= _LONG]
+    return max(1, -(-value // step)) * step
+
+
+def _next_capacity(segments: int) -> int:
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, ...: the next of two steps per power of two."""
+    step = max(1, 1 << max(0, (segments - 1).bit_length() - 2))
+    return -(-segments // step) * step
+
+
+def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return (buckets, rows): what a bucket costs a row, in tokens; infinite where the row does not fit."""
+    tokens, capacity, longest, positions, parts = (buckets[:, column, None] for column in range(5))
+    row_tokens, documents, row_longest, row_positions, row_parts = (rows[None, :, column] for column in range(5))
+    tail = tokens - row_tokens
+    needed = documents + -(-np.maximum(tail, 0) // longest)
+    allowed = np.maximum(2 * needed, tokens // (_SEGMENT_BUFFER_ROWS * _BUFFER_SHARE))
+    fits = (tail >= 0) & (row_longest <= longest) & (row_positions <= positions) & (row_parts <= parts)
+    fits &= (needed <= capacity) & (capacity <= allowed)
+    cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents)
+    cost = cost + _BLOCK_COST * (capacity * longest - documents * row_longest)
+    return np.where(fits, cost, math.inf)
+
+
+def _cost_of(bucket: Bucket) -> tuple[float, Bucket]:
+    return (
+        bucket.tokens + _LOSS_COST * bucket.loss_tokens + _SEGMENT_COST * bucket.segments
+        + _BLOCK_COST * bucket.segments * bucket.max_seqlen,
+        bucket,
+    )  # fmt: skip
+
+
+def _tightened(buckets: Sequence[Bucket], sizes: Counter[RowSize]) -> list[Bucket]:
+    """Return the buckets with parts for no more than the rows that go into each."""
+    served: dict[Bucket, int] = {}
+    for size in sizes:
+        if (bucket := smallest_fitting(buckets, size)) is not None:
+            served[bucket] = max(served.get(bucket, 1), size.parts)
+    return [bucket._replace(parts=served[bucket]) for bucket in buckets if bucket in served]
+
+
+def _priced(buckets: Sequence[Bucket], sizes: Counter[RowSize]) -> BucketChoice:
+    rows = tokens = tail = loss = masked = 0
+    users: Counter[Bucket] = Counter()
+    for size, count in sizes.items():
+        bucket = smallest_fitting(buckets, size)
+        if bucket is None:
+            continue
+        users[bucket] += count
+        rows, tokens, loss = rows + count, tokens + count * size.tokens, loss + count * size.loss_tokens
+        tail += count * (bucket.tokens - size.tokens)
+        masked += count * (bucket.loss_tokens - size.loss_tokens)
+    ordered = sorted(users, key=lambda bucket: (-users[bucket], bucket))
+    return BucketChoice(
+        tuple(ordered), rows / sizes.total(), tail / tokens if tokens else 0.0, masked / loss if loss else 0.0
+    )

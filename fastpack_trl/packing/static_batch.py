@@ -1,0 +1,184 @@
+"""The static form of a packed row: tensors of shapes that depend on its bucket only, filled in place batch after batch.
+
+A CUDA graph replays what the device did and reads the tensors that it read then. So everything that changes from row
+to row has to be in them: the row is filled up by a tail without documents and without a loss, `cu_seqlens` by segments
+of length 0, the loss positions by masked ones. What the host knows of a plain batch is not in its static form
+(`NotOnHost`): code that would read it there raises instead of going on with the lengths of another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, NOT_ON_HOST, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_inputs import ALIGNMENT
+
+_FROM_THE_DEVICE = ("input_ids", "labels", "loss_positions", "loss_labels")
+_BYTES = {torch.int64: 8, torch.int32: 4, torch.bool: 1}
+
+
+class StaticInputs:
+    """The keywords of ``model.forward`` for any row that fits into a bucket; the same tensors for good.
+
+    The tail has tokens of rows before it, each segment of it at most `Bucket.max_seqlen` long, labels of -100, and
+    position ids below those of the row's longest document, so that neither a table of positions nor a rotary embedding
+    that follows the length meets a larger one. Masked loss positions are those of rows before, or any: valid, and
+    spread over the row, where one position would be the target of thousands of additions in backward.
+
+    Attributes:
+        bucket: the shapes.
+        keywords: ``input_ids``, ``labels``, those of `to_transformers_kwargs`, and ``packed_batch``.
+        batch: the `PackedBatch` in them, with `loss_mask` and `part_bounds`.
+    """
+
+    def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
+        self.bucket, device = bucket, torch.device(device)
+        row = (1, bucket.tokens)
+        known = {
+            "position_ids": (torch.int64, row),
+            "seq_idx": (torch.int32, row),
+            "cu_seqlens": (torch.int32, (bucket.segments + 1,)),
+            "part_bounds": (torch.int32, (bucket.parts + 1,)),
+            "loss_mask": (torch.bool, (bucket.loss_tokens,)),
+        }
+        self._host = _Sections(known)
+        self._block = torch.zeros(self._host.num_bytes, dtype=torch.uint8, device=device)
+        # Each has a count of edits of its own (`AsMade`), and copies are written past it: only others edit.
+        tensors = {name: view.data for name, view in self._host.views(self._block).items()}
+        moved = {
+            "input_ids": torch.zeros(row, dtype=torch.int64, device=device),
+            "labels": torch.full(row, IGNORE_INDEX, dtype=torch.int64, device=device),
+            "loss_positions": torch.arange(bucket.loss_tokens, device=device) % bucket.tokens,
+            "loss_labels": torch.zeros(bucket.loss_tokens, dtype=torch.int64, device=device),
+        }
+        self._ignored = torch.full((bucket.tokens,), IGNORE_INDEX, dtype=torch.int64, device=device)
+        self._flat = {name: tensor.data.view(-1) for name, tensor in moved.items()}
+        self._written = self._block.data
+        self.batch = PackedBatch(
+            seq_lengths=NOT_ON_HOST,
+            num_padding=NOT_ON_HOST,
+            parts=NOT_ON_HOST,
+            max_seqlen=bucket.max_seqlen,
+            loss_positions=moved["loss_positions"],
+            loss_labels=moved["loss_labels"],
+            labels=AsMade.of(moved["labels"]),
+            positions=AsMade.of(tensors["position_ids"]),
+            **tensors,
+        )
+        self.keywords: dict[str, Any] = {
+            "input_ids": moved["input_ids"],
+            "labels": moved["labels"],
+            **to_transformers_kwargs(self.batch),
+            "packed_batch": self.batch,
+        }
+
+
+def to_static(inputs: Mapping[str, Any], bucket: Bucket) -> StaticInputs:
+    """Return the static form of a micro-batch in tensors of its own, on the device of its row.
+
+    Raises:
+        ValueError: as `copy_into`.
+    """
+    static = StaticInputs(bucket, inputs["input_ids"].device)
+    copy_into(static, inputs)
+    return static
+
+
+def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
+    """Give the tensors of `static` the documents of a micro-batch; the device is asked nothing.
+
+    Two operations: one copy from pinned memory of what the host knows, one on the device of what it does not.
+
+    Args:
+        static: whose tensors are written.
+        inputs: one packed row with its labels and a plain ``packed_batch``, on the device of `static`.
+
+    Raises:
+        ValueError: the row does not fit into the bucket, or is not the one that its batch describes (`is_as_collated`).
+    """
+    if not is_as_collated(inputs):
+        raise ValueError("the micro-batch was changed after collation: run it as it is, not in its static form")
+    batch: PackedBatch = inputs["packed_batch"]
+    size = RowSize.of(batch)
+    if not static.bucket.holds(size):
+        raise ValueError(f"a row of {size} does not fit into {static.bucket}: ask Bucket.holds before")
+    _copy_known(static, batch, size)
+    source = {
+        "input_ids": inputs["input_ids"].view(-1)[: size.tokens],
+        "labels": inputs["labels"].view(-1)[: size.tokens],
+        "loss_positions": batch.loss_positions,
+        "loss_labels": batch.loss_labels,
+    }
+    pairs = [(static._flat[name][: source[name].numel()], source[name]) for name in _FROM_THE_DEVICE]
+    pairs.append((static._flat["labels"][size.tokens :], static._ignored[size.tokens :]))
+    pairs = [(target, given) for target, given in pairs if given.numel()]
+    torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
+
+
+def is_as_collated(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a micro-batch is one packed row as collated or merged, and nothing else; its tokens may be others.
+
+    Only such a row is described by its `PackedBatch` alone.
+    """
+    batch = inputs.get("packed_batch")
+    if not isinstance(batch, PackedBatch) or batch.is_static:
+        return False
+    if inputs.keys() != {"input_ids", "labels", "packed_batch", *to_transformers_kwargs(batch)}:
+        return False
+    return batch.counts(inputs["labels"]) and batch.describes(inputs["input_ids"], inputs["position_ids"])
+
+
+def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None:
+    """Copy what follows from the lengths of the documents and parts."""
+    bucket, on_device = static.bucket, static._block.is_cuda
+    # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
+    staged = torch.empty(static._host.num_bytes, dtype=torch.uint8, pin_memory=on_device)
+    host = {name: view.numpy().reshape(-1) for name, view in static._host.views(staged).items()}
+    whole, rest = divmod(bucket.tokens - size.tokens, bucket.max_seqlen)
+    lengths = np.array([*batch.seq_lengths, *[bucket.max_seqlen] * whole, *[rest] * (rest > 0)], dtype=np.int64)
+    ends = lengths.cumsum()
+    # Written in place, as a running sum that falls back to 0 where a segment starts.
+    position_ids = host["position_ids"]
+    position_ids.fill(1)
+    position_ids[0] = 0
+    position_ids[ends[:-1]] = 1 - lengths[:-1]
+    position_ids.cumsum(out=position_ids)
+    position_ids[size.tokens :] %= size.max_seqlen
+    host["seq_idx"][:] = np.arange(len(lengths), dtype=np.int32).repeat(lengths)
+    host["cu_seqlens"][0] = 0
+    host["cu_seqlens"][1 : len(lengths) + 1] = ends
+    host["cu_seqlens"][len(lengths) + 1 :] = bucket.tokens
+    bounds = [0, *accumulate(part.tokens for part in batch.parts)] if batch.parts else [0, size.tokens]
+    host["part_bounds"][: len(bounds)] = bounds
+    host["part_bounds"][len(bounds) :] = size.tokens
+    host["loss_mask"][: size.loss_tokens] = True
+    host["loss_mask"][size.loss_tokens :] = False
+    static._written.copy_(staged, non_blocking=True)
+
+
+class _Sections:
+    """Tensors one after the other in one block of bytes, each at a multiple of `ALIGNMENT`."""
+
+    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self.num_bytes = 0
+        self._places: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+        for name, (dtype, shape) in tensors.items():
+            size = shape[-1] * _BYTES[dtype]
+            self._places[name] = (dtype, shape, self.num_bytes, size)
+            # A gap after each: an offset that equals a length is one symbol to torch.compile (`PackedInputs.empty`).
+            self.num_bytes += (size // ALIGNMENT + 2) * ALIGNMENT
+
+    def views(self, block: Tensor) -> dict[str, Tensor]:
+        """Return the tensors over `block`: (num_bytes,) uint8."""
+        return {
+            name: block[start : start + size].view(dtype).view(shape)
+            for name, (dtype, shape, start, size) in self._places.items()
+        }
