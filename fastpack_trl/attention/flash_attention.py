@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, described
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -55,6 +56,9 @@ class FlashAttention:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"installed flash-attn; {described(features)}"
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttentionLayer:
         return batch.derive(

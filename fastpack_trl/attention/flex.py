@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fastpack_trl.attention.interface import AttentionCall, described
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 BLOCK_SIZE = 128
@@ -65,6 +66,9 @@ class Flex:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"torch's flex attention; {described(features)}"
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return "flex makes its masks from the lengths of the documents on the host"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlexLayer:
         return prepare(batch, features.windows, device)

@@ -31,6 +31,7 @@ from fastpack_trl.model.facts import (
 )
 from fastpack_trl.model.patches import shared
 from fastpack_trl.model.stock_attention import OVER, stock_attention
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import PADDED_ROWS, Choice
 
 
@@ -211,6 +212,8 @@ class _Prepare:
                 f"attn_implementation was set to {self.config._attn_implementation!r} while packed rows are trained: "
                 f"set it before, or set packed_attention='{PADDED_ROWS}'"
             )
+        if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
+            raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -63,6 +64,14 @@ class Backend(Protocol):
 
     def reason(self, features: ModelFeatures) -> str:
         """Return what the report says when it is chosen."""
+        ...
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        """Return why it cannot attend over static batches of this bucket, or ``""``.
+
+        The layers of a static batch may hold its tensors, `max_seqlen` and what follows from shapes: a CUDA graph runs
+        them again for other documents.
+        """
         ...
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:

@@ -30,6 +30,7 @@ from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import NEEDS, found, lacks
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -81,6 +82,9 @@ class PerDocument:
         missing = lacks("per_document on the CPU") if features.device_type == "cpu" else ""
         parts = [features.device_type, described(features), missing and f"plain torch: {missing}"]
         return "; ".join(filter(None, parts))
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return "per_document reads the lengths of the documents on the host"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
         return prepare(batch, features.windows, device)

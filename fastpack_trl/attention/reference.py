@@ -38,12 +38,18 @@ class DocumentInputs(NamedTuple):
 def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
     """Compute the scores of one segment at a time, in fp32 or fp64.
 
+    Rows that no segment has, and those of a segment beyond `max_seqlen`, are NaN: flash kernels size their grid by it
+    and leave them uninitialised.
+
     Returns:
         (1, total_tokens, num_heads, value head_dim), and the log-sum-exp, (1, num_heads, total_tokens), fp32 or fp64.
     """
     query, value, sinks = inputs.query, inputs.value, inputs.sinks
-    out, lse = empty_output(query, value)
+    out, lse = (tensor.fill_(torch.nan) for tensor in empty_output(query, value))
     for start, end in _segments(inputs.cu_seqlens):
+        end = min(end, start + inputs.max_seqlen)
+        if start == end:
+            continue
         scores, _ = _scores(inputs, start, end)
         total = scores.logsumexp(-1)
         if sinks is not None:
@@ -58,11 +64,16 @@ def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
 def reference_backward(
     inputs: DocumentInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2)."""
+    """Return the gradients of query, key and value from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2).
+
+    NaN for tokens that no segment has, and for all of a segment longer than `max_seqlen`.
+    """
     query, key, value = inputs.query, inputs.key, inputs.value
     heads, kv_heads = query.shape[1], key.shape[1]
-    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    grads = tuple(torch.full_like(tensor, torch.nan) for tensor in (query, key, value))
     for start, end in _segments(inputs.cu_seqlens):
+        if start == end or end - start > inputs.max_seqlen:
+            continue
         part = slice(start, end)
         scores, slope = _scores(inputs, start, end)
         probabilities = torch.exp(scores - lse[:, :, part, None])
@@ -78,7 +89,7 @@ def reference_backward(
             (grads[2], probabilities.transpose(-1, -2) @ upstream),
         ):
             grad[:, :, part] = per_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).to(grad.dtype)
-    return grads
+    return grads[0], grads[1], grads[2]
 
 
 def _scores(inputs: DocumentInputs, start: int, end: int) -> tuple[Tensor, Tensor | None]:

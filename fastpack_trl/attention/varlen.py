@@ -26,6 +26,7 @@ from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import lacks
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -112,15 +113,25 @@ class Varlen:
         capability = "".join(map(str, features.capability or ()))
         return f"torch's flash kernel, {dtype}, sm{capability}; {described(features)}"
 
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        if can_index(bucket.tokens, elements_per_token(features), bucket.segments):
+            return ""
+        return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
+
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         long_from = LONG_DOCUMENTS.get(features.capability or ())
-        plain = not features.windows and not features.sinks
-        elements = features.num_heads * (-(-features.head_dim // 32) * 32)
+        plain = not features.windows and not features.sinks and not batch.is_static
+        elements = elements_per_token(features)
         if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
             layer = per_document.prepare(batch, features.windows, device)
             fits = can_index(max(batch.segment_lengths), elements)
             return layer._replace(compiled=prepare(batch, device, elements)) if fits else layer
         return prepare(batch, device, elements)
+
+
+def elements_per_token(features: ModelFeatures) -> int:
+    """Return the elements of the kernel's backward buffer per token: num_heads x round32(head_dim)."""
+    return features.num_heads * (-(-features.head_dim // 32) * 32)
 
 
 def _dotted(capability: tuple[int, int] | None) -> str:
@@ -133,15 +144,16 @@ def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -
     Args:
         batch: the documents.
         device: where attention runs.
-        elements_per_token: num_heads x round32(head_dim).
+        elements_per_token: as of `elements_per_token`.
 
     Raises:
         ValueError: one document alone is too long for the kernel; names the remedy.
     """
 
     def build() -> VarlenLayer:
-        bounds = part_bounds(batch.segment_lengths, elements_per_token)
-        if len(bounds) == 1:
+        # A static row is not cut: where, would depend on its documents (`Varlen.refuses_static`).
+        bounds = [] if batch.is_static else indexable_runs(batch.segment_lengths, elements_per_token)
+        if len(bounds) <= 1:
             return VarlenLayer(((batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, 0, batch.total_tokens),))
         parts, token = [], 0
         for first, end in bounds:
@@ -153,12 +165,12 @@ def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -
     return batch.derive(("varlen", device), build)
 
 
-def can_index(length: int, elements_per_token: int) -> bool:
-    """Return whether the kernel's backward can index a segment of `length` tokens with an int32."""
-    return (length + _BUFFER_ROWS_PER_SEGMENT) * elements_per_token < _INT32
+def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
+    """Return whether the kernel's backward can index so many tokens and segments, empty ones too, with an int32."""
+    return (tokens + _BUFFER_ROWS_PER_SEGMENT * segments) * elements_per_token < _INT32
 
 
-def part_bounds(segment_lengths: tuple[int, ...], elements_per_token: int) -> list[tuple[int, int]]:
+def indexable_runs(segment_lengths: tuple[int, ...], elements_per_token: int) -> list[tuple[int, int]]:
     """Return runs of segments, (first, end), that the kernel's backward can index with an int32 each.
 
     Raises:
@@ -208,7 +220,7 @@ class RowInputs(NamedTuple):
     def for_reference(self) -> DocumentInputs:
         """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
-        band, longest = None, self.max_seqlen
+        band, longest = None, min(self.max_seqlen, self.query.shape[0])
         if self.window and longest > self.window:
             band = torch.zeros(longest, longest).masked_fill_(~band_mask(longest, self.window), -torch.inf)
         return DocumentInputs(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, described, first_that_holds
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -58,6 +59,9 @@ class Xformers:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"xFormers; {described(features)}"
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return "xformers makes its masks from the lengths of the documents on the host"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> XformersLayer:
         return prepare(batch, features.windows, device)

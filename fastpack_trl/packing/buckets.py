@@ -79,6 +79,23 @@ class Bucket(NamedTuple):
     parts: int = 1
     """`part_bounds` has one entry more. Surplus ones have no tokens."""
 
+    @classmethod
+    def of(cls, static: PackedBatch) -> Bucket:
+        """Return the bucket of a static batch, from its shapes.
+
+        Raises:
+            ValueError: a plain batch.
+        """
+        if static.part_bounds is None or static.loss_positions is None:
+            raise ValueError("a plain batch has no bucket: choose one with smallest_fitting")
+        return cls(
+            tokens=static.total_tokens,
+            segments=static.cu_seqlens.numel() - 1,
+            max_seqlen=static.max_seqlen,
+            loss_tokens=static.loss_positions.numel(),
+            parts=static.part_bounds.numel() - 1,
+        )
+
     def segments_of(self, size: RowSize) -> int:
         """Return the segments that a row takes here: its documents, and the pieces of its tail."""
         return size.segments + max(0, -(-(self.tokens - size.tokens) // self.max_seqlen))

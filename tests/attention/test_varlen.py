@@ -152,10 +152,10 @@ def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention(
 def test_bounds_of_the_int32_guard() -> None:
     heads = 64 * 128
     fits = 2**31 // heads - 128 - 1
-    assert varlen.part_bounds((fits,), heads) == [(0, 1)]
-    assert varlen.part_bounds((fits // 2, fits // 2, 7), heads) == [(0, 1), (1, 3)]
+    assert varlen.indexable_runs((fits,), heads) == [(0, 1)]
+    assert varlen.indexable_runs((fits // 2, fits // 2, 7), heads) == [(0, 1), (1, 3)]
     with pytest.raises(ValueError, match=r"too long for varlen's int32 backward.*set packed_attention="):
-        varlen.part_bounds((fits + 2,), heads)
+        varlen.indexable_runs((fits + 2,), heads)
 
 
 def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, described, first_that_holds
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -48,6 +49,9 @@ class Toy:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"plain torch; {described(features)}"
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return ""  # both tensors of the layer are of the batch, or of its shape
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> ToyLayer:
         def build() -> ToyLayer:
