@@ -17,7 +17,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from benchmarks.model_steps import shared_copy
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing.levels import layer_functions
-from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, Streams, TimedCudaStreams
 from fastpack_trl.measure.device_memory import PeakMemory
@@ -94,7 +94,7 @@ def side(name: str, weights: Any, device: str, *, timed: bool = False) -> Iterat
     model = shared_copy(weights).train()
     model.enable_input_require_grads()
     made = DecoderSide(name, model, device)
-    layers = decoder_layers(model)
+    layers = checkpointable_layers(model)
 
     def streams(of: torch.device) -> Streams:
         if of.type != "cuda":
@@ -130,5 +130,5 @@ def _transformers_function(model: Any) -> Callable[..., Any]:
     new = hasattr(base, "activation_checkpointing_enable")
     enable = base.activation_checkpointing_enable if new else base.gradient_checkpointing_enable
     enable(**{f"{'activation' if new else 'gradient'}_checkpointing_kwargs": {"use_reentrant": False}, "offload": True})
-    function: Callable[..., Any] = decoder_layers(model)[0]._gradient_checkpointing_func
+    function: Callable[..., Any] = checkpointable_layers(model)[0]._gradient_checkpointing_func
     return function

@@ -34,8 +34,8 @@ TIMED_TOKENS = 2048
 _HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
-def decoder_layers(model: Any) -> list[GradientCheckpointingLayer]:
-    """Return the decoder layers of `model`, first to last."""
+def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
+    """Return the layers of `model` that transformers can checkpoint, first to last."""
     return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -161,7 +161,7 @@ def why_not(run: Run) -> str:
         return conflict
     if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
         return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
-    return "" if decoder_layers(run.model) else "the model has no layers that transformers checkpoints"
+    return "" if checkpointable_layers(run.model) else "the model has no layers that transformers checkpoints"
 
 
 def largest_row(run: Run) -> tuple[int, int]:
@@ -249,7 +249,7 @@ def plan_memory(run: Run) -> ActivationMemory:
         logger.warning(f"{FEATURE}: {message}")
 
     setting, offload = run.settings.activation_memory, offload_options(run)
-    device, layers = run.device, decoder_layers(run.model)
+    device, layers = run.device, checkpointable_layers(run.model)
     tokens, longest = largest_row(run)
     cuda = device.type == "cuda"
     blocked = "" if "streams" in offload else offload_unavailable(device)

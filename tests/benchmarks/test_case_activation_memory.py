@@ -19,7 +19,7 @@ from benchmarks.steps import SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.environment import quiet
-from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
@@ -36,7 +36,7 @@ def test_sides_share_their_weights_compute_the_same_and_leave_the_layers_as_they
             found[name] = (float(loss), made.gradient_norm())
             assert (made.offload is None) == (name == CHECKPOINT)
             assert made.offload is None or made.offload.use.most_leased >= 2 * 64 * 256 * 4
-        assert not decoder_layers(made.model)[0].gradient_checkpointing
+        assert not checkpointable_layers(made.model)[0].gradient_checkpointing
     assert len(set(found.values())) == 1
     assert _different(found) == {}
     assert OURS in _different(found | {OURS: (found[OURS][0] + 1e-6, found[OURS][1])})
@@ -68,8 +68,8 @@ def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> N
     trainer = FastSFTTrainer(weights, args=args, train_dataset=documents, processing_class=tokenizer)
     with quiet(), trainer._fastpack_features(announce=True):
         SteppedTrainer(trainer, WallClock(), 2).step()
-        assert not any(layer.gradient_checkpointing for layer in decoder_layers(weights))
-    assert all(layer.gradient_checkpointing for layer in decoder_layers(weights))
+        assert not any(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
+    assert all(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
 
 
 def test_wrong_settings_are_one_line() -> None:

@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
 from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
-from fastpack_trl.checkpointing.memory import decoder_layers
+from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import DecoderRun, saved_bytes, trace_levels, training
@@ -66,7 +66,7 @@ def installed(model: Any, *, ours: bool = True) -> Iterator[None]:
 )
 def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lora: bool, ours: bool) -> None:
     model = make(family, lora=lora, layers=2)
-    layers = decoder_layers(model)
+    layers = checkpointable_layers(model)
     with installed(model, ours=ours):
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
         assert set(costs.growth) | set(failed) == set(TRACED)
@@ -100,7 +100,7 @@ class Products(TorchDispatchMode):
 
 def products(model: Any, levels: list[Level]) -> tuple[Counter[str], Counter[str]]:
     """Of the forward pass and of the backward pass."""
-    with layer_levels(decoder_layers(model), levels, **HOST):
+    with layer_levels(checkpointable_layers(model), levels, **HOST):
         with Products() as forward:
             loss = loss_of(model)
         with Products() as backward:
@@ -138,7 +138,7 @@ def assert_products(model: Any, lora: bool) -> None:
 )
 def test_loss_and_gradients_are_bit_equal_at_every_level_and_in_any_mix(family: str, lora: bool, ours: bool) -> None:
     model = make(family, lora=lora)
-    layers = decoder_layers(model)
+    layers = checkpointable_layers(model)
     mixes = [[level] * LAYERS for level in Level]
     mixes += [
         [Level.OFFLOAD, Level.OFFLOAD, Level.CHECKPOINT, Level.KEEP],
@@ -272,7 +272,7 @@ def test_on_the_cpu_auto_leaves_the_settings_alone_unless_there_is_a_budget(tmp_
         assert (line.status, line.path) == ("on", level), line
         assert "GiB, recompute" in line.reason
         assert said in line.reason
-        assert all(layer.gradient_checkpointing for layer in decoder_layers(trainer.model))
+        assert all(layer.gradient_checkpointing for layer in checkpointable_layers(trainer.model))
 
 
 @pytest.mark.parametrize("setting", ["keep", "selective", "checkpoint", "offload"])
@@ -367,7 +367,7 @@ def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
     assert "it was run again with less" in line.reason
     assert line.path != "keep"
     assert sum("ran out of memory" in text for text in caplog.messages) == 1
-    assert all("offload" not in layer.__dict__ for layer in decoder_layers(trainer.model))
+    assert all("offload" not in layer.__dict__ for layer in checkpointable_layers(trainer.model))
 
 
 def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
     monkeypatch.setattr(room, "CudaStreams", HostStreams)
     trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", **own)
     trainer.train()
-    for layer in decoder_layers(trainer.model):
+    for layer in checkpointable_layers(trainer.model):
         assert type(layer._gradient_checkpointing_func).__name__ == "partial"
         assert layer._compiled_call_impl is None
     assert trainer.fastpack_report[next(iter(own))].status == "on"

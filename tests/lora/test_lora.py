@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -168,6 +169,16 @@ def test_a_bias_of_the_base_and_gpt2s_transposed_weights() -> None:
     for model in (stock, fast):
         step(model, any_ids())
     assert_gradients_close(gradients(fast), gradients(stock))
+
+
+def test_casts_and_copies_stay_where_nobody_keeps_the_report() -> None:
+    model = adapted("llama")
+    apply_lora(model, compute_dtype=torch.bfloat16, cache_dequantized="on")
+    gc.collect()
+    step(model, any_ids(), autocast=True)
+    layers = [module for module in model.modules() if isinstance(module, FastLora)]
+    assert layers
+    assert all(layer.fastpack_cast.a.dtype == layer.fastpack_dense.weight.dtype == torch.bfloat16 for layer in layers)
 
 
 def test_adapter_switch_disable_merge_and_unmerge_as_peft() -> None:

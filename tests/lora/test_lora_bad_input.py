@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
-from test_lora_quantised import quantised
+from quantised_material import quantised
 from torch import Tensor
 
 from fastpack_trl import apply_lora

@@ -1,4 +1,4 @@
-"""Changes by others to a LoRA layer during training reaches the fast forward as it reaches PEFT's."""
+"""Changes by others to a LoRA layer during training reach the fast forward as they reach PEFT's."""
 
 from __future__ import annotations
 

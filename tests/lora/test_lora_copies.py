@@ -11,7 +11,7 @@ import pytest
 import torch
 from lora_material import adapted
 from out_of_memory import too_large
-from test_lora_quantised import quantised
+from quantised_material import quantised
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora

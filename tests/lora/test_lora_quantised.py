@@ -10,7 +10,6 @@ import peft.tuners.lora.layer
 import pytest
 import torch
 from lora_material import (
-    adapted,
     any_ids,
     functions_for_every_size,  # noqa: F401
     joint_error,
@@ -18,6 +17,7 @@ from lora_material import (
     step,
 )
 from peft import PeftModel
+from quantised_material import quantised, quantised_linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_material import make_dataset, make_tokenizer, settings
 
@@ -30,32 +30,6 @@ from fastpack_trl.testing import gradients, tiny_model
 bnb = pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
-
-
-def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A tiny llama with all decoder projections in bitsandbytes' format, and LoRA on them."""
-    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).to(dtype)
-    for layer in model.model.layers:
-        for block, names in (
-            (layer.self_attn, "q_proj k_proj v_proj o_proj"),
-            (layer.mlp, "gate_proj up_proj down_proj"),
-        ):
-            for name in names.split():
-                setattr(block, name, _base(getattr(block, name), kind, nested, dtype))
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
-    return adapted(model, target_modules="all-linear")
-
-
-def _base(linear: Any, kind: str, nested: bool, dtype: torch.dtype) -> Any:
-    inner, outer = linear.in_features, linear.out_features
-    if kind == "int8":
-        out = bnb.nn.Linear8bitLt(inner, outer, bias=False, has_fp16_weights=False)
-    else:
-        out = bnb.nn.Linear4bit(
-            inner, outer, bias=False, compute_dtype=dtype, quant_type=kind, compress_statistics=nested
-        )
-    out.load_state_dict(linear.state_dict())
-    return out.to("cpu")
 
 
 class Count(TorchDispatchMode):
@@ -72,7 +46,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_a_4_bit_projection_equals_the_reference(kind: str, nested: bool) -> None:
     torch.manual_seed(0)
-    layer = _base(torch.nn.Linear(128, 64, bias=False), kind, nested, torch.float32)
+    layer = quantised_linear(torch.nn.Linear(128, 64, bias=False), kind, nested=nested)
     base = from_4bit(layer.weight)
     torch.testing.assert_close(
         base.dense(torch.float32), bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)

@@ -1,0 +1,39 @@
+"""Small PEFT models over bitsandbytes' formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lora_material import adapted
+
+from fastpack_trl.testing import tiny_model
+
+
+def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A tiny llama with all decoder projections in bitsandbytes' format, and LoRA on them."""
+    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).to(dtype)
+    for layer in model.model.layers:
+        for block, names in (
+            (layer.self_attn, "q_proj k_proj v_proj o_proj"),
+            (layer.mlp, "gate_proj up_proj down_proj"),
+        ):
+            for name in names.split():
+                setattr(block, name, quantised_linear(getattr(block, name), kind, nested=nested, dtype=dtype))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
+    return adapted(model, target_modules="all-linear")
+
+
+def quantised_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """The layer in the format ``nf4``, ``fp4`` or ``int8``; skips the test without bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    inner, outer = linear.in_features, linear.out_features
+    if kind == "int8":
+        out = bnb.nn.Linear8bitLt(inner, outer, bias=False, has_fp16_weights=False)
+    else:
+        out = bnb.nn.Linear4bit(
+            inner, outer, bias=False, compute_dtype=dtype, quant_type=kind, compress_statistics=nested
+        )
+    out.load_state_dict(linear.state_dict())
+    return out.to("cpu")
