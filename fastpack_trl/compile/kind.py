@@ -19,8 +19,9 @@ from fastpack_trl.compile.graph import (
     packed_call,
 )
 from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.trial import CANNOT_RUN, LayerRun, median_times, step, undisturbed
+from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames
+from fastpack_trl.measure.failures import FAILURES
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class LayerKind:
         settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
             seconds = step(compiled, call.hidden, call.layer)
-        except CANNOT_RUN + settings.compile_errors as error:
+        except FAILURES + settings.compile_errors as error:
             close_frames(error)
             settings.say("failed")
             self._give_up(error)

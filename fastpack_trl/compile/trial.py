@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.measure.failures import FAILURES
+from fastpack_trl.measure.rounds import take_turns, timed
+from fastpack_trl.measure.timing import Clock, clock_of
+
 LayerRun = Callable[..., Any]
 """Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
-CANNOT_RUN: tuple[type[Exception], ...] = (
-    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError, AssertionError,
-)  # fmt: skip
-"""Errors that a compiler, a generated kernel or a traced layer raises; the compiler's own errors are `RuntimeError`."""
 _ROUNDS = 5
 
 
@@ -33,22 +32,14 @@ def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
 
 def step(run: LayerRun, hidden: Tensor, layer: nn.Module) -> float:
     """Return the seconds of one forward and backward."""
-    _wait(hidden.device)
-    start = time.perf_counter()
-    _differentiate(run, hidden, layer)
-    _wait(hidden.device)
-    return time.perf_counter() - start
+    return timed(partial(_differentiate, run, hidden, layer), _clock(hidden))[1]
 
 
 def median_times(paths: dict[str, LayerRun], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
     """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
-    times: dict[str, list[float]] = {name: [] for name in paths}
-    for count in range(_ROUNDS + 1):
-        for name, run in paths.items():
-            seconds = step(run, hidden, layer)
-            if count:
-                times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
+    sides = {name: partial(_differentiate, run, hidden, layer) for name, run in paths.items()}
+    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(hidden), loud=FAILURES)
+    return {name: rounds.time(name).median for name in paths}
 
 
 def _differentiate(run: LayerRun, hidden: Tensor, layer: nn.Module) -> None:
@@ -86,6 +77,5 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _clock(hidden: Tensor) -> Clock:
+    return clock_of(hidden.device.type, hidden.device)

@@ -102,7 +102,7 @@ def take_turns(
             begin()
         returned: dict[str, T] = {}
         for name in turn_order(alive, index):
-            taken, failure = attempt(partial(_timed, sides[name], clock), loud)
+            taken, failure = attempt(partial(timed, sides[name], clock), loud)
             if taken is None:
                 drop(name, failure or "")
                 continue
@@ -118,7 +118,7 @@ def take_turns(
     return found
 
 
-def _timed(call: Callable[[], T], clock: Clock) -> tuple[T, float]:
+def timed(call: Callable[[], T], clock: Clock) -> tuple[T, float]:
     """Call, and return the result with the seconds that it took."""
     clock.synchronise()
     start = clock.mark()
