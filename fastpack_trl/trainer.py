@@ -20,7 +20,6 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
-from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
@@ -95,21 +94,6 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
     def fastpack_proof(self) -> PackingProof | None:
         """The packing proof of the last training start; None where none ran."""
         return self.fastpack_run.part(PackingProof)
-
-    @property
-    def fastpack_trains(self) -> bool:
-        """True while `train` runs, or if it ran last; False for an evaluation by itself."""
-        return self.fastpack_run.training
-
-    @property
-    def fastpack_lora(self) -> LoraReport | None:
-        """Result of `apply_lora` while the model trains; None outside of training."""
-        return self.fastpack_run.part(LoraReport)
-
-    @property
-    def fastpack_compute_dtype(self) -> torch.dtype | None:
-        """The autocast dtype of the run; None where it computes in the dtype of the weights."""
-        return self.fastpack_run.compute_dtype
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.

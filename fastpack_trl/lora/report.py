@@ -36,11 +36,6 @@ class LoraReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
-    def cached_gib(self) -> float:
-        """GiB of frozen weights kept in the compute dtype."""
-        return self.copies.nbytes / 2**30 if self.copies.kept else 0.0
-
-    @property
     def call_by_call(self) -> dict[str, int]:
         """Number of fast layers that gave a call to PEFT since they were made, by reason."""
         return dict(Counter(declined[module] for module in self.modules if module in declined))

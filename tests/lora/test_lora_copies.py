@@ -21,6 +21,7 @@ from fastpack_trl.checkpointing.plan import Plan
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.lora import lora
+from fastpack_trl.lora.report import LoraReport
 
 GIB = 2**30
 # 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
@@ -57,12 +58,13 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
     with decided(trainer) as plan:
         assert set(plan.levels) == {Level.KEEP}
         assert kept(trainer) == [True] * 14
-        assert trainer.fastpack_lora is not None
-        assert trainer.fastpack_lora.copies.nbytes == COPIES
+        report = trainer.fastpack_run.part(LoraReport)
+        assert report is not None
+        assert report.copies.nbytes == COPIES
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status, line.path) == ("on", "kept")
         assert "left of the budget of activation_memory" in line.reason
-    assert trainer.fastpack_lora is None
+    assert trainer.fastpack_run.part(LoraReport) is None
     for more, there in ((COPIES, True), (COPIES - 1000, False), (-1000, False)):
         trainer.args.activation_memory_gib = (plan.predicted + more) / GIB
         # The head's activations are set apart before: the budget is found from what the first plan lacked.
