@@ -240,6 +240,7 @@ TABLE: tuple[Upstream, ...] = (
         _all("trl.SFTTrainer", "_is_vision_dataset _loss_shifts_labels"), ("packing",),
         "vision data and losses that shift are not told from others",
     ),
+    Upstream(("torch._foreach_copy_",), ("packing",), "no row is copied into a static batch"),
     Upstream(
         _all("trl.kernels.chunked_logprob",
              "_forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton _addmm_fp32 _BLOCK_SIZE"),
