@@ -46,8 +46,8 @@ class HeadLoss(NamedTuple):
 
     Attributes:
         total: () fp32, the sum of the losses; the only part with a gradient.
-        log_probs: (N,) fp32, of each target.
-        entropy: (N,) fp32, of each distribution, in nats.
+        log_probs: (N,) fp32, of each target; 0 where it is masked.
+        entropy: (N,) fp32, of each distribution, in nats; 0 where it is masked.
         is_top1: (N,) bool, whether the target is the first of the most likely tokens.
     """
 
@@ -74,6 +74,7 @@ def head_loss(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    mask: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -88,7 +89,9 @@ def head_loss(
         hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.
         weight: (V, H).
         bias: (V,).
-        targets: (N,) int64, in [0, V).
+        targets: (N,) int64, in [0, V); also where they are masked: -100 is not one.
+        mask: (N,) bool, the positions that count; the others have a valid hidden state and target all the same, a loss
+            and a gradient of 0, and no figures. None: all count.
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``.
@@ -108,7 +111,7 @@ def head_loss(
     elif tile_elements is None:
         tile_elements, rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
     options = _Options(loss_type, logit_scale, softcap, differentiable, max(rows, tile_elements // weight.shape[0]))
-    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, options))
+    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, mask, options))
 
 
 def reference_head_loss(
@@ -117,6 +120,7 @@ def reference_head_loss(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    mask: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -126,6 +130,8 @@ def reference_head_loss(
     log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
         hidden, weight, bias, targets, 1.0, VOCABULARY_SLICE, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
     )
+    if mask is not None:
+        log_probs, entropy, is_top1 = (x.masked_fill(~mask, 0) for x in (log_probs, entropy, is_top1))
     losses = -log_probs
     if loss_type == "dft":
         losses = losses * log_probs.exp().detach()
@@ -156,7 +162,13 @@ class _Options(NamedTuple):
 class _HeadLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        mask: Tensor | None,
+        options: _Options,
     ) -> tuple[Tensor, ...]:
         device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
         on, off = torch.is_autocast_enabled(device.type), hidden.dtype
@@ -173,7 +185,7 @@ class _HeadLossFunction(torch.autograd.Function):
         height = min(count, options.tile_rows)
         tiles = torch.empty(height, vocabulary, device=device, dtype=dtype)
         sums = torch.empty(height, hidden.shape[1], **fp32) if wants[0] else None
-        slices = _slices(weight, dtype)
+        slices, masked = _slices(weight, dtype), ~mask if mask is not None else None
         for start in range(0, count, options.tile_rows):
             rows = slice(start, min(start + options.tile_rows, count))
             inputs, tile = hidden[rows].to(dtype), tiles[: rows.stop - start]
@@ -182,8 +194,13 @@ class _HeadLossFunction(torch.autograd.Function):
             if bias is not None:
                 tile.add_(bias.to(dtype))
             log_z = _fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows], options)
+            if masked is not None:
+                for figures in (log_probs, entropy, is_top1):
+                    figures[rows].masked_fill_(masked[rows], 0)
             # Gradient of the sum of the losses with respect to each log-probability.
             factors = -log_probs[rows].exp() if options.loss_type == "dft" else torch.full_like(log_z, -1.0)
+            if masked is not None:
+                factors.masked_fill_(masked[rows], 0)
             total += (factors * log_probs[rows]).sum()
             if not any(wants):
                 continue
@@ -216,7 +233,7 @@ class _HeadLossFunction(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )  # fmt: skip
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:

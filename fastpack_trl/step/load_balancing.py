@@ -42,7 +42,7 @@ def load_balancing_loss(
     return loss
 
 
-def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int]) -> Tensor | int:
+def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int] | Tensor) -> Tensor | int:
     """Return the `load_balancing_loss` of each micro-batch in a merged row: (num_parts,) fp32.
 
     It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'.
@@ -50,22 +50,31 @@ def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int
     Args:
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives 0, as in transformers.
         top_k: experts per token.
-        parts: tokens of each part, on the host; they add up to the row.
+        parts: tokens of each part, on the host, which add up to the row; or `PackedBatch.part_bounds`, after whose last
+            entry tokens count in no part.
     """
     if not isinstance(router_logits, tuple) or not router_logits:
         return 0
-    device, num_experts, count = router_logits[0].device, router_logits[0].shape[-1], len(parts)
+    (num_tokens, num_experts), device = router_logits[0].shape, router_logits[0].device
     # Each part counts in bins of its own: as many kernels as for one.
-    part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(parts)])
-    chosen = torch.zeros(count * num_experts, dtype=torch.float32, device=device)
-    probability = torch.zeros(count, num_experts, dtype=torch.float32, device=device)
+    if isinstance(parts, Tensor):
+        ends, count = parts[1:].to(device), len(parts) - 1
+        part = torch.bucketize(torch.arange(num_tokens, device=device, dtype=ends.dtype), ends, right=True)
+        tokens = (parts.to(device).diff().clamp(min=1) * len(router_logits)).float()[:, None]
+    else:
+        count = len(parts)
+        part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(parts)])
+        tokens = torch.cat([torch.full((1, 1), float(tokens * len(router_logits)), device=device) for tokens in parts])
+    # The last bin is that of tokens in no part.
+    chosen = torch.zeros((count + 1) * num_experts, dtype=torch.float32, device=device)
+    probability = torch.zeros(count + 1, num_experts, dtype=torch.float32, device=device)
     for logits in router_logits:
         probabilities = torch.nn.functional.softmax(logits.to(device), dim=-1)
         experts = torch.topk(probabilities, top_k, dim=-1).indices + part[:, None] * num_experts
         chosen = chosen.index_add(0, experts.reshape(-1), torch.ones(experts.numel(), device=device))
         probability = probability.index_add(0, part, probabilities.float())
-    tokens = torch.cat([torch.full((1, 1), float(tokens * len(router_logits)), device=device) for tokens in parts])
-    return (chosen.view(count, num_experts) / tokens * (probability / tokens)).sum(dim=1) * num_experts
+    share = chosen.view(count + 1, num_experts)[:count] / tokens
+    return (share * (probability[:count] / tokens)).sum(dim=1) * num_experts
 
 
 class _BalancingLoss(torch.autograd.Function):
@@ -88,7 +97,7 @@ class _BalancingLoss(torch.autograd.Function):
                 weight = mask[: stacked.shape[1]]
                 slots = weight[:, None].expand(chosen.shape[1:]).expand(chosen.shape)
                 counts.scatter_add_(0, chosen.reshape(-1), slots.reshape(-1))
-                probabilities += torch.einsum("lne,n->e", routing.float(), weight)
+                probabilities += (routing * weight[:, None]).sum((0, 1))  # no product: that may be TF32
         tokens = _rows(logits[0], rows) if mask is None else mask[: _rows(logits[0], rows)].sum()
         total = tokens * len(logits)
         share = counts / total

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
-from trl import SFTTrainer
 
+from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
@@ -37,8 +37,9 @@ class ChosenLoss(ModelOutput):
         total: () fp32, sum of the losses of the N positions, with gradient.
         log_probs: (N,) fp32.
         entropy: (N,) fp32, in nats.
-        is_top1: (N,) bool.
-        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row.
+        is_top1: (N,) bool. Masked positions of a static batch have 0, 0 and False.
+        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
+            static one with room for several micro-batches.
         positions: (N,) int64, where the labels were not those of the collator; None where they were.
     """
 
@@ -171,25 +172,40 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         if isinstance(head, str):
             raise RuntimeError(f"{head}: set sync_free='off'")
         hidden, edited = outputs.last_hidden_state, None
-        positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
+        positions, next_tokens, mask = loss_batch.loss_positions, loss_batch.loss_labels, loss_batch.loss_mask
         if shift_labels is not None or not loss_batch.counts(labels) or hidden.shape[:2] != labels.shape:
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited = positions
         hidden = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(hidden, *head, next_tokens, loss_type=loss_type)
+        loss = compute(hidden, *head, next_tokens, mask=mask, loss_type=loss_type)
         aux_loss = None
         if kwargs.get("output_router_logits"):
-            logits, top_k = outputs.router_logits, text_config.num_experts_per_tok
-            if loss_batch.parts:
-                aux_loss = load_balancing_losses(logits, top_k, [part.tokens for part in loss_batch.parts])
-            else:
-                tokens = loss_batch.total_tokens - loss_batch.num_padding
-                aux_loss = load_balancing_loss(logits, top_k=top_k, rows=tokens)
+            aux_loss = _balancing(outputs.router_logits, text_config.num_experts_per_tok, loss_batch)
             if not isinstance(aux_loss, Tensor):  # 0, as in stock: this model records no router logits
-                aux_loss = loss.total.new_zeros(len(loss_batch.parts) or ())
+                aux_loss = loss.total.new_zeros(_num_parts(loss_batch) or ())
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
 
     return forward
+
+
+def _balancing(router_logits: Any, top_k: int, batch: PackedBatch) -> Tensor | int:
+    """Return the load-balancing loss of a row, or of each micro-batch in it; padding and tails do not count."""
+    if batch.part_bounds is None:
+        if batch.parts:
+            return load_balancing_losses(router_logits, top_k, [part.tokens for part in batch.parts])
+        return load_balancing_loss(router_logits, top_k=top_k, rows=batch.total_tokens - batch.num_padding)
+    if _num_parts(batch):
+        return load_balancing_losses(router_logits, top_k, batch.part_bounds)
+    # The same by the function that keeps nothing but the logits.
+    counted = torch.arange(batch.total_tokens, device=batch.device) < batch.part_bounds[1]
+    return load_balancing_loss(router_logits, top_k=top_k, attention_mask=counted)
+
+
+def _num_parts(batch: PackedBatch) -> int:
+    """Count the micro-batches that a merged row has, or a static one has room for; 0 for a row by itself."""
+    if batch.part_bounds is None:
+        return len(batch.parts)
+    return len(batch.part_bounds) - 1 if len(batch.part_bounds) > 2 else 0
 
 
 def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -197,12 +213,17 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
 
     Raises:
         ValueError: labels of another shape than the tokens.
+        PackingError: a static batch, whose shapes hold no other number of them.
     """
+    if batch.is_static:
+        raise PackingError(
+            "the labels of a static batch were moved or edited by a hook: give the model the plain batch"
+        )
     next_tokens = shift_labels
     if next_tokens is None:
         next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if batch.parts:  # what comes after the last token of a micro-batch is of another one
-            next_tokens[:, [end - 1 for end in _ends(batch.parts)]] = IGNORE_INDEX
+            next_tokens[:, [end - 1 for end in ends(batch.parts)]] = IGNORE_INDEX
     if next_tokens.shape != hidden.shape[:2]:
         raise ValueError(
             f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(hidden.shape[:2])}: cut both alike"
@@ -212,89 +233,6 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
     return positions, next_tokens[positions]
 
 
-def _ends(parts: Sequence[Part]) -> list[int]:
+def ends(parts: Sequence[Part]) -> list[int]:
     """Return the ends of the micro-batches in a merged row, in tokens."""
     return list(itertools.accumulate(part.tokens for part in parts))
-
-
-def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
-    """Count the positions of `outputs` in each micro-batch of the row; asks the device only after an edit."""
-    assert outputs.entropy is not None
-    if not parts:
-        return [outputs.entropy.numel()]
-    if outputs.positions is None:
-        return [part.loss_tokens for part in parts]
-    ends = torch.tensor(_ends(parts), device=outputs.positions.device)
-    sizes: list[int] = torch.bucketize(outputs.positions, ends, right=True).bincount(minlength=len(ends)).tolist()
-    return sizes
-
-
-def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """Read the result of TRL's forward at the positions with a loss; asks the device."""
-    losses = -outputs.log_probs
-    if loss_type == "dft":
-        losses = losses * outputs.log_probs.exp().detach()
-    mask = outputs.label_mask
-    return ChosenLoss(
-        losses.sum(), outputs.log_probs[mask], outputs.entropy[mask], outputs.is_top1[mask], outputs.aux_loss
-    )
-
-
-def batch_loss(
-    trainer: SFTTrainer,
-    model: nn.Module,
-    inputs: dict[str, Any],
-    num_items_in_batch: Tensor | int | None,
-    batch: PackedBatch | None,
-) -> tuple[Tensor, Tensor, list[int], ChosenLoss]:
-    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``.
-
-    Args:
-        trainer: a `SFTTrainer` whose model has a `LossForward`.
-        model: the model as accelerate wrapped it.
-        inputs: its keywords.
-        num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
-            ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
-        batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
-
-    Returns:
-        The loss, () fp32; (num_parts,) fp32 without gradient, what each micro-batch of a merged row adds to it, which
-        is one for a row by itself; the tokens of each with a loss; and the figures of each such token.
-    """
-    inputs["use_cache"] = False
-    if trainer.aux_loss_enabled:
-        inputs["output_router_logits"] = True
-    loss_type, parts = trainer.args.loss_type, () if batch is None else batch.parts
-    outputs: Any
-    if batch is None:
-        outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
-    else:
-        # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
-        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
-    sizes = _loss_tokens(parts, outputs)
-    items: Any = max(1, sum(sizes))
-    ranks = 1
-    if num_items_in_batch is not None:
-        items = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
-            # The count is that of every rank, and DDP takes the mean of the gradients over ranks.
-            ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
-    # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
-    steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-
-    def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
-        loss = total / items
-        if ranks > 1:
-            loss = loss * ranks
-        return loss + trainer.router_aux_loss_coef * aux_loss / steps if trainer.aux_loss_enabled else loss
-
-    if not parts:
-        loss = normalised(outputs.total, outputs.aux_loss)
-        return loss, loss.detach()[None], sizes, outputs
-    aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
-    loss = normalised(outputs.total, None if aux_losses is None else aux_losses.sum())
-    losses = -outputs.log_probs
-    if loss_type == "dft":
-        losses = losses * outputs.log_probs.exp()
-    totals = torch.stack([part.sum() for part in losses.split(sizes)])
-    return loss, normalised(totals, None if aux_losses is None else aux_losses.detach()), sizes, outputs

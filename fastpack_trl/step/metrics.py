@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,37 +45,31 @@ class DeferredMetrics:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def add(
-        self,
-        trainer: SFTTrainer,
-        mode: Mode,
-        *,
-        entropy: Tensor,
-        is_top1: Tensor,
-        loss: Tensor,
-        tokens: int,
-        aux_loss: Tensor | None,
+    def keep(
+        self, trainer: SFTTrainer, mode: Mode, table: Tensor, loss_tokens: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Keep the figures of one micro-batch; asks the device nothing.
+        """Keep a copy of the figures of one micro-batch, or of several in one row; asks the device nothing.
 
         Args:
             trainer: whose accelerator knows the ranks.
             mode: which of TRL's lists they belong to.
-            entropy: (N,) fp32, per position with a loss.
-            is_top1: (N,) bool.
-            loss: () fp32, what the micro-batch adds to the loss of the step.
-            tokens: of the whole row.
-            aux_loss: ().
+            table: (num_parts, 4) as of `StepLoss`; rows past the counts are left out.
+            loss_tokens: of each part, those that the loss counts.
+            tokens: of each part, those of the row that it was.
         """
-        place = len(self._batches) % _ROWS
-        if not place:
-            self._blocks.append(torch.empty(_ROWS, 4, dtype=torch.float32, device=entropy.device))
-        correct = is_top1.sum(dtype=torch.float32)
-        aux = aux_loss.detach().float() if aux_loss is not None else correct
-        torch.stack([entropy.detach().sum().float(), correct, aux, loss], out=self._blocks[-1][place])
-        self._batches.append(
-            _MicroBatch(mode, entropy.numel(), tokens, counted_ranks(trainer.accelerator), aux_loss is not None)
-        )
+        count, done = len(loss_tokens), 0
+        while done < count:
+            place = len(self._batches) % _ROWS
+            if not place:
+                self._blocks.append(torch.empty(_ROWS, 4, dtype=torch.float32, device=table.device))
+            now = min(count - done, _ROWS - place)
+            self._blocks[-1][place : place + now].copy_(table[done : done + now])
+            ranks = counted_ranks(trainer.accelerator)
+            self._batches += [
+                _MicroBatch(mode, valid, row, ranks, bool(trainer.aux_loss_enabled))
+                for valid, row in zip(loss_tokens[done : done + now], tokens[done : done + now], strict=True)
+            ]
+            done += now
 
     def losses(self, start: int) -> Tensor:
         """Return the losses of the micro-batches from `start` on, (n,) fp32; `start` is below the number kept."""

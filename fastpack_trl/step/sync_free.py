@@ -17,8 +17,9 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
-from fastpack_trl.step.loss import LossForward, batch_loss, head_of
+from fastpack_trl.step.loss import LossForward, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
+from fastpack_trl.step.step_loss import step_loss
 
 _EDITED_LABELS = (
     "labels were moved, replaced or edited after collation: their positions are made again, which asks the device"
@@ -58,25 +59,28 @@ class SyncFreeStep:
         elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
             batch = None
         # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
-        loss, losses, sizes, outputs = batch_loss(trainer, model, inputs, num_items_in_batch, batch)
+        steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+        loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, steps, batch)
         if why_stock:
             run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
-        if outputs.positions is not None:
+        if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
-        assert outputs.entropy is not None
-        assert outputs.is_top1 is not None
-        parts = batch.parts if batch is not None else ()
         # As TRL counts them: a row may have been cut short.
-        capacities = [part.capacity for part in parts] or [inputs["position_ids"].size(1)]
-        aux_loss = outputs.aux_loss if trainer.aux_loss_enabled else None
-        aux_losses = aux_loss.unbind() if parts and aux_loss is not None else [aux_loss] * len(sizes)
-        figures = zip(
-            outputs.entropy.split(sizes), outputs.is_top1.split(sizes), losses.unbind(), capacities, aux_losses,
-            strict=True,
-        )  # fmt: skip
-        for entropy, is_top1, one, tokens, aux in figures:
-            self.metrics.add(trainer, mode, entropy=entropy, is_top1=is_top1, loss=one, tokens=tokens, aux_loss=aux)
+        tokens = row_tokens(batch) if batch is not None and batch.parts else [inputs["position_ids"].size(1)]
+        self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
+
+    def keep(self, trainer: SFTTrainer, table: Tensor, batch: PackedBatch) -> None:
+        """Keep the figures of a static batch for the next log; asks the device nothing.
+
+        Args:
+            trainer: that trains.
+            table: as of `StepLoss`; copied, so that a replay may write it again.
+            batch: the plain one that was copied into the static one.
+        """
+        size = batch.loss_positions.numel() if batch.loss_positions is not None else 0
+        loss_tokens = [part.loss_tokens for part in batch.parts] or [size]
+        self.metrics.keep(trainer, "train" if trainer.model.training else "eval", table, loss_tokens, row_tokens(batch))
 
     def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
         """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
@@ -162,6 +166,11 @@ def why_stock_loss(run: Run) -> str:
         f"load_balancing_loss_func was replaced by {replaced_by()}": trainer.aux_loss_enabled and bool(replaced_by()),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def row_tokens(batch: PackedBatch) -> list[int]:
+    """Return the tokens of each row that a plain batch was made of, padding included."""
+    return [part.capacity for part in batch.parts] or [batch.total_tokens]
 
 
 def base_model(model: Any) -> Any:

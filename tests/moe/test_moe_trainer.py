@@ -18,7 +18,7 @@ from benchmarks.readme import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.measured_speed import MEASURED, Gain
-from fastpack_trl.step.load_balancing import load_balancing_loss
+from fastpack_trl.step.load_balancing import load_balancing_loss, load_balancing_losses
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -237,6 +237,39 @@ def test_auxiliary_loss_of_many_layers_is_stacked_in_pieces(monkeypatch: pytest.
     whole = load_balancing_loss(logits, 8, 2)
     monkeypatch.setattr("fastpack_trl.step.load_balancing._CHUNK", 2 * logits[0].numel())
     assert float(load_balancing_loss(logits, 8, 2)) == pytest.approx(float(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [[20], [7, 13], [5, 1, 8], [6]])
+@pytest.mark.parametrize("room", [0, 2])
+def test_bounds_on_the_device_give_the_auxiliary_loss_of_each_part(parts: list[int], room: int) -> None:
+    """As from lengths on the host, over the tokens that have a part; the others get no gradient."""
+    logits, counted = _logits(torch.float32), sum(parts)
+    bounds = torch.tensor([0, *parts] + [0] * room).cumsum(0).to(torch.int32)
+    found = load_balancing_losses(tuple(logits), 2, bounds)
+    cut = [layer.detach()[:counted].requires_grad_() for layer in logits]
+    expected = load_balancing_losses(tuple(cut), 2, parts)
+    assert isinstance(found, Tensor)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(found[: len(parts)], expected)
+    assert found[len(parts) :].tolist() == [0.0] * room
+    weights = torch.arange(1.0, len(found) + 1)
+    ours = torch.autograd.grad((found * weights).sum(), logits)
+    theirs = torch.autograd.grad((expected * weights[: len(parts)]).sum(), cut)
+    for mine, grad in zip(ours, theirs, strict=True):
+        assert torch.equal(mine[:counted], grad)
+        assert not mine[counted:].any()
+
+
+def test_a_mask_on_the_device_counts_the_rows_before_it() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = _logits(dtype)
+        by_rows = load_balancing_loss(tuple(logits), 8, 2, rows=13)
+        by_mask = load_balancing_loss(tuple(logits), 8, 2, torch.arange(20) < 13)
+        assert isinstance(by_rows, Tensor)
+        assert isinstance(by_mask, Tensor)
+        torch.testing.assert_close(by_mask, by_rows, rtol=1e-6, atol=0)
+        for one, other in zip(torch.autograd.grad(by_mask, logits), torch.autograd.grad(by_rows, logits), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=1e-8)
 
 
 def test_padding_of_a_packed_row_does_not_count(tmp_path: Path) -> None:

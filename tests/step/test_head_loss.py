@@ -200,6 +200,45 @@ def test_no_position_is_a_zero_with_a_gradient(trained: bool, compute: Any) -> N
 
 
 @needs_tiles
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masked_positions_count_nothing(trained: bool, loss_type: str, shape: str) -> None:
+    """Loss, gradients and figures are those of the positions that count, whatever stands at the others."""
+    hidden, *head, targets = material(trained, bias=True)
+    mask = torch.rand(POSITIONS, generator=torch.Generator().manual_seed(3)) < 0.6
+    kept = (hidden.detach()[mask].requires_grad_(), *head, targets[mask])
+    options = {"loss_type": loss_type, **SHAPES[shape]}
+    exact, stock = run(truth, doubled(kept), **options), run(reference_head_loss, kept, **options)
+    for compute, more in ((head_loss, {"tile_elements": 5 * VOCABULARY}), (head_loss, {}), (reference_head_loss, {})):
+        results = []
+        for other in (1.0, -30.0):
+            changed, others = hidden.detach().clone(), targets.clone()
+            changed[~mask] *= other
+            others[~mask] = (others[~mask] + int(other < 0)) % VOCABULARY
+            inputs = (changed.requires_grad_(), *head, others)
+            total, log_probs, entropy, grad_hidden, *grads = run(compute, inputs, mask=mask, **options, **more)
+            assert not log_probs[~mask].any()
+            assert not entropy[~mask].any()
+            assert not grad_hidden[~mask].any()
+            results.append([total, log_probs[mask], entropy[mask], grad_hidden[mask], *grads])
+        assert all(torch.equal(one, same) for one, same in zip(*results, strict=True))
+        for mine, theirs, right in zip(results[0], stock, exact, strict=True):
+            floor = 4 * torch.finfo(mine.dtype).eps * right.norm()
+            assert (mine - right).norm() <= 2 * (theirs - right).norm() + floor
+        is_top1 = compute(*inputs, mask=mask, **options, **more).is_top1
+        assert not is_top1[~mask].any()
+        assert torch.equal(is_top1[mask], truth(*doubled(kept), **options).is_top1)
+
+
+def test_all_masked_is_a_zero_with_a_gradient_of_zeros() -> None:
+    inputs = material(True)
+    total, *_, grad_hidden, grad_weight = run(head_loss, inputs, mask=torch.zeros(POSITIONS, dtype=torch.bool))
+    assert total == 0
+    assert not grad_hidden.any()
+    assert not grad_weight.any()
+
+
 def test_a_second_backward_is_refused_by_name() -> None:
     loss = head_loss(*material(True)).total
     loss.backward(retain_graph=True)

@@ -1,0 +1,157 @@
+"""The loss of a micro-batch as TRL normalises it, and its figures for the log, as one table for every kind of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from trl import SFTTrainer
+
+from fastpack_trl.packing.packed_batch import PackedBatch, Part
+from fastpack_trl.step.loss import ChosenLoss, ends
+
+
+class StepLoss(NamedTuple):
+    """The result of `step_loss`."""
+
+    loss: Tensor
+    """() fp32, with gradient."""
+    table: Tensor
+    """(num_parts, 4) fp32 without gradient, a row for each micro-batch: sum of the entropies, correct tokens, auxiliary
+    loss (of no meaning where there is none), what it adds to `loss`. A row by itself is one part. A static batch has as
+    many as there is room for; surplus ones count nothing."""
+    loss_tokens: list[int]
+    """Tokens of each part with a loss; empty for a static batch, where only the host knows (`PackedBatch.parts`)."""
+    edited: bool
+    """Whether the labels were not those of the collator."""
+
+
+def step_loss(
+    trainer: SFTTrainer,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    num_items_in_batch: Tensor | int | None,
+    accumulation_steps: Tensor | int,
+    batch: PackedBatch | None,
+) -> StepLoss:
+    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
+
+    Of a static batch with tensors for both counts nothing is read on the host: a CUDA graph of it and of the backward
+    pass replays for whatever is copied into them.
+
+    Args:
+        trainer: a `SFTTrainer` whose model has a `LossForward`.
+        model: the model as accelerate wrapped it.
+        inputs: its keywords.
+        num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
+            ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
+        accumulation_steps: micro-batches of the step, which share the auxiliary loss; a number or ().
+        batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
+    """
+    inputs["use_cache"] = False
+    if trainer.aux_loss_enabled:
+        inputs["output_router_logits"] = True
+    loss_type = trainer.args.loss_type
+    outputs: Any
+    if batch is None:
+        outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
+    else:
+        # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
+        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
+    split = _Split(batch, outputs)
+    items: Any
+    ranks = 1
+    if num_items_in_batch is None:
+        items = split.count()
+    else:
+        items = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
+            # The count is that of every rank, and DDP takes the mean of the gradients over ranks.
+            ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+    # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
+    steps = accumulation_steps if num_items_in_batch is not None else 1
+
+    def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
+        loss = total / items
+        if ranks > 1:
+            loss = loss * ranks
+        return loss + trainer.router_aux_loss_coef * aux_loss / steps if aux_loss is not None else loss
+
+    aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
+    entropy, correct = split.sums(outputs.entropy), split.sums(outputs.is_top1)
+    if split.is_one:
+        loss = normalised(outputs.total, aux_losses)
+        losses = loss.detach()
+    else:
+        loss = normalised(outputs.total, None if aux_losses is None else aux_losses.sum())
+        log_probs = outputs.log_probs
+        totals = split.sums(-log_probs * log_probs.exp() if loss_type == "dft" else -log_probs)
+        losses = normalised(totals, None if aux_losses is None else aux_losses.detach())
+    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float(), losses]
+    table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
+    return StepLoss(loss, table, split.sizes, outputs.positions is not None)
+
+
+class _Split:
+    """The micro-batches of a row, to which the positions of `outputs` belong."""
+
+    def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
+        assert outputs.entropy is not None
+        self.sizes: list[int] = []
+        self._members: Tensor | None = None
+        self._mask: Tensor | None = None
+        if batch is None or batch.part_bounds is None:
+            self.sizes = _loss_tokens(() if batch is None else batch.parts, outputs)
+            self.is_one = batch is None or not batch.parts
+            return
+        assert batch.loss_positions is not None
+        bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
+        self.is_one = bounds.numel() == 2
+        if not self.is_one:
+            self._members = (bounds[:-1] <= positions) & (positions < bounds[1:])
+
+    def count(self) -> Tensor | int:
+        """Return the positions that the loss counts in the whole row, at least 1."""
+        return max(1, sum(self.sizes)) if self._mask is None else self._mask.sum().clamp(min=1)
+
+    def sums(self, figures: Tensor) -> Tensor:
+        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself.
+
+        Args:
+            figures: (N,), 0 where a position is masked.
+        """
+        if self.is_one:
+            return figures.sum(dtype=torch.float32)
+        if self._members is None:
+            return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
+        # Chosen, not multiplied: a loss of NaN stays in its own part.
+        return torch.where(self._members, figures, 0).sum(dim=1, dtype=torch.float32)
+
+
+def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
+    """Count the positions of `outputs` in each micro-batch of the row; asks the device only after an edit."""
+    assert outputs.entropy is not None
+    if not parts:
+        return [outputs.entropy.numel()]
+    if outputs.positions is None:
+        return [part.loss_tokens for part in parts]
+    bounds = torch.tensor(ends(parts), device=outputs.positions.device)
+    sizes: list[int] = torch.bucketize(outputs.positions, bounds, right=True).bincount(minlength=len(bounds)).tolist()
+    return sizes
+
+
+def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
+    """Read the result of TRL's forward at the positions with a loss; asks the device."""
+    losses = -outputs.log_probs
+    if loss_type == "dft":
+        losses = losses * outputs.log_probs.exp().detach()
+    mask = outputs.label_mask
+    return ChosenLoss(
+        losses.sum(),
+        outputs.log_probs.detach()[mask],
+        outputs.entropy.detach()[mask],
+        outputs.is_top1[mask],
+        outputs.aux_loss,
+    )
