@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastpack_trl.packing.as_made import AsMade
@@ -22,7 +23,7 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX, NOT_ON_HOST, PackedB
 from fastpack_trl.packing.packed_inputs import ALIGNMENT
 
 _FROM_THE_DEVICE = ("input_ids", "labels", "loss_positions", "loss_labels")
-_BYTES = {torch.int64: 8, torch.int32: 4, torch.bool: 1}
+_NUMPY = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.bool: np.dtype(np.bool_)}
 
 
 class StaticInputs:
@@ -141,7 +142,7 @@ def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None
     bucket, on_device = static.bucket, static._block.is_cuda
     # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
     staged = torch.empty(static._host.num_bytes, dtype=torch.uint8, pin_memory=on_device)
-    host = {name: view.numpy().reshape(-1) for name, view in static._host.views(staged).items()}
+    host = static._host.arrays(staged)
     whole, rest = divmod(bucket.tokens - size.tokens, bucket.max_seqlen)
     lengths = np.array([*batch.seq_lengths, *[bucket.max_seqlen] * whole, *[rest] * (rest > 0)], dtype=np.int64)
     ends = lengths.cumsum()
@@ -171,7 +172,7 @@ class _Sections:
         self.num_bytes = 0
         self._places: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
         for name, (dtype, shape) in tensors.items():
-            size = shape[-1] * _BYTES[dtype]
+            size = shape[-1] * _NUMPY[dtype].itemsize
             self._places[name] = (dtype, shape, self.num_bytes, size)
             # A gap after each: an offset that equals a length is one symbol to torch.compile (`PackedInputs.empty`).
             self.num_bytes += (size // ALIGNMENT + 2) * ALIGNMENT
@@ -181,4 +182,12 @@ class _Sections:
         return {
             name: block[start : start + size].view(dtype).view(shape)
             for name, (dtype, shape, start, size) in self._places.items()
+        }
+
+    def arrays(self, block: Tensor) -> dict[str, NDArray[Any]]:
+        """Return the same over a block on the host, flat and writable."""
+        array = block.numpy()
+        return {
+            name: array[start : start + size].view(_NUMPY[dtype])
+            for name, (dtype, _, start, size) in self._places.items()
         }

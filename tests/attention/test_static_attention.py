@@ -185,7 +185,7 @@ def test_on_cuda_empty_segments_and_a_tail_are_within_what_two_runs_differ(kind:
 
 @pytest.mark.cuda
 def test_on_cuda_a_captured_layer_replays_for_other_documents() -> None:
-    first, second = (make_rows(parts).to("cuda") for parts in ([[50, 90], [30]], [[10, 20], [40, 60]]))
+    first, second = (make_rows(parts, device="cuda") for parts in ([[50, 90], [30]], [[10, 20], [40, 60]]))
     static = to_static(first, Bucket(tokens=256, segments=8, max_seqlen=128, loss_tokens=256, parts=2))
     layer = BACKENDS["varlen"].prepare(static.batch, HOPPER, torch.device("cuda"))
     tensors = [t.detach().cuda().requires_grad_() for t in tensors_of(256, dtype=torch.bfloat16)]

@@ -188,7 +188,7 @@ def test_moving_keeps_what_a_static_batch_has() -> None:
 
 @pytest.mark.cuda
 def test_on_cuda_a_copy_asks_nothing_and_writes_the_tensors_that_are_there() -> None:
-    first, second = (make_rows([[5, 9], [3]], ignored=share).to("cuda") for share in (0.0, 0.5))
+    first, second = (make_rows([[5, 9], [3]], ignored=share, device="cuda") for share in (0.0, 0.5))
     static = to_static(first, bucket_for(first, tail=7, segments=3, loss=4, parts=1))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

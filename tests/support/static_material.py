@@ -24,9 +24,9 @@ def make_inputs(lengths: list[int], *, seed: int = 0, ignored: float = 0.0, pad_
     return PackingCollator(pad_token_id=0, pad_to_multiple_of=pad_to)([row])
 
 
-def make_rows(parts: list[list[int]], **options: Any) -> Any:
-    """A micro-batch of one part, or several merged."""
-    rows = [make_inputs(lengths, seed=seed, **options) for seed, lengths in enumerate(parts)]
+def make_rows(parts: list[list[int]], *, device: str = "cpu", **options: Any) -> Any:
+    """A micro-batch of one part, or several merged where they run."""
+    rows = [make_inputs(lengths, seed=seed, **options).to(device) for seed, lengths in enumerate(parts)]
     return merge_inputs(rows) if len(rows) > 1 else rows[0]
 
 
