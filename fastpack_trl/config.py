@@ -182,10 +182,46 @@ class Settings:
         },
     )
 
+    def __post_init__(self) -> None:
+        self.normalise()
+
+    def normalise(self) -> None:
+        """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them.
+
+        Raises:
+            ValueError: a value outside its choices or its limits; names the remedy.
+        """
+        for name, choices in _CHOICES.items():
+            setattr(self, name, normalise_choice(name, getattr(self, name), choices))
+        if self.moe_quantize_experts == "on" and self.moe == "off":
+            raise ValueError(
+                "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
+            )
+        self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
+        if not self.padded_rows_limit >= 1:
+            raise ValueError(
+                f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
+            )
+        if self.activation_memory_gib is not None:
+            self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")
+            if not 0 < self.activation_memory_gib < math.inf:
+                raise ValueError(
+                    f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
+                    "activations, or leave it out for what is free"
+                )
+        if self.offload_budget_gib is not None:
+            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
+        check_offload(self.offload_budget_gib, self.keep_last_layers)
+
     @classmethod
     def of(cls, args: Any) -> Settings:
-        """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults."""
+        """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults.
+
+        Raises:
+            ValueError: as `normalise`: a field may have been set after the config was made.
+        """
         if isinstance(args, cls):
+            args.normalise()
             return args
         values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
         return cls(**values)
@@ -243,29 +279,9 @@ class FastSFTConfig(Settings, SFTConfig):
     """
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            setattr(self, name, normalise_choice(name, getattr(self, name), choices))
-        if self.moe_quantize_experts == "on" and self.moe == "off":
-            raise ValueError(
-                "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
-            )
-        self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
+        self.normalise()
         check_counts(self)
-        if not self.padded_rows_limit >= 1:
-            raise ValueError(
-                f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
-            )
-        if self.activation_memory_gib is not None:
-            self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")
-            if not 0 < self.activation_memory_gib < math.inf:
-                raise ValueError(
-                    f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
-                    "activations, or leave it out for what is free"
-                )
-        if self.offload_budget_gib is not None:
-            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
-        check_offload(self.offload_budget_gib, self.keep_last_layers)
-        super().__post_init__()
+        SFTConfig.__post_init__(self)
 
 
 def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:

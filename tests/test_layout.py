@@ -149,8 +149,9 @@ def test_settings_have_one_default_whoever_reads_them() -> None:
         field.name for field in fields(SFTConfig)
     }
     assert vars(Settings.of(SFTConfig(use_cpu=True))) == own
-    for name in own:
-        assert getattr(Settings.of(SimpleNamespace(**{name: "given"})), name) == "given"
+    for name, default in own.items():
+        given = {float: 2.0, int: 2, type(None): 2.0, str: "on" if default == "off" else "off"}[type(default)]
+        assert getattr(Settings.of(SimpleNamespace(**{name: given})), name) == given
     config = fastpack_trl.FastSFTConfig(use_cpu=True)
     assert Settings.of(config) is config
 
