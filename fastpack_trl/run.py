@@ -15,7 +15,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.model.facts import UNREADABLE, text_model
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.report import FeatureReport, Status
@@ -132,12 +132,21 @@ class Run:
 
     @contextmanager
     def keeping(self, part: object) -> Iterator[None]:
-        """Keep `part` until the context ends."""
-        self.keep(part)
+        """Keep `part` until the context ends; what was kept of its class before is there again then."""
+        with self.without(type(part)):
+            self.keep(part)
+            yield
+
+    @contextmanager
+    def without(self, kind: type[Any]) -> Iterator[None]:
+        """Let `Run.part` find no part of a class until the context ends."""
+        before = self._parts.pop(kind, None)
         try:
             yield
         finally:
-            del self._parts[type(part)]
+            self._parts.pop(kind, None)
+            if before is not None:
+                self.keep(before)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that takes back the figures of all micro-batches from here on; it may be called twice."""
@@ -157,7 +166,8 @@ class Run:
         """
         name = str(getattr(feature, "__name__", feature))
         cause: BaseException | None = None
-        reason = "" if name == "sync_free" else lacks(name)  # that one has host work to do all the same
+        setting = self.settings.get(name)
+        reason = "" if setting == "off" or name in PARTLY else lacks(name)
         try:
             if not reason:
                 stack.enter_context(feature(self))
@@ -167,7 +177,6 @@ class Run:
         except (*UNREADABLE, ImportError) as error:
             cause = error
             reason = f"{type(text_model(self.model)).__name__} cannot be read: {type(error).__name__}: {error}"
-        setting = self.settings.get(name)
         if setting not in ("auto", "off"):
             raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from cause
         self.say(name, "stock", "stock", reason)

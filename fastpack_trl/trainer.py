@@ -174,6 +174,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
         run.settings, run.training = Settings.of(self.args), announce
         with contextlib.ExitStack() as stack:
             plan_rows_again(run)
+            if run.settings.sync_free == "off":  # since: the step was made with the trainer
+                stack.enter_context(run.without(SyncFreeStep))
             for feature in BEFORE_ATTENTION:
                 run.enter(stack, feature)
             stack.enter_context(packed_attention(run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -23,6 +24,14 @@ from fastpack_trl.run import PADDED_ROWS, Choice, Run
 logger = get_logger(__name__)
 
 
+class _Asked(NamedTuple):
+    """The settings for which a run has chosen its attention, as of `choose_attention`."""
+
+    packed_attention: str
+    padded_rows_limit: float
+    by_name: bool
+
+
 def choose_attention(run: Run, *, by_name: bool) -> None:
     """Choose the attention path of a run, and its batches.
 
@@ -33,6 +42,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
     """
+    run.keep(_Asked("", 0, by_name))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     run.choice = choose(
         run.settings.packed_attention,
@@ -41,6 +51,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
         attempt=failure,
     )
     plan_rows(run)
+    run.keep(_Asked(run.settings.packed_attention, run.settings.padded_rows_limit, by_name))
 
 
 def plan_rows(run: Run) -> None:
@@ -76,8 +87,17 @@ def plan_rows(run: Run) -> None:
 
 
 def plan_rows_again(run: Run) -> None:
-    """Plan anew if a hook, a method or a collator came since; said in the log."""
-    if plan_batches(run.trainer, run.choice.path) != run.plan:
+    """Choose and plan anew if a setting was changed, a hook, a method or a collator came since; said in the log.
+
+    Raises:
+        ValueError: as `choose_attention`.
+    """
+    asked, settings = run.part(_Asked), run.settings
+    assert asked is not None
+    if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
+        choose_attention(run, by_name=asked.by_name)
+        logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
+    elif plan_batches(run.trainer, run.choice.path) != run.plan:
         plan_rows(run)
         logger.warning(f"batches: {run.plan.kind.replace('_', '-')} ({run.plan.reason})")
 

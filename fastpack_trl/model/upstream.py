@@ -49,12 +49,14 @@ class Upstream(NamedTuple):
         rooms: folders and files of this package that use them.
         without: what happens where one is missing.
         part: of `NEEDS`, where the names are looked up before anything runs.
+        partly: the part is a feature that runs all the same: it has other work, and leaves out what needs the names.
     """
 
     names: tuple[str, ...]
     rooms: tuple[str, ...]
     without: str
     part: str = ""
+    partly: bool = False
 
 
 def _all(prefix: str, names: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ TABLE: tuple[Upstream, ...] = (
     Upstream(
         (*_all("trl.kernels", "ChunkedLogProbFunction chunked_logprob"),
          *_all("transformers.Trainer", "_maybe_log_save_evaluate _finalize_training")),
-        ("step",), "loss and metrics as stock", "sync_free",
+        ("step",), "loss and metrics as stock", "sync_free", partly=True,
     ),
     Upstream(
         (_HOMES["LoraLayer"], _HOMES["LoraLinear"], *_all("torch", "_foreach_mul _foreach_mul_ _foreach_copy_"),
@@ -273,6 +275,8 @@ TABLE: tuple[Upstream, ...] = (
 
 NEEDS: dict[str, tuple[str, ...]] = {group.part: group.names for group in TABLE if group.part}
 """The names that each part cannot do without, beside the public interfaces."""
+PARTLY = frozenset(group.part for group in TABLE if group.partly)
+"""Parts that run without their names too, and leave out what needs them."""
 
 
 class Absent:

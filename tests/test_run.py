@@ -1,0 +1,138 @@
+"""Decisions of a run: made again where a setting was changed since, and not at all for a feature that is off."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from trainer_material import make_dataset, make_tokenizer, settings, train
+from trl import SFTConfig
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.model.upstream import NEEDS
+from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.testing import tiny_model
+
+FEATURES = [feature.__name__ for feature in (*BEFORE_ATTENTION, *AFTER_ATTENTION)]
+SWITCHED = [name for name in FEATURES if name in NEEDS]
+
+
+def make(folder: Path, kind: Any = FastSFTConfig, family: str = "qwen3", **fast: Any) -> FastSFTTrainer:
+    return FastSFTTrainer(
+        tiny_model(family), args=kind(**settings(folder, packing=True, max_steps=2, eval_strategy="no"), **fast),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, FastSFTConfig])
+def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Path, kind: Any) -> None:
+    trainer = make(tmp_path, kind)
+    trainer.train()
+    assert trainer.fastpack_report["sync_free"].status == "on"
+    step = trainer.fastpack_step
+    trainer.args.sync_free = False
+    trainer.train()
+    line = trainer.fastpack_report["sync_free"]
+    assert (line.status, line.reason) == ("off", "switched off")
+    assert not trainer.fastpack_run.loss_is_ours
+    assert trainer.fastpack_step is step
+    trainer.args.sync_free = "auto"
+    trainer.train()
+    assert trainer.fastpack_report["sync_free"].status == "on"
+
+
+def test_a_wrong_setting_before_a_second_run_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, SFTConfig)
+    trainer.args.lora = "nonsense"
+    with pytest.raises(ValueError, match="lora='nonsense' is not available"):
+        trainer.train()
+
+
+def test_attention_is_chosen_again_where_its_setting_was_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(tmp_path)
+    trainer.train()
+    first = trainer.fastpack_report["packed_attention"]
+    assert (first.status, first.path) == ("on", "per_document")
+    with caplog.at_level(logging.WARNING):
+        trainer.args.packed_attention = "off"
+        trainer.train()
+    line = trainer.fastpack_report["packed_attention"]
+    assert (line.status, line.path, line.reason) == ("off", "stock", "switched off")
+    assert trainer.fastpack_report["batches"].status == "stock"
+    assert "packed_attention: off (switched off)" in caplog.text
+    caplog.clear()
+    trainer.args.packed_attention = "sdpa"
+    trainer.train()
+    assert trainer.fastpack_report["packed_attention"].path == "sdpa"
+    trainer.args.packed_attention = "auto"
+    trainer.train()
+    assert trainer.fastpack_report["packed_attention"] == first
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        trainer.train()
+    assert "packed_attention" not in caplog.text, "chosen once for one setting"
+    trainer.args.packed_attention = "flex"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="packed_attention='flex' cannot be used here: flex needs CUDA"):
+            trainer.train()
+
+
+def test_padded_rows_are_weighed_again_where_their_limit_was_changed(tmp_path: Path) -> None:
+    trainer = make(tmp_path, packed_attention="padded_rows", padded_rows_limit=40)
+    trainer.args.padded_rows_limit = 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="over padded_rows_limit=1 "):
+            trainer.train()
+    trainer.args.packed_attention = "sdpa"
+    trainer.train()
+    assert trainer.fastpack_run.choice.path == "sdpa"
+    trainer.args.packed_attention, trainer.args.padded_rows_limit = "padded_rows", 1
+    with pytest.raises(ValueError, match="over padded_rows_limit=1 "):
+        trainer.train()
+    trainer.args.packed_attention = "sdpa"
+    trainer.train()
+    assert trainer.fastpack_run.choice.path == "sdpa", "not the choice that was refused"
+    trainer.args.packed_attention = "padded_rows"
+    trainer.args.padded_rows_limit = "50"
+    trainer.train()
+    assert "padded_rows_limit 50" in trainer.fastpack_report.facts["padded tokens per token"]
+
+
+def test_a_feature_that_is_off_misses_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in SWITCHED:
+        monkeypatch.setitem(NEEDS, name, ("transformers.nowhere.Gone",))
+    with caplog.at_level(logging.WARNING):
+        ours = train(
+            FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, fast=dict.fromkeys(SWITCHED, "off"),
+            trainer={"peft_config": LoraConfig(r=4, target_modules=["q_proj"])},
+        )  # fmt: skip
+    assert isinstance(ours, FastSFTTrainer)
+    states = {line.feature: line.status for line in ours.fastpack_report if line.feature in SWITCHED}
+    assert states == dict.fromkeys(SWITCHED, "off")
+    assert "nowhere" not in caplog.text
+    assert "nowhere" not in str(ours.fastpack_report)
+
+
+def test_a_part_is_kept_beside_an_earlier_one_of_its_class(tmp_path: Path) -> None:
+    run = make(tmp_path).fastpack_run
+    step = run.part(SyncFreeStep)
+    assert step is not None
+    other = SyncFreeStep(tiny_model("llama"))
+    with pytest.raises(KeyError), run.keeping(other):
+        assert run.part(SyncFreeStep) is other
+        raise KeyError
+    assert run.part(SyncFreeStep) is step
+    with run.without(SyncFreeStep):
+        assert run.part(SyncFreeStep) is None
+        with run.keeping(other):
+            assert run.part(SyncFreeStep) is other
+        assert run.part(SyncFreeStep) is None
+    assert run.part(SyncFreeStep) is step
