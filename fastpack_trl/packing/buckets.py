@@ -31,8 +31,8 @@ _SEGMENT_COST = 2.0
 """Of a surplus segment: its rows of the backward buffer, cleared and copied."""
 _BLOCK_COST = 0.001
 """Of a surplus token of segments x max_seqlen: blocks that are launched and find nothing to do."""
-_EAGER_COST = 0.5
-"""Of a row that no bucket serves, per token: what the graph would have saved."""
+_MOST_SIZES = 1024
+"""Different rows that are weighed; of more, evenly spaced ones. The cost is counted over all."""
 _LEAST_GAIN = 0.01
 """Share of all tokens that a further bucket has to save; a graph takes time to capture, and memory."""
 
@@ -130,7 +130,7 @@ def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> B
     return min((bucket for bucket in buckets if bucket.holds(size)), key=_cost_of, default=None)
 
 
-def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4) -> BucketChoice:
+def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, eager_cost: float = 0.5) -> BucketChoice:
     """Choose the buckets of a run from rows as they run, merged ones too; the same rows give the same buckets.
 
     One bucket after the other is added: that which saves most, counting tokens of tails, masked loss positions, empty
@@ -140,6 +140,8 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4) -
     Args:
         rows: a sample of the run's, in any order.
         at_most: buckets.
+        eager_cost: what a row without a bucket costs beyond one in its own shape, as a share of its tokens. Of a step
+            whose device is idle for a share ``s`` of the time it is ``s / (1 - s)``: padding beyond it does not pay.
 
     Raises:
         ValueError: no row, or no bucket.
@@ -147,12 +149,13 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4) -
     sizes = Counter(RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows)
     if not sizes or at_most < 1:
         raise ValueError(f"choose_buckets needs rows and room for a bucket: got {len(sizes)} rows, at_most={at_most}")
-    ordered = sorted(sizes)
+    ordered = sorted(sizes, reverse=True)
+    ordered = ordered[:: -(-len(ordered) // _MOST_SIZES)]  # the largest is among them
     table = np.array(ordered, dtype=np.int64)
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
     candidates = _candidates(table, weights)
     costs = _costs(candidates, table)
-    left = table[:, 0] * _EAGER_COST
+    left = table[:, 0] * eager_cost
     chosen: list[Bucket] = []
     least = _LEAST_GAIN * float(weights @ table[:, 0])
     while len(chosen) < at_most:

@@ -96,7 +96,8 @@ def to_static(inputs: Mapping[str, Any], bucket: Bucket) -> StaticInputs:
 def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     """Give the tensors of `static` the documents of a micro-batch; the device is asked nothing.
 
-    Two operations: one copy from pinned memory of what the host knows, one on the device of what it does not.
+    Two operations, on the current stream: one copy from pinned memory of what the host knows, one on the device of what
+    it does not. What read the tensors before, and what reads them next, has to be on that stream too.
 
     Args:
         static: whose tensors are written.

@@ -80,6 +80,16 @@ def test_packed_rows_are_served_at_the_cost_of_their_fill(row: int, mean: int) -
     assert sum(twice) >= 0.95 * len(rows), "at most twice the documents; rows beyond the ordinary run where they fit"
 
 
+def test_padding_that_costs_more_than_it_saves_is_not_chosen() -> None:
+    rows = [RowSize(tokens, 1, tokens, tokens - 1, 1) for tokens in (500, 900, 4000)] * 20
+    busy, idle = (choose_buckets(rows, at_most=1, eager_cost=cost) for cost in (0.1, 3.0))
+    assert {bucket.tokens for bucket in busy.buckets} == {4032}
+    assert [smallest_fitting(busy.buckets, size) is not None for size in rows[:3]] == [True] * 3, "it fits all the same"
+    assert choose_buckets(rows, at_most=3, eager_cost=0.1).padding < 0.1
+    assert choose_buckets(rows[:1], eager_cost=0.0).buckets == ()
+    assert idle.served == 1.0
+
+
 def test_rows_of_which_little_counts_get_capacities_of_their_own() -> None:
     rows = packed_rows(2048, 200, 300, loss_share=0.2) + packed_rows(2048, 200, 300, loss_share=0.6, seed=1)
     choice = choose_buckets(rows)
