@@ -29,7 +29,8 @@ _NUMPY = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torc
 class StaticInputs:
     """The keywords of ``model.forward`` for any row that fits into a bucket; the same tensors for good.
 
-    The tail has tokens of rows before it, each segment of it at most `Bucket.max_seqlen` long, labels of -100, and
+    The tail has the tokens of its row once more, which go to as many experts as they do, and not those of rows before,
+    on which rounding would depend. Each segment of it is at most `Bucket.max_seqlen` long. Its labels are -100, its
     position ids below those of the row's longest document, so that neither a table of positions nor a rotary embedding
     that follows the length meets a larger one. Masked loss positions are those of rows before, or any: valid, and
     spread over the row, where one position would be the target of thousands of additions in backward.
@@ -120,7 +121,10 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
         "loss_labels": batch.loss_labels,
     }
     pairs = [(static._flat[name][: source[name].numel()], source[name]) for name in _FROM_THE_DEVICE]
-    pairs.append((static._flat["labels"][size.tokens :], static._ignored[size.tokens :]))
+    ids, tail = source["input_ids"], static.bucket.tokens - size.tokens
+    again = ids if tail <= size.tokens else ids.repeat(-(-tail // size.tokens))
+    pairs.append((static._flat["input_ids"][size.tokens :], again[:tail]))
+    pairs.append((static._flat["labels"][size.tokens :], static._ignored[:tail]))
     pairs = [(target, given) for target, given in pairs if given.numel()]
     torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
 

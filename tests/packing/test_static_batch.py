@@ -45,6 +45,8 @@ def assert_says_the_same(static: StaticInputs, inputs: Any) -> None:
         batch.seq_idx[0], torch.arange(bucket.segments, dtype=torch.int32).repeat_interleave(lengths.long())
     )
     assert (static.keywords["labels"][:, tokens:] == IGNORE_INDEX).all()
+    ids = static.keywords["input_ids"][0]
+    assert torch.equal(ids, ids[:tokens].repeat(bucket.tokens // tokens + 1)[: bucket.tokens])
     assert 0 <= batch.position_ids.min() <= batch.position_ids.max() < max(plain.seq_lengths)
     for values, end in (
         (batch.loss_positions, bucket.tokens),
