@@ -40,6 +40,10 @@ class Choice:
     path: str
     """A backend (``varlen``, ...), ``padded_rows``, or ``off``: stock's attention."""
     reason: str
+    flattens: bool = False
+    """Batches that stock pads become rows without padding."""
+    refuses_compile: str = ""
+    """The reason why layers are not compiled; empty where they may be."""
 
 
 class Run:

@@ -24,6 +24,10 @@ BY_NAME: tuple[Backend, ...] = (
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
 
 
+def _choice(backend: Backend, features: ModelFeatures, *reasons: str) -> Choice:
+    return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
+
+
 def _untried(_backend: Backend, _features: ModelFeatures) -> str:
     return ""
 
@@ -63,7 +67,7 @@ def choose(
             raise ValueError(
                 f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
             )
-        return Choice(requested, f"asked for; {backend.reason(features)}")
+        return _choice(backend, features, "asked for", backend.reason(features))
     if stock_requested is not None and stock_requested not in ORDINARY:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
@@ -71,6 +75,6 @@ def choose(
     for backend in AUTO:
         refusal = features.gap or backend.refuses(features) or attempt(backend, features)
         if not refusal:
-            return Choice(backend.name, "; ".join([backend.reason(features), *asked, *refusals]))
+            return _choice(backend, features, backend.reason(features), *asked, *refusals)
         refusals.append(refusal)
     return Choice(PADDED_ROWS, "; ".join([refusals[-1], *asked]))

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.stock_attention import stock_attention
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -36,7 +35,7 @@ class DenseLayer(NamedTuple):
         return out
 
 
-class Dense:
+class Dense(Backend):
     """The backend ``sdpa``: every device, dtype and feature that stock's attention of the model has."""
 
     name = "sdpa"
@@ -50,9 +49,6 @@ class Dense:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"stock {features.implementation} with a dense mask built once per batch"
-
-    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return "sdpa has a dense mask that is made for one batch"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
         return prepare(batch, features.windows, device, features.implementation)

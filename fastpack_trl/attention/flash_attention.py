@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -39,10 +39,8 @@ class FlashAttentionLayer(NamedTuple):
         return out.contiguous()
 
 
-class FlashAttention:
+class FlashAttention(Backend):
     """A backend per version of flash-attn: CUDA; version 2 has no sinks. Never chosen by ``auto``."""
-
-    tried = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 BLOCK_SIZE = 128
@@ -53,7 +52,7 @@ class FlexLayer(NamedTuple):
         return result
 
 
-class Flex:
+class Flex(Backend):
     """The backend ``flex``: CUDA, no dropout. Never chosen by ``auto``."""
 
     name = "flex"
@@ -66,9 +65,6 @@ class Flex:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"torch's flex attention; {described(features)}"
-
-    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return "flex makes its masks from the lengths of the documents on the host"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlexLayer:
         return prepare(batch, features.windows, device)

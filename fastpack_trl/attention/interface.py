@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,36 +48,42 @@ class PackedLayer(Protocol):
         ...
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One way to compute packed attention through transformers' interface; `backends.py` lists them.
 
     Attributes:
         name: its value of `FastSFTConfig.packed_attention`.
-        tried: whether `trial.failure` runs it on a few tokens before it is chosen.
+        tried: `trial.failure` runs it on a few tokens before it is chosen.
+        flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
     """
 
     name: str
-    tried: bool
+    tried: bool = True
+    flattens: bool = False
 
+    @abstractmethod
     def refuses(self, features: ModelFeatures) -> str:
         """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
-        ...
 
+    @abstractmethod
     def reason(self, features: ModelFeatures) -> str:
         """Return what the report says when it is chosen."""
-        ...
+
+    @abstractmethod
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        """Build what the layers read, once per batch and device: `PackedBatch.derive` keeps it."""
+
+    def refuses_compile(self, features: ModelFeatures) -> str:
+        """Return why layers with it are not compiled, or ``""``: it is torch that a graph can have, or an operator."""
+        return ""
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
         The layers of a static batch may hold its tensors, `max_seqlen` and what follows from shapes: a CUDA graph runs
-        them again for other documents.
+        them again for other documents. Most backends make more of the documents of one batch.
         """
-        ...
-
-    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        """Build what the layers read, once per batch and device: `PackedBatch.derive` keeps it."""
-        ...
+        return f"{self.name} makes what its layers read from the documents of one batch"
 
 
 def first_that_holds(reasons: dict[str, bool]) -> str:

@@ -61,7 +61,7 @@ def plan_rows(run: Run) -> None:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
     """
     choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
-    run.plan = plan_batches(trainer, choice.path)
+    run.plan = plan_batches(trainer, choice.path, choice.flattens)
     if run.packs:
         run.say("packed_attention", "on", choice.path, choice.reason)
     else:
@@ -97,7 +97,7 @@ def plan_rows_again(run: Run) -> None:
     if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
         choose_attention(run, by_name=asked.by_name)
         logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
-    elif plan_batches(run.trainer, run.choice.path) != run.plan:
+    elif plan_batches(run.trainer, run.choice.path, run.choice.flattens) != run.plan:
         plan_rows(run)
         logger.warning(f"batches: {run.plan.kind.replace('_', '-')} ({run.plan.reason})")
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
@@ -30,7 +30,6 @@ from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import NEEDS, found, lacks
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -69,11 +68,11 @@ class PerDocumentLayer(NamedTuple):
         return out
 
 
-class PerDocument:
+class PerDocument(Backend):
     """The backend ``per_document``: every device, dtype, window, sink and softcap; no dropout."""
 
     name = "per_document"
-    tried = True
+    flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
         return f"attention dropout is {features.dropout}: no kernel per document has any" if features.dropout else ""
@@ -83,8 +82,11 @@ class PerDocument:
         parts = [features.device_type, described(features), missing and f"plain torch: {missing}"]
         return "; ".join(filter(None, parts))
 
-    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return "per_document reads the lengths of the documents on the host"
+    def refuses_compile(self, features: ModelFeatures) -> str:
+        # Windows, sinks or softcaps would be plain torch per document: right, and nothing to gain from.
+        device = features.device_type
+        calls = f"per_document on {device} calls a kernel per document, which is no part of a graph"
+        return calls if device != "cpu" else ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
         return prepare(batch, features.windows, device)

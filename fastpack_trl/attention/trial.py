@@ -34,7 +34,7 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
     if not backend.tried or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.
-    return _failure(backend, replace(features, model_type="", implementation=""))  # type: ignore[arg-type]
+    return _failure(backend, replace(features, model_type="", implementation=""))
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.attention import per_document
-from fastpack_trl.attention.interface import AttentionCall, PackedLayer, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described, first_that_holds
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
@@ -84,11 +84,11 @@ class VarlenLayer(NamedTuple):
         return out[None, ..., :value_dim].contiguous()
 
 
-class Varlen:
+class Varlen(Backend):
     """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
 
     name = "varlen"
-    tried = True
+    flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
         if missing := lacks("varlen"):

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, described, first_that_holds
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -41,11 +40,10 @@ class XformersLayer(NamedTuple):
         return result
 
 
-class Xformers:
+class Xformers(Backend):
     """The backend ``xformers``: CUDA, no sinks, no softcap."""
 
     name = "xformers"
-    tried = True
 
     def refuses(self, features: ModelFeatures) -> str:
         return first_that_holds(
@@ -59,9 +57,6 @@ class Xformers:
 
     def reason(self, features: ModelFeatures) -> str:
         return f"xFormers; {described(features)}"
-
-    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return "xformers makes its masks from the lengths of the documents on the host"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> XformersLayer:
         return prepare(batch, features.windows, device)

@@ -46,9 +46,7 @@ def _not_compiled(run: Run) -> str:
         "accelerate compiles the whole model": plugin is not None and plugin.backend.value != "NO",
         "stock's batches have no packed metadata": not run.packs,
         f"{PADDED_ROWS} has another shape for every batch": run.attention_path == PADDED_ROWS,
-        # Windows, sinks or softcaps would be plain torch per document: right, and nothing to gain from.
-        f"per_document on {device} calls a kernel per document, which is no part of a graph": device != "cpu"
-        and run.attention_path == "per_document",
+        run.choice.refuses_compile: bool(run.choice.refuses_compile),
         SHARDED: run.is_sharded,
         f"on {device} compiling takes longer than most runs; layer_compile='on' compiles": setting == "auto"
         and device == "cpu",

@@ -44,15 +44,21 @@ def joins_documents(trainer: SFTTrainer) -> bool:
     return bool(is_stock_collator(collator) and trainer.padding_free and not collator.padding_free)
 
 
-def plan_batches(trainer: SFTTrainer, path: str) -> BatchPlan:
-    """Return the batches of a run, from a constructed trainer and the attention path that was chosen for its model."""
+def plan_batches(trainer: SFTTrainer, path: str, flattens: bool) -> BatchPlan:
+    """Return the batches of a run.
+
+    Args:
+        trainer: constructed.
+        path: of attention, chosen for its model.
+        flattens: rows without padding suit that path.
+    """
     stock = _only_stock(trainer, path)
     if stock:
         return BatchPlan("stock", stock)
     if trainer.padding_free:
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
         return BatchPlan("packed", source)
-    padded = _rather_padded(trainer, path)
+    padded = _rather_padded(trainer, path, flattens)
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
@@ -85,13 +91,13 @@ _SEE_BATCHES = (
 )  # fmt: skip
 
 
-def _rather_padded(trainer: SFTTrainer, path: str) -> str:
+def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> str:
     """Return why stock's padded batches stay; empty if rows without padding compute the same."""
     args = trainer.args
     config = args.accelerator_config
     own, hook = replaced_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
     reasons = {
-        f"{path} would pad the documents again": path not in ("varlen", "per_document"),
+        f"{path} would pad the documents again": not flattens,
         "one document per batch has no padding": args.per_device_train_batch_size == 1,
         f"pad_to_multiple_of={trainer.data_collator.pad_to_multiple_of} asks for padded shapes": bool(
             trainer.data_collator.pad_to_multiple_of

@@ -232,6 +232,19 @@ def test_refusals_name_the_remedy(requested: str, features: ModelFeatures, messa
     assert "use" in str(error.value)
 
 
+def test_a_choice_says_what_other_rooms_need_of_its_backend() -> None:
+    cpu, cuda = PLAIN, replace(PLAIN, device_type="cuda")
+    assert {name for name, backend in BACKENDS.items() if backend.flattens} == {"varlen", "per_document"}
+    choices = {path: choose(path, cpu) for path in ("per_document", "sdpa", "padded_rows", "off")}
+    assert [path for path, choice in choices.items() if choice.flattens] == ["per_document"]
+    assert [choice.refuses_compile for choice in choices.values()] == [""] * 4
+    refused = "per_document on cuda calls a kernel per document, which is no part of a graph"
+    for named in ("per_document", "auto"):  # varlen has no fp32
+        choice = choose(named, cuda)
+        assert (choice.path, choice.flattens, choice.refuses_compile) == ("per_document", True, refused)
+    assert choose("auto", HOPPER).refuses_compile == ""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_the_features_of_a_family_gives_a_reason_for_every_detour(family: str) -> None:
     features = read_features(tiny_model(family))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, described, first_that_holds
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -32,11 +32,10 @@ class ToyLayer(NamedTuple):
         return (scores.softmax(-1) @ value).transpose(1, 2).contiguous()
 
 
-class Toy:
+class Toy(Backend):
     """The backend ``toy``: every device and dtype, windows; no sinks, no softcap, no dropout."""
 
     name = "toy"
-    tried = True
 
     def refuses(self, features: ModelFeatures) -> str:
         return first_that_holds(
@@ -50,11 +49,11 @@ class Toy:
     def reason(self, features: ModelFeatures) -> str:
         return f"plain torch; {described(features)}"
 
-    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return ""  # both tensors of the layer are of the batch, or of its shape
-
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> ToyLayer:
         def build() -> ToyLayer:
             return ToyLayer(batch.seq_idx[0].to(device), torch.arange(batch.total_tokens, device=device))
 
         return batch.derive(("toy", device), build)
+
+    def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
+        return ""  # both tensors of the layer are of the batch, or of its shape
