@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, reference_gate, routed
+from moe_material import GATES, gate_case, gate_name, norm_of_difference, reference_gate, routed
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
@@ -13,7 +13,7 @@ from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer
 from fastpack_trl.moe.routing import routing_plan
 
 
-@pytest.mark.parametrize("gate", GATES, ids=GATE_NAMES)
+@pytest.mark.parametrize("gate", GATES, ids=gate_name)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_gate_forward_and_backward_equal_autograd_in_float64(gate: Gate, bias: bool, dtype: torch.dtype) -> None:

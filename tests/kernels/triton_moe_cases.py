@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import GATE_NAMES, GATES, gate_case, norm_of_difference, reference_gate, routed
+from moe_material import GATES, KERNEL_GATES, gate_case, gate_name, norm_of_difference, reference_gate, routed
 
 from fastpack_trl.kernels.combine import bias_weight_grad_torch, combine_torch
 from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
@@ -24,7 +24,7 @@ def on_device(values: Any) -> list[Any]:
     return [value if value is None else value.to(DEVICE) for value in values]
 
 
-@pytest.mark.parametrize("gate", GATES[:4], ids=GATE_NAMES[:4])
+@pytest.mark.parametrize("gate", KERNEL_GATES, ids=gate_name)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
@@ -78,7 +78,7 @@ def test_no_rows() -> None:
     assert bias_weight_grad_triton(h, torch.zeros(3, 32, device=DEVICE), inverse).shape == (0, 2)
 
 
-@pytest.mark.parametrize("gate", GATES[:4], ids=GATE_NAMES[:4])
+@pytest.mark.parametrize("gate", KERNEL_GATES, ids=gate_name)
 def test_nan_stays_in_its_row(gate: Gate) -> None:
     h, table, expert, grad, weight = on_device(gate_case(torch.float32, rows=11))
     h[5] = float("nan")

@@ -51,7 +51,13 @@ GATES = [
     Gate("clamped", alpha=1.0, limit=0.5),
     Gate("model", function=lambda h: torch.nn.functional.gelu(h[:, :16]) * h[:, 16:]),
 ]
-GATE_NAMES = ["silu", "silu-interleaved", "clamped-interleaved", "clamped", "model"]
+KERNEL_GATES = [gate for gate in GATES if gate.kind != "model"]
+"""Those with a kernel."""
+
+
+def gate_name(gate: Gate) -> str:
+    """Return the id of a test over `GATES`."""
+    return gate.kind + "-interleaved" * gate.interleaved
 
 
 def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
