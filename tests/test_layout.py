@@ -166,6 +166,17 @@ def test_the_graph_sees_the_trainer_however_it_is_reached(tmp_path: Path, source
     assert "fastpack_trl.trainer" in set(imports("fastpack_trl.made_up", file))
 
 
+def test_the_architecture_shows_these_floors() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    shown: list[set[str]] = []
+    for floor, room in re.findall(r"^\| *(\d*) *\| `(\w+)` \|", page.partition("## The rooms")[2], re.MULTILINE):
+        if floor:
+            shown.append(set())
+            assert int(floor) == len(FLOORS) - len(shown)
+        shown[-1].add(room)
+    assert shown[::-1] == list(FLOORS)
+
+
 def test_the_commands_are_known_to_the_graph() -> None:
     assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
 
