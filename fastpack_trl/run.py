@@ -167,6 +167,7 @@ class Run:
 
         Raises:
             ValueError: the same, of what was switched on by name; or one of the feature's own.
+            torch.AcceleratorError: the device failed, which is no matter of the model.
         """
         name = str(getattr(feature, "__name__", feature))
         cause: BaseException | None = None
@@ -176,9 +177,10 @@ class Run:
             if not reason:
                 stack.enter_context(feature(self))
                 return
-        except (ValueError, torch.OutOfMemoryError):
+        except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (*UNREADABLE, ImportError) as error:
+            logger.debug(f"{name} failed while it was entered", exc_info=True)  # of the model or of ours
             cause = error
             reason = f"{type(text_model(self.model)).__name__} cannot be read: {type(error).__name__}: {error}"
         if setting not in ("auto", "off"):

@@ -35,7 +35,7 @@ _FULL_LAYERS = frozenset({"full_attention", "attention"})
 _UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
-UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 

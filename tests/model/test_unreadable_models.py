@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,32 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='off'"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
+
+
+def test_the_error_behind_it_is_in_the_log_for_who_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
+        raise AttributeError("no such field")
+
+    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", unreadable)
+    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.run"):
+        train(FastSFTTrainer, tmp_path, packing=True)
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "lora failed while it was entered" in record.getMessage()
+    assert "in unreadable" in caplog.text, "with its traceback"
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_an_error_of_the_device_is_no_matter_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
+) -> None:
+    def fails(*_args: Any, **_kwargs: Any) -> Any:
+        raise error("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", fails)
+    with pytest.raises(error, match="illegal memory access"):
+        train(FastSFTTrainer, tmp_path, packing=True)
 
 
 def _gemma4(**more: Any) -> Any:
