@@ -194,11 +194,14 @@ class ThroughputCallback(TrainerCallback):
             return
 
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if getattr(kwargs.get("packed_batch"), "is_static", False):
+                return  # the row that was copied into it is shown next (`step.capture`)
             if not self._replicated:
                 self._unwatch()
             with torch.no_grad():
                 counter.count({**kwargs, "input_ids": args[0]} if args else kwargs)
 
+        count.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
 
     @property

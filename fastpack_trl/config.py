@@ -30,6 +30,7 @@ _CHOICES = {
     "activation_memory": ACTIVATION_MEMORY_CHOICES,
     "merge_accumulation": SWITCH_CHOICES,
     "layer_compile": SWITCH_CHOICES,
+    "cuda_graph": SWITCH_CHOICES,
 }
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
@@ -112,6 +113,14 @@ class Settings:
             "help": "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
             "step is faster), on, or off. Costs ten seconds to a minute per kind at the first packed row; later runs "
             "find most of it in Inductor's cache."
+        },
+    )
+    cuda_graph: str = field(
+        default="auto",
+        metadata={
+            "help": "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
+            "become shorter by 5 % or more, and enough are left), on, or off. Costs the activations of one "
+            "micro-batch, held for the run, and half a second per graph."
         },
     )
     moe_quantize_experts: str = field(
@@ -255,6 +264,9 @@ class FastSFTConfig(Settings, SFTConfig):
             ``off``.
         layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
             measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
+        cuda_graph: forward, loss and backward of a micro-batch recorded as one CUDA graph per size of rows, then
+            replayed: ``auto`` (where steps become shorter by 5 % or more, and those that are left pay for it), ``on``
+            (neither timed nor weighed), ``off``.
         moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
             what is computed, as QLoRA does. ``off`` by default.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.

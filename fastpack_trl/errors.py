@@ -81,6 +81,13 @@ def close_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Return the exception in whose handling the others were raised: leaving a context may fail because of it."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
+
+
 def describe(error: BaseException) -> str:
     """Return the message of `error` as one line; its class name if it has none."""
     # str(KeyError("text")) is the repr of the text, quotes and escapes included.

@@ -10,6 +10,7 @@ from fastpack_trl.lora.lora import lora
 from fastpack_trl.moe.moe import moe
 from fastpack_trl.run import Feature
 from fastpack_trl.step.aux_loss import aux_loss
+from fastpack_trl.step.cuda_graph import cuda_graph
 from fastpack_trl.step.merge_accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
 
@@ -25,5 +26,6 @@ AFTER_ATTENTION: tuple[Feature, ...] = (
     checkpoint_offload,  # unless that plan offloads
     merge_accumulation,  # needs the loss of `sync_free`
     layer_compile,  # compiles what all the others have installed
+    cuda_graph,  # records what all the others run
 )
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""

@@ -17,6 +17,7 @@ from fastpack_trl.config import Settings
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.report import FeatureReport, Status
 
@@ -63,6 +64,11 @@ class Run:
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         activations_left: bytes that the plan of the activations leaves of its budget; None without such a plan.
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
+        refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
+        has_experts: the model has experts that transformers dispatches.
+        offloads: layer inputs go to host memory.
+        version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
+        waiting: each says whether something is still to be decided in the first steps.
         undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
     """
 
@@ -78,6 +84,11 @@ class Run:
         self.loss_is_ours = False
         self.activations_left: int | None = None
         self.spares: list[Callable[[], bool]] = []
+        self.refuses_static: Callable[[Bucket], str] = _no_attention
+        self.has_experts = False
+        self.offloads = False
+        self.version = 0
+        self.waiting: list[Callable[[], bool]] = []
         self.undo: list[Callable[[], Callable[[], None]]] = []
 
     @property
@@ -121,6 +132,28 @@ class Run:
     def attention_path(self) -> str:
         """The attention that runs on packed rows; ``stock`` where batches are stock's."""
         return self.choice.path if self.packs else "stock"
+
+    @property
+    def has_settled(self) -> bool:
+        """Nothing is left that the first steps decide: what compiles, which rows are merged."""
+        return not any(waits() for waits in self.waiting)
+
+    @contextmanager
+    def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
+        """Count `waits` among what is to be decided, until the context ends."""
+        self.waiting.append(waits)
+        try:
+            yield
+        finally:
+            self.waiting.remove(waits)
+
+    def changed(self) -> None:
+        """Say that layers run otherwise from now on: what was recorded of them is of before."""
+        self.version += 1
+
+    def spare(self) -> bool:
+        """Free memory that is worth less than what any layer keeps; False where there is none."""
+        return any(spare() for spare in self.spares)
 
     def say(self, feature: str, status: Status, path: str, reason: str = "") -> None:
         """Set the line of `feature` in the report."""
@@ -187,3 +220,7 @@ class Run:
             raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from cause
         self.say(name, "stock", "stock", reason)
         logger.warning(f"{name}: stock ({reason})")
+
+
+def _no_attention(_: Bucket) -> str:
+    return "stock's attention reads the documents of each row anew"

@@ -27,6 +27,7 @@ from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_
 from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
+from fastpack_trl.step.capture import CapturingTrainer
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 
@@ -46,7 +47,7 @@ def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
-class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer):
+class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
 
     `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.attention import install
-from fastpack_trl.attention.backends import choose
+from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.trial import failure
 from fastpack_trl.attention.verify_packing import prove, prove_stock, stock_is_right
@@ -147,4 +147,12 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
         compute_dtype=run.compute_dtype,
     ) as attention:
         attention.batch_check.tell = partial(run.report.remark, "packed_attention")
-        yield attention
+        backend = BACKENDS.get(attention.path)
+        if backend is None:
+            yield attention
+            return
+        before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
+        try:
+            yield attention
+        finally:
+            run.refuses_static = before

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.buffers import GIB
+from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.run import Run
 
 
@@ -28,11 +29,13 @@ def activation_memory(run: Run) -> Iterator[None]:
     planned.report()
     run.trainer.add_callback(planned)
     run.activations_left = planned.plan.left
+    run.offloads = Level.OFFLOAD in planned.plan.levels
     try:
         with run.keeping(planned):
             yield
     finally:
         run.activations_left = None
+        run.offloads = False
         planned.close()
         run.trainer.remove_callback(planned)
         if planned.measured is not None:

@@ -50,11 +50,13 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     )
     run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.trainer.add_callback(callback)
+    run.offloads = True
     try:
         yield
     finally:
         callback.close()
         run.trainer.remove_callback(callback)
+        run.offloads = False
         if callback.use is not None:
             run.report.facts["offload, host memory"] = str(callback.use)
 

@@ -99,6 +99,8 @@ class ActivationMemory(TrainerCallback):
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
         self._stack.enter_context(layer_levels(self._layers, self._levels(), **self._offload))
+        self._run.offloads = Level.OFFLOAD in self._levels()
+        self._run.changed()
         self.report()
 
     def _levels(self) -> list[Level]:
@@ -118,11 +120,11 @@ class ActivationMemory(TrainerCallback):
 
     def go_deeper(self) -> bool:
         """Free spare memory after an out-of-memory, or install the plan with less; return False if there is neither."""
-        spared = any(spare() for spare in self._run.spares)
+        spared = self._run.spare()
         plan = self.plan if spared else self._next(self.plan)
         if plan is None:
             return False
-        less = "without copies of frozen weights" if spared else "with less"
+        less = "without what is spare" if spared else "with less"
         told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again {less}"
         if not self._fell:
             logger.warning(f"{FEATURE}: {told}")

@@ -102,7 +102,7 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
 
 
 class RetryingTrainer(SFTTrainer):
-    """`SFTTrainer`, stock as long as `fastpack_memory` is None."""
+    """`SFTTrainer`, stock where nothing can be freed: `fastpack_memory` is None, and `Run.spares` is empty."""
 
     fastpack_run: Run
 
@@ -114,9 +114,11 @@ class RetryingTrainer(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Do as `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
         step = super().training_step
-        memory = self.fastpack_memory
+        run, memory = self.fastpack_run, self.fastpack_memory
         batch = inputs.get("packed_batch")
         # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
-        if memory is None or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
+        nothing_to_free = memory is None and not run.spares
+        if nothing_to_free or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
             return step(model, inputs, *args, **kwargs)
-        return run_again(self.fastpack_run, lambda: step(model, copy.copy(inputs), *args, **kwargs), memory.go_deeper)
+        less = run.spare if memory is None else memory.go_deeper
+        return run_again(run, lambda: step(model, copy.copy(inputs), *args, **kwargs), less)

@@ -24,6 +24,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         return
 
     def tell(layers: CompiledLayers) -> None:
+        run.changed()
         run.say(FEATURE, "stock" if layers.path == "eager" else "on", layers.path, layers.reason)
 
     with compiled_layers(
@@ -33,7 +34,8 @@ def layer_compile(run: Run) -> Iterator[None]:
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:
         tell(layers)
-        yield
+        with run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds)):
+            yield
 
 
 def _not_compiled(run: Run) -> str:

@@ -67,6 +67,8 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
     spent: list[bool] = []
+    # First: the node that adds to a parameter's gradient lives as long as a cast, and belongs to its stream for good.
+    clear(modules)
     casts = _CastTogether.apply(dtype, scalings, spent, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)

@@ -39,6 +39,7 @@ def cache_dequantized(run: Run) -> Iterator[None]:
 def _drop(run: Run, copies: FrozenCopies) -> bool:
     dropped = copies.drop("frozen weights are made per use since a step ran out of memory")
     if dropped:
+        run.changed()
         _tell(run, copies)
     return dropped
 

@@ -24,7 +24,7 @@ def moe(run: Run) -> Iterator[None]:
         ValueError: the stacks are in four bits, and another setting asks for stock's path.
     """
     setting, model = run.settings.moe, run.model
-    present = bool(experts_modules(model))
+    present = run.has_experts = bool(experts_modules(model))
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
     quantised = present and has_quantised_experts(model)
     if not (run.training or quantised) or not (present or setting == "on"):

@@ -188,9 +188,12 @@ class Merging:
     ) -> Tensor:
         """Run the step so far again, one by one, after a group ran out of memory somewhere in its backward pass."""
         tokens = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
-        self.target = sum(tokens) // 2
-        merges = self.target >= min(map(sum, itertools.pairwise(tokens)))
-        after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
+        if self._run.spare():
+            after = "what was spare is given back"
+        else:
+            self.target = sum(tokens) // 2
+            merges = self.target >= min(map(sum, itertools.pairwise(tokens)))
+            after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
         reason = f"out of memory in a merged row of {sum(tokens):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.say(FEATURE, "on", "split again", reason)

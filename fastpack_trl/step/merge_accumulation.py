@@ -44,7 +44,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
     if run.device.type == "cuda":
         reason += "; as far as memory allows, measured in the first step"
-    if _has_dropout(run.model):
+    if has_dropout(run.model):
         reason += "; dropout draws other random numbers"
     run.say(FEATURE, "on", rows, reason)
     with run.keeping(Merging(run, target)):
@@ -77,7 +77,7 @@ def _why_not(run: Run) -> str:
         "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
         f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
         in str(args.optim).lower(),
-        "the rotary embedding depends on the longest document of a row": _rope_follows_length(trainer.model),
+        "the rotary embedding depends on the longest document of a row": rope_follows_length(trainer.model),
         f"no row length is known to help on {device}": setting == "auto" and not _row_tokens(run),
         f"two rows are more than the {_row_tokens(run):,} tokens up to which it helps on {device}": setting == "auto"
         and args.packing
@@ -87,7 +87,7 @@ def _why_not(run: Run) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _rope_follows_length(model: Any) -> bool:
+def rope_follows_length(model: Any) -> bool:
     """Return whether a document is rotated otherwise beside a long one (``dynamic`` and ``longrope`` scaling)."""
     types: set[Any] = set()
     for module in model.modules():
@@ -96,5 +96,6 @@ def _rope_follows_length(model: Any) -> bool:
     return not types.isdisjoint({"dynamic", "longrope"})
 
 
-def _has_dropout(model: Any) -> bool:
+def has_dropout(model: Any) -> bool:
+    """Return whether a module of `model` draws random numbers in training."""
     return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())

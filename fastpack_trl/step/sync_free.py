@@ -40,8 +40,9 @@ class SyncFreeStep:
         self.loss = self.host = self.filters = False
         self.metrics = DeferredMetrics()
         self.forward = LossForward(base_model(model))
-        self._contents, self.filter = ModelContents(), LossFilter()
-        self.reset = GradientReset(self._contents)
+        self.contents, self.filter = ModelContents(), LossFilter()
+        self.reset = GradientReset(self.contents)
+        self._apart: _Apart | None = None
         self._forget_model()
 
     def takes(self, inputs: Any) -> bool:
@@ -52,6 +53,8 @@ class SyncFreeStep:
     def batch_loss(self, run: Run, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the loss of a micro-batch; its metrics are kept for the next log."""
         trainer = run.trainer
+        if self._apart is not None:
+            return self._apart.loss(trainer, model, inputs, num_items_in_batch)
         mode: Mode = "train" if trainer.model.training else "eval"
         batch, why_stock = inputs.get("packed_batch"), ""
         if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
@@ -82,6 +85,19 @@ class SyncFreeStep:
         loss_tokens = [part.loss_tokens for part in batch.parts] or [size]
         self.metrics.keep(trainer, "train" if trainer.model.training else "eval", table, loss_tokens, row_tokens(batch))
 
+    @contextlib.contextmanager
+    def set_apart(self, accumulation_steps: Tensor) -> Iterator[_Apart]:
+        """Let a static batch in this context have its loss without any effect on the host; `keep` is for afterwards.
+
+        Args:
+            accumulation_steps: () fp32, read by the device.
+        """
+        self._apart = _Apart(accumulation_steps)
+        try:
+            yield self._apart
+        finally:
+            self._apart = None
+
     def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
         """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
 
@@ -99,7 +115,7 @@ class SyncFreeStep:
         self.loss, self.host, self.filters = loss, host, filters
         self._forget_model()
         try:
-            with self._contents.watched() if host else contextlib.nullcontext():
+            with self.contents.watched() if host else contextlib.nullcontext():
                 yield
         finally:
             self.loss = self.host = self.filters = False
@@ -108,11 +124,28 @@ class SyncFreeStep:
             self.reset.remove()
 
     def _forget_model(self) -> None:
-        self.modes, self.flops = ModeCheck(self._contents), FlopsPerToken(self._contents)
+        self.modes, self.flops = ModeCheck(self.contents), FlopsPerToken(self.contents)
 
     def close(self) -> None:
         """Take the forward away from the model."""
         self.forward.close()
+
+
+class _Apart:
+    """The loss of a static batch, and its figures.
+
+    Attributes:
+        table: as of `StepLoss`.
+    """
+
+    def __init__(self, accumulation_steps: Tensor) -> None:
+        self._steps = accumulation_steps
+        self.table = accumulation_steps
+
+    def loss(self, trainer: SFTTrainer, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
+        found = step_loss(trainer, model, inputs, num_items_in_batch, self._steps, inputs["packed_batch"])
+        self.table = found.table
+        return found.loss
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ READERS = {
     "lora.linear._backbones": "lora",
     "moe.moe.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
-    "step.merge_accumulation._rope_follows_length": "merge_accumulation",
+    "step.merge_accumulation.rope_follows_length": "merge_accumulation",
     "checkpointing.memory.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",

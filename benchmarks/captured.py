@@ -1,0 +1,214 @@
+"""Whole optimizer steps of ``train()`` with the micro-step captured, and eager: one process per side and row.
+
+A side is a `FastSFTTrainer` at its defaults; they differ in ``cuda_graph`` only. Time is that of the trainer's own loop
+between two steps at whose ends the device has finished, launches and the time of kernels are of a profile of some steps
+after it. Real text, public shapes with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions
+from benchmarks.model_shapes import build_model, shape_of
+from fastpack_trl.errors import UserError, did_you_mean
+
+SIDES = {"eager": "off", "captured": "auto"}
+"""Name and ``cuda_graph`` of each side."""
+WARMUP_STEPS, TIMED_STEPS, SPANS, PROFILED_STEPS = 24, 10, 4, 4
+TIMEOUT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model and row length."""
+
+    model: str
+    tokens: int
+    kind: str
+    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights) or ``experts`` (LoRA on attention and expert stacks)."""
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.kind} {self.tokens}"
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 2048, "full"),
+        Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
+    )
+}  # fmt: skip
+
+
+class Watch(TrainerCallback):
+    """Times spans of steps of a run, then profiles a few."""
+
+    def __init__(self, profile: bool) -> None:
+        self.seconds: list[float] = []
+        self.first_step = self._start = time.perf_counter()
+        self.profile: dict[str, float] = {}
+        self._profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
+        self._profiles = profile
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        done = state.global_step - WARMUP_STEPS
+        if state.global_step == 1:
+            _wait()
+            self.first_step = time.perf_counter() - self.first_step
+        if done < 0 or done % TIMED_STEPS:
+            self._profiled(done)
+            return
+        _wait()
+        now = time.perf_counter()
+        if 0 < done <= SPANS * TIMED_STEPS:
+            self.seconds.append((now - self._start) / TIMED_STEPS)
+        if done == SPANS * TIMED_STEPS and self._profiles:
+            self._profiler.start()
+        self._start = time.perf_counter()
+
+    def _profiled(self, done: int) -> None:
+        if not self._profiles or done != SPANS * TIMED_STEPS + PROFILED_STEPS:
+            return
+        _wait()
+        self._profiler.stop()
+        self.profile = _figures(self._profiler.events() or ())
+
+
+def _figures(events: Any) -> dict[str, float]:
+    """Return, per step, calls that launch work, kernels, waits of the host, and the busy time of the device."""
+    from torch.autograd import DeviceType
+
+    from fastpack_trl.bench.gaps import covered
+
+    device = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
+    launches = [
+        e
+        for e in events
+        if e.device_type == DeviceType.CPU and e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphL"))
+    ]
+    waits = [e for e in events if e.device_type == DeviceType.CPU and e.name.endswith("Synchronize")]
+    busy = covered((e.time_range.start, e.time_range.end) for e in device) / 1e6
+    return {
+        "launches": len(launches) / PROFILED_STEPS,
+        "kernels": len(device) / PROFILED_STEPS,
+        "waits": len(waits) / PROFILED_STEPS,
+        "busy_seconds": busy / PROFILED_STEPS,
+    }
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
+    """Train one side of one row in this process; return its figures."""
+    from fastpack_trl import FastSFTConfig, FastSFTTrainer
+
+    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
+    steps = WARMUP_STEPS + SPANS * TIMED_STEPS + PROFILED_STEPS + 1
+    peft_config = None
+    if row.kind in ("lora", "nf4"):
+        base = "nf4" if row.kind == "nf4" else "bf16"
+        model = build(LoraModel(row.model, base), layers=row.layers, positions=row.tokens, seed=seed, device=device)
+    else:
+        shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
+        model = build_model(shape, positions=row.tokens, seed=seed, device=device)
+        if row.kind == "experts":
+            from peft import LoraConfig
+
+            peft_config = LoraConfig(
+                r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            )  # fmt: skip
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    tokenizer, documents = definitions(row.tokens * 120, vocabulary, row.tokens)
+    watch = Watch(profile=device == "cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        args = FastSFTConfig(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=1, packing=True, max_length=row.tokens,
+            learning_rate=1e-4, logging_steps=20, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
+            bf16=device == "cuda", use_cpu=device != "cuda", cuda_graph=SIDES[side],
+        )  # fmt: skip
+        trainer = FastSFTTrainer(
+            model, args=args, train_dataset=documents, processing_class=tokenizer, peft_config=peft_config,
+            callbacks=[watch],
+        )  # fmt: skip
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
+    return {
+        "step_seconds": watch.seconds, "first_step_seconds": watch.first_step, "profile": watch.profile,
+        "losses": losses, "peak_gib": peak, "reserved_gib": reserved, "report": trainer.fastpack_report.to_dict(),
+    }  # fmt: skip
+
+
+def measure(rows: Sequence[str], *, rounds: int, device: str, seed: int, progress: bool = True) -> list[dict[str, Any]]:
+    """Measure rows by name, each side in a process of its own, the sides in alternating order from round to round.
+
+    Raises:
+        UserError: a row that does not exist.
+    """
+    out = []
+    for name in rows:
+        if name not in ROWS:
+            raise UserError(f"there is no row {name!r}{did_you_mean(name, ROWS)} (rows: {', '.join(ROWS)})")
+        sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for number in range(rounds):
+            for side in list(SIDES)[:: 1 if number % 2 == 0 else -1]:
+                found = _in_a_process(name, side, device, seed)
+                sides[side].append(found)
+                if progress:
+                    print(_line(name, side, found), flush=True)
+        out.append({"row": name, "sides": sides})
+    return out
+
+
+def _in_a_process(row: str, side: str, device: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "benchmarks.captured", row, side, device, str(seed), str(answer)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done within {TIMEOUT} s"}
+        if not answer.exists():
+            return {"failed": (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]}
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _line(row: str, side: str, found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"{row:24} {side:9} failed: {found['failed']}"
+    profile = found["profile"]
+    said = found["report"]["features"].get("cuda_graph", {})
+    step = median(found["step_seconds"])
+    idle = 1 - profile.get("busy_seconds", step) / step
+    gib = " of ".join(f"{found[name] or 0:.1f}" for name in ("peak_gib", "reserved_gib"))
+    return (
+        f"{row:24} {side:9} {step * 1e3:7.1f} ms a step, kernels {profile.get('busy_seconds', 0) * 1e3:.1f} ms, idle "
+        f"{idle:.0%}, {profile.get('launches', 0):.0f} launches, {profile.get('waits', 0):.1f} waits, {gib} GiB, first "
+        f"step {found['first_step_seconds']:.1f} s, losses {found['losses']}; {said.get('path')}: {said.get('reason')}"
+    )
+
+
+if __name__ == "__main__":
+    row, side, device, seed, answer = sys.argv[1:]
+    Path(answer).write_text(json.dumps(measure_side(ROWS[row], side, device, int(seed))), encoding="utf-8")

@@ -1,0 +1,24 @@
+"""The rule for a cost at the start of a run: it is paid back by the steps that are left, or not paid."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class StartUpCost(NamedTuple):
+    """Something done once that makes each later step shorter: ``StartUpCost(seconds=0.4, saving=0.055)``."""
+
+    seconds: float
+    """What it takes, once."""
+    saving: float
+    """Seconds per step, measured or the most that is possible."""
+
+    @property
+    def steps(self) -> float:
+        """Steps after which it is paid back; infinite if nothing is saved."""
+        return self.seconds / self.saving if self.saving > 0 else math.inf
+
+    def pays(self, steps_left: float) -> bool:
+        """Return whether the run is shorter with it."""
+        return self.steps < steps_left

@@ -1,0 +1,312 @@
+"""The micro-step (forward, loss, backward) as one CUDA graph per bucket of rows: recorded once, then replayed.
+
+The host launches one graph where it launched thousands of kernels. A row is copied into the static tensors of its
+bucket (`packing.static_batch`), the graph is replayed, and what it returned is copied out. Everything else stays eager,
+with the same result: the first rows (until what compiles, plans and measures has settled), rows that fit no bucket,
+evaluation, clipping, the optimizer, logging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+from trl import SFTTrainer
+
+from fastpack_trl.errors import close_frames, describe, first_cause
+from fastpack_trl.measure.payback import StartUpCost
+from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods, trained_parameters
+from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
+from fastpack_trl.run import Run
+from fastpack_trl.step.gradients import GradientBuffers
+from fastpack_trl.step.graph_device import Graph, GraphDevice
+from fastpack_trl.step.graph_state import ModelState
+from fastpack_trl.step.row_buckets import RowBuckets
+from fastpack_trl.step.step_times import StepTimes
+from fastpack_trl.step.sync_free import SyncFreeStep
+
+logger = get_logger(__name__)
+
+FEATURE = "cuda_graph"
+EAGER_STEPS = 2
+"""Optimizer steps before anything is recorded: in the first, layers are compiled and micro-batches run unmerged; in
+the second the optimizer has its states and merged rows their length."""
+WARM_ROWS = 2
+"""Rows of a bucket that run eager in its static shapes: the first loads and tunes kernels, which cannot be recorded."""
+LEAST_GAIN = 0.05
+"""Share of a step that graphs have to save; where they do not, ``auto`` gives them back."""
+RECORD_SECONDS = 0.5
+"""What recording is taken to cost before it is known; 0.1 to 0.2 s were measured on an H200."""
+MOST_SAVED = 0.8
+"""Share of a step that graphs are taken to save at most, before it is known."""
+MOST_CHANGES = 3
+"""How often graphs are made anew because the model was changed."""
+
+_Step = Callable[..., Tensor]
+
+
+class _Recorded(NamedTuple):
+    graph: Graph
+    loss: Tensor
+    table: Tensor
+    state: tuple[Any, ...]
+    """`ModelState.now` when it was recorded."""
+
+
+class _Slot:
+    """One bucket: its static tensors, the rows that ran eager in them, and its graph."""
+
+    def __init__(self, inputs: StaticInputs) -> None:
+        self.inputs = inputs
+        self.warm = 0
+        self.recorded: _Recorded | None = None
+
+
+class StepGraphs:
+    """Decides for each micro-batch whether it runs eager, is recorded, or is replayed, and runs it.
+
+    Args:
+        run: whose trainer trains.
+        device: records and replays.
+        why_not: returns why micro-steps cannot be captured as things are now; empty where they can.
+        asked: recording was asked for by name: it is neither timed nor weighed against the steps that are left.
+    """
+
+    def __init__(self, run: Run, device: GraphDevice, why_not: Callable[[], str], *, asked: bool) -> None:
+        step = run.part(SyncFreeStep)
+        assert step is not None
+        self._run, self._step, self._device, self._asked = run, step, device, asked
+        self._state, self._why_not = ModelState(step.contents), why_not
+        self._items = torch.zeros((), dtype=torch.int64, device=run.device)
+        self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
+        self._first_step = run.trainer.state.global_step
+        self._present_step = -1
+        self._hooks: HookWatch | None = None
+        self._times = None if asked else StepTimes(device)
+        self._note = ""
+        self._ended = False
+        self._changes = 0
+        self.rows = self.recorded = self.replayed = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots: dict[Bucket, _Slot] = {}
+        self._buckets = RowBuckets(self._run)
+        self._buffers: GradientBuffers | None = None
+        self._version: int | None = None
+
+    def run(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
+        slot = None
+        if not self._ended:
+            self.rows += 1
+            if self._is_ordinary(model, inputs, num_items_in_batch):
+                slot = self._slot(inputs)
+        if slot is None:
+            return stock(model, inputs, num_items_in_batch)
+        copy_into(slot.inputs, inputs)
+        if isinstance(num_items_in_batch, Tensor):
+            self._items.copy_(num_items_in_batch, non_blocking=True)
+        else:
+            self._items.fill_(num_items_in_batch)
+        self._accumulation.fill_(self._run.trainer.current_gradient_accumulation_steps)
+        model.train()  # as the trainer's own step begins; skipped where nothing would change (`hostwork.ModeCheck`)
+        if slot.recorded is None and not self._is_due(slot):
+            return self._warm(stock, model, inputs, slot)
+        state = self._state.now(model)
+        if slot.recorded is not None and slot.recorded.state != state:
+            self._model_changed()
+        elif slot.recorded is not None or self._record(stock, model, slot, state):
+            return self._replay(inputs, slot)
+        return stock(model, inputs, num_items_in_batch)
+
+    def _is_ordinary(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
+        """Return whether a micro-batch is one of many alike; what excludes all that follow ends the feature."""
+        self._hooks = self._hooks or HookWatch(model)
+        found, trainer = self._hooks.look(), self._run.trainer
+        if self._present_step != trainer.state.global_step:
+            self._present_step = trainer.state.global_step
+            self._begin_step()
+            found = found or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
+            found = found or replaced_methods(trainer, BATCH_METHODS)
+        if found:
+            self.end(f"{found} does not run in a replay: remove it to have steps captured")
+        if self._ended:
+            return False
+        return num_items_in_batch is not None and self._step.takes(inputs) and is_as_collated(inputs)
+
+    def _begin_step(self) -> None:
+        """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""
+        if self._times is None or not self._run.has_settled or self._steps_done < EAGER_STEPS:
+            return
+        self._times.begin(self.recorded, self.replayed)
+        if self.replayed:
+            self._judge(self._times)
+
+    @property
+    def _steps_done(self) -> int:
+        return self._run.trainer.state.global_step - self._first_step
+
+    def _slot(self, inputs: Any) -> _Slot | None:
+        """Return where a row runs; None where it runs eager in its own shapes."""
+        if self._steps_done < EAGER_STEPS or not self._run.has_settled:
+            return None
+        if self._run.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
+            if why := self._why_not():
+                self.end(why)
+                return None
+            self.drop()
+            self._version = self._run.version
+        bucket = self._buckets.find(RowSize.of(inputs["packed_batch"]))
+        if bucket is None or self._run.refuses_static(bucket):
+            if self._buckets.are_outgrown():
+                self._drop_graphs()
+            return None
+        if bucket not in self._slots:
+            self._slots[bucket] = _Slot(StaticInputs(bucket, inputs["input_ids"].device))
+        return self._slots[bucket]
+
+    def _is_due(self, slot: _Slot) -> bool:
+        """Return whether `slot` is to be recorded now."""
+        if slot.warm < WARM_ROWS or self._times is None or self.recorded:
+            return slot.warm >= WARM_ROWS
+        seconds = self._times.eager()
+        if seconds is None:  # the device has not come that far
+            return False
+        steps_left = self._run.trainer.state.max_steps - self._run.trainer.state.global_step
+        if StartUpCost(RECORD_SECONDS, MOST_SAVED * seconds).pays(steps_left):
+            return True
+        self.end(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
+        return False
+
+    def _warm(self, stock: _Step, model: nn.Module, inputs: Any, slot: _Slot) -> Tensor:
+        """Run a row eager in static shapes, as the graph will."""
+        slot.warm += 1
+        loss, table = self._static(stock, model, slot)
+        if self._buffers is None:
+            self._buffers = GradientBuffers(self._run.model.parameters())
+        self._keep(inputs, table)
+        return loss
+
+    def _static(self, stock: _Step, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
+        """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
+        with self._step.set_apart(self._accumulation) as figures:
+            loss = stock(model, dict(slot.inputs.keywords), self._items)
+        slot.inputs.batch.clear_derived()
+        return loss, figures.table
+
+    def _record(self, stock: _Step, model: nn.Module, slot: _Slot, state: tuple[Any, ...]) -> bool:
+        """Record the graph of `slot`; False, and said, where it cannot be."""
+        assert self._buffers is not None
+        self._buffers.attach()
+        try:
+            graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
+            reason = "no memory for the graph of a micro-step beside what eager ones need"
+        except RuntimeError as error:
+            logger.debug(f"{FEATURE}: {error}", exc_info=True)
+            close_frames(error)
+            reason = f"a micro-step cannot be recorded: {describe(first_cause(error))}"
+        else:
+            slot.recorded = _Recorded(graph, loss, table, state)
+            self.recorded += 1
+            self._tell()
+            return True
+        self.end(reason)
+        return False
+
+    def _replay(self, inputs: Any, slot: _Slot) -> Tensor:
+        recorded = slot.recorded
+        assert recorded is not None
+        assert self._buffers is not None
+        self._buffers.attach()
+        start = None if self._times is None else self._device.mark()
+        recorded.graph.replay()
+        if self._times is not None and start is not None:
+            self._times.replayed(start, self._device.mark())
+        self.replayed += 1
+        self._keep(inputs, recorded.table)
+        return recorded.loss.clone()
+
+    def _keep(self, inputs: Any, table: Tensor) -> None:
+        self._step.keep(self._run.trainer, table, inputs["packed_batch"])
+        for hook in list(self._run.model._forward_pre_hooks.values()):
+            if getattr(hook, "sees_plain_rows", False):
+                hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
+
+    def _judge(self, times: StepTimes) -> None:
+        """Compare captured steps with eager ones as soon as enough are known; then nothing is timed any more."""
+        eager, captured, replay = times.eager(), times.captured(), times.replay()
+        if eager is None or captured is None or replay is None:
+            return
+        self._times = None
+        measured = (
+            f"steps of {eager * 1e3:.1f} ms eager, {captured * 1e3:.1f} ms captured, {replay * 1e3:.1f} ms a replay"
+        )
+        if captured > (1 - LEAST_GAIN) * eager:
+            self.end(f"graphs save less than {LEAST_GAIN:.0%} of a step: {measured}")
+        else:
+            self._note = measured
+            self._tell()
+
+    def _model_changed(self) -> None:
+        """Drop what was recorded of a model that is another now."""
+        self._changes += 1
+        if self._changes > MOST_CHANGES:
+            self.end("the model is changed again and again (weights moved, frozen or merged, modes)")
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop all graphs and buckets; they are made again from the rows that follow."""
+        self._drop_graphs()
+        self._forget()
+
+    def _drop_graphs(self) -> None:
+        for slot in self._slots.values():
+            if slot.recorded is not None:
+                slot.recorded.graph.reset()
+        self._slots = {}
+
+    def end(self, reason: str) -> None:
+        """Run all that follows eager, said once."""
+        if not self._ended:
+            self._ended = True
+            logger.warning(f"{FEATURE}: eager from here on: {reason}")
+            self._run.say(FEATURE, "off", "eager", reason)
+        self.drop()
+
+    def spare(self) -> bool:
+        """Give the memory of the graphs back after a step ran out of it; False where there is none."""
+        held = any(slot.recorded is not None for slot in self._slots.values())
+        if held:
+            self.end("a step ran out of memory beside the graphs")
+        return held
+
+    def _tell(self) -> None:
+        graphs = sum(slot.recorded is not None for slot in self._slots.values())
+        choice, held = self._buckets.choice, self._device.bytes_held()
+        said = [self._note] if self._note else []
+        said.append(f"{graphs} graph{'s' * (graphs != 1)} of {held / 2**30:.2f} GiB")
+        if choice is not None:
+            said.append(f"padding of {choice.padding:.1%}; {choice.served:.0%} of rows fit")
+        self._run.say(FEATURE, "on", "captured", "; ".join(said))
+
+
+class CapturingTrainer(SFTTrainer):
+    """Stock while the feature ``cuda_graph`` is off."""
+
+    fastpack_run: Run
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As `SFTTrainer.training_step`; a row like others before it is a replay."""
+        graphs = self.fastpack_run.part(StepGraphs)
+        if graphs is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return graphs.run(super().training_step, model, inputs, num_items_in_batch)

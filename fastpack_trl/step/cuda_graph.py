@@ -1,0 +1,102 @@
+"""The feature `cuda_graph`: whether micro-steps of a run can be captured, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
+from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.run import SHARDED, Run
+from fastpack_trl.step.capture import EAGER_STEPS, FEATURE, StepGraphs
+from fastpack_trl.step.graph_device import CudaGraphs
+from fastpack_trl.step.merge_accumulation import has_dropout, rope_follows_length
+
+LEAST_CAPABILITY = (8, 0)
+LEAST_FOR_EXPERTS = (9, 0)
+"""Before it torch's grouped product reads the sizes of its groups on the host."""
+
+
+@contextmanager
+def cuda_graph(run: Run) -> Iterator[None]:
+    """Capture forward, loss and backward of a micro-batch once per bucket of rows, and replay it for those that fit."""
+    if not run.training:
+        yield
+        return
+    why = unavailable(run.device) or why_not(run)
+    if why:
+        run.say(FEATURE, "off", "eager", why)
+        yield
+        return
+    device = CudaGraphs(run.device)
+    graphs = StepGraphs(run, device, partial(why_not, run), asked=run.settings.cuda_graph == "on")
+    weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
+    run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
+    run.spares.append(graphs.spare)
+    try:
+        with device.run_apart(), run.keeping(graphs):
+            yield
+    finally:
+        run.spares.remove(graphs.spare)
+        graphs.drop()
+
+
+def unavailable(device: torch.device) -> str:
+    """Return why a device records no graphs; empty where it does."""
+    if device.type != "cuda":
+        return f"the model is on {device}: its work is not queued by a host that a graph could relieve"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this device has {_dotted(capability)}"
+    return ""
+
+
+def why_not(run: Run) -> str:
+    """Return why micro-steps of this run are not captured; empty where they may be."""
+    trainer, args, model = run.trainer, run.args, run.model
+    watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
+    replaced = replaced_methods(trainer, BATCH_METHODS)
+    static = run.refuses_static(Bucket(1, 1, 1, 1))
+    experts = run.has_experts and run.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(run.device) if run.device.type == "cuda" else LEAST_FOR_EXPERTS
+    reasons = {
+        "switched off": run.settings.cuda_graph == "off",
+        "a loss over all logits reads sizes on the host (sync_free)": not run.loss_is_ours,
+        static: bool(static),
+        SHARDED: run.is_sharded,
+        "several processes reduce their gradients inside of the micro-step": trainer.accelerator.num_processes > 1,
+        "several devices in one process": args.n_gpu > 1,
+        "the loss scaler of fp16 asks the device": bool(args.fp16),
+        "layer inputs go to host memory in the micro-step": run.offloads,
+        "random states of dropout are kept by checkpoints": _checkpoints(run) and has_dropout(model),
+        "use_reentrant=True runs backward in backward": bool(
+            (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        )
+        and _checkpoints(run),
+        "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
+        "NEFTune draws noise in a hook": bool(args.neftune_noise_alpha),
+        f"torch_empty_cache_steps={args.torch_empty_cache_steps} empties memory inside of the micro-step": bool(
+            args.torch_empty_cache_steps
+        ),
+        f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
+        in str(args.optim).lower(),
+        "the rotary embedding depends on the longest document of a row": rope_follows_length(model),
+        f"grouped products read their sizes on the host before compute capability {_dotted(LEAST_FOR_EXPERTS)}": experts
+        and capability < LEAST_FOR_EXPERTS,
+        f"{watched} does not run in a replay": bool(watched),
+        f"{replaced} may look into the micro-step": bool(replaced),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _checkpoints(run: Run) -> bool:
+    """Return whether a layer is checkpointed now; known once training has begun."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,120 @@
+"""Recording and replaying of device work, as the captured step asks for it, behind one small protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Recorded work of a device."""
+
+    def replay(self) -> None:
+        """Run it again on the present contents of the tensors that it read."""
+        ...
+
+    def reset(self) -> None:
+        """Give its memory back."""
+        ...
+
+
+class Mark(Protocol):
+    """A point in the queue of a device."""
+
+    def until(self, later: Any) -> float | None:
+        """Return the seconds to a later mark, or None as long as the device has not come that far; never waits."""
+        ...
+
+
+class GraphDevice(Protocol):
+    """Where graphs are recorded."""
+
+    def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Record what `work` queues, without running it; return the graph and the result of `work`."""
+        ...
+
+    def run_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Queue everything in this context where recording is possible."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the present end of the queue."""
+        ...
+
+    def bytes_held(self) -> int:
+        """Return the bytes that graphs of this object hold."""
+        ...
+
+
+class CudaMark:
+    """An event on the current stream."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def until(self, later: CudaMark) -> float | None:
+        """Return the seconds to a later mark, None before the device has passed that."""
+        return self._event.elapsed_time(later._event) / 1e3 if later._event.query() else None
+
+
+class CudaGraphs:
+    """CUDA graphs in one memory pool: they never run at once, and what they return is copied out.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None
+        self._held = 0
+
+    def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Record `work` on the current stream, which `run_apart` has set.
+
+        Raises:
+            RuntimeError: the work waited for the device, or used memory or a stream that cannot be recorded.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(self.device), capture_error_mode="thread_local"
+        ):
+            result = work()
+        self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
+        return graph, result
+
+    @contextlib.contextmanager
+    def run_apart(self) -> Any:
+        """Make a side stream the current one.
+
+        Autograd's nodes that add to gradients belong to the stream that they were made on, and live as long as a graph
+        of an earlier step; one on the default stream would end a recording in backward
+        (cudaErrorStreamCaptureImplicit).
+        """
+        outer = torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(outer)
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            # What ran on the side stream is done before anything that follows.
+            outer.wait_stream(side)
+
+    def mark(self) -> Mark:
+        """Mark the present end of the queue."""
+        return CudaMark()
+
+    def bytes_held(self) -> int:
+        """Return the bytes that the pool grew by."""
+        return self._held

@@ -1,0 +1,69 @@
+"""What a recorded micro-step read on the host: where one of it is another now, the recording is of another step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from fastpack_trl.step.hostwork import ModelContents
+
+_training = itemgetter("training")
+
+
+class ModelState:
+    """The host's side of a model, compared from one micro-step to the next.
+
+    Addresses of parameters and buffers (a swap of ``.data``, an average of weights, a move), which of them train
+    (frozen layers), modes, adapters (active, merged, disabled, scaled), and, through `ModelContents`, modules and
+    parameters that were put in. Values are not compared: a graph reads them anew.
+
+    Args:
+        contents: lists the model again when it has changed.
+    """
+
+    def __init__(self, contents: ModelContents) -> None:
+        self._contents = contents
+        self._version: int | None = None
+        self._buffers: list[dict[str, Tensor | None]] = []
+        self._modes: list[dict[str, Any]] = []
+        self._adapters: list[BaseTunerLayer] = []
+
+    def now(self, model: nn.Module) -> tuple[Any, ...]:
+        """Return a value that equals an earlier one as long as nothing of the above has changed.
+
+        Costs a tenth of a microsecond per module and parameter.
+        """
+        if self._version != self._contents.refresh(model):
+            self._version = self._contents.version
+            modules = self._contents.modules
+            self._buffers = [module._buffers for module in modules if module._buffers]
+            self._modes = [vars(module) for module in modules if "training" in vars(module)]
+            self._adapters = [module for module in modules if isinstance(module, BaseTunerLayer)]
+        return (
+            self._version,
+            [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._contents.parameters],
+            list(self._buffer_addresses()),
+            bytes(map(_training, self._modes)),
+            [_adapter_state(layer) for layer in self._adapters],
+            torch.is_anomaly_enabled(),
+            torch.get_default_dtype(),
+        )
+
+    def _buffer_addresses(self) -> Iterator[int]:
+        for buffers in self._buffers:
+            for buffer in buffers.values():
+                yield 0 if buffer is None else buffer.data_ptr()
+
+
+def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:
+    scaling = getattr(layer, "scaling", None)  # tuners other than LoRA have none
+    active = layer.active_adapters
+    return (
+        tuple(active), tuple(layer.merged_adapters), layer.disable_adapters,
+        tuple(scaling.values()) if isinstance(scaling, dict) else None,
+    )  # fmt: skip
