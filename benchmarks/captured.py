@@ -7,6 +7,7 @@ after it. Real text, public shapes with random weights.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from transformers import TrainerCallback
 from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import build_model, shape_of
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.record import make_record, write_json
 
 SIDES = {"eager": "off", "captured": "auto"}
 """Name and ``cuda_graph`` of each side."""
@@ -46,9 +48,13 @@ class Row:
         return f"{self.model} {self.kind} {self.tokens}"
 
 
+SMALL = Row("small", 512, "lora")
+"""For a CPU, where nothing is captured: it shows that the case runs."""
+
 ROWS = {
     row.name: row
     for row in (
+        SMALL,
         Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 2048, "full"),
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
     )
@@ -159,7 +165,7 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(rows: Sequence[str], *, rounds: int, device: str, seed: int, progress: bool = True) -> list[dict[str, Any]]:
+def measure(rows: Sequence[str], *, rounds: int, seed: int, progress: bool = True) -> list[dict[str, Any]]:
     """Measure rows by name, each side in a process of its own, the sides in alternating order from round to round.
 
     Raises:
@@ -172,7 +178,7 @@ def measure(rows: Sequence[str], *, rounds: int, device: str, seed: int, progres
         sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(rounds):
             for side in list(SIDES)[:: 1 if number % 2 == 0 else -1]:
-                found = _in_a_process(name, side, device, seed)
+                found = _in_a_process(name, side, seed)
                 sides[side].append(found)
                 if progress:
                     print(_line(name, side, found), flush=True)
@@ -180,10 +186,11 @@ def measure(rows: Sequence[str], *, rounds: int, device: str, seed: int, progres
     return out
 
 
-def _in_a_process(row: str, side: str, device: str, seed: int) -> dict[str, Any]:
+def _in_a_process(row: str, side: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "benchmarks.captured", row, side, device, str(seed), str(answer)]
+        command = [sys.executable, "-m", "benchmarks.captured", row, "--side", side, "--seed", str(seed)]
+        command += ["--json", str(answer)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -209,6 +216,33 @@ def _line(row: str, side: str, found: dict[str, Any]) -> str:
     )
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``python -m benchmarks.captured``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.captured", description=__doc__)
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all but {SMALL.name})")
+    parser.add_argument("--rounds", type=int, default=1, help="processes per side and row (default: 1)")
+    parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.side is not None:  # in the process of one side
+        found = measure_side(ROWS[args.rows[0]], args.side, device, args.seed)
+        Path(args.json).write_text(json.dumps(found), encoding="utf-8")
+        return
+    names = args.rows or [name for name in ROWS if name != SMALL.name]
+    rows = measure(names, rounds=args.rounds, seed=args.seed)
+    settings = {
+        "warmup_steps": WARMUP_STEPS, "timed_steps": TIMED_STEPS, "spans": SPANS, "profiled_steps": PROFILED_STEPS,
+        "rounds": args.rounds, "sides": SIDES,
+    }  # fmt: skip
+    record = make_record(
+        case="captured", settings=settings, rows=rows, complete=True, device=device, threads=torch.get_num_threads(),
+        seed=args.seed,
+    )  # fmt: skip
+    if args.json is not None:
+        write_json(Path(args.json), record)
+
+
 if __name__ == "__main__":
-    row, side, device, seed, answer = sys.argv[1:]
-    Path(answer).write_text(json.dumps(measure_side(ROWS[row], side, device, int(seed))), encoding="utf-8")
+    main()

@@ -32,6 +32,7 @@ _HOMES = {
     "CallbackHandler": "transformers.trainer_callback.CallbackHandler",
     "Conv1D": "transformers.pytorch_utils.Conv1D",
     "DataCollatorForLanguageModeling": "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
+    "BaseTunerLayer": "peft.tuners.tuners_utils.BaseTunerLayer",
     "GradientCheckpointingLayer": "transformers.modeling_layers.GradientCheckpointingLayer",
     "LoraLayer": "peft.tuners.lora.layer.LoraLayer",
     "LoraLinear": "peft.tuners.lora.layer.Linear",
@@ -242,7 +243,10 @@ TABLE: tuple[Upstream, ...] = (
         _all("trl.SFTTrainer", "_is_vision_dataset _loss_shifts_labels"), ("packing",),
         "vision data and losses that shift are not told from others",
     ),
-    Upstream(("torch._foreach_copy_",), ("packing",), "no row is copied into a static batch"),
+    Upstream(
+        (_HOMES["BaseTunerLayer"], *_all("torch", "_foreach_copy_ _foreach_zero_")), ("packing", "step"),
+        "micro-steps run eager", "cuda_graph",
+    ),
     Upstream(
         _all("trl.kernels.chunked_logprob",
              "_forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton _addmm_fp32 _BLOCK_SIZE"),

@@ -7,9 +7,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.step.hostwork import ModelContents
 
 _training = itemgetter("training")

@@ -424,7 +424,7 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
     ("reason", "fast", "options"),
     [
         ("switched off", {"cuda_graph": "off"}, {}),
-        ("per_document reads the lengths", {"packed_attention": "per_document"}, {}),
+        ("per_document makes what its layers read", {"packed_attention": "per_document"}, {}),
         ("sync_free", {"sync_free": "off"}, {}),
         ("torch_empty_cache_steps=2", {}, {"torch_empty_cache_steps": 2}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
