@@ -56,7 +56,7 @@ class FlashAttention(Backend):
         return f"installed flash-attn; {described(features)}"
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return ""
+        return f"{self.name} was not tried over static batches: packed_attention='varlen' takes them"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttentionLayer:
         return batch.derive(
