@@ -84,7 +84,7 @@ class StepGraphs:
         self._state, self._why_not = ModelState(step.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
-        self._first_step = run.trainer.state.global_step
+        self._first_step: int | None = None
         self._present_step = -1
         self._hooks: HookWatch | None = None
         self._times = None if asked else StepTimes(device)
@@ -150,7 +150,10 @@ class StepGraphs:
 
     @property
     def _steps_done(self) -> int:
-        return self._run.trainer.state.global_step - self._first_step
+        done = self._run.trainer.state.global_step
+        if self._first_step is None:
+            self._first_step = done  # not 0 where a run was resumed
+        return done - self._first_step
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
