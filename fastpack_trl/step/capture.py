@@ -16,7 +16,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl import SFTTrainer
 
-from fastpack_trl.errors import close_frames, describe, first_cause
+from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods, trained_parameters
@@ -91,7 +91,7 @@ class StepGraphs:
         self._note = ""
         self._ended = False
         self._changes = 0
-        self.rows = self.recorded = self.replayed = 0
+        self.recorded = self.replayed = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -102,11 +102,8 @@ class StepGraphs:
 
     def run(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
-        slot = None
-        if not self._ended:
-            self.rows += 1
-            if self._is_ordinary(model, inputs, num_items_in_batch):
-                slot = self._slot(inputs)
+        ordinary = not self._ended and self._is_ordinary(model, inputs, num_items_in_batch)
+        slot = self._slot(inputs) if ordinary else None
         if slot is None:
             return stock(model, inputs, num_items_in_batch)
         copy_into(slot.inputs, inputs)
@@ -115,9 +112,13 @@ class StepGraphs:
         else:
             self._items.fill_(num_items_in_batch)
         self._accumulation.fill_(self._run.trainer.current_gradient_accumulation_steps)
-        model.train()  # as the trainer's own step begins; skipped where nothing would change (`hostwork.ModeCheck`)
+        # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the second
+        # is for optimizers without a schedule, which evaluation has switched over.
+        model.train()
+        if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
+            switch()
         if slot.recorded is None and not self._is_due(slot):
-            return self._warm(stock, model, inputs, slot)
+            return self._warm(stock, model, inputs, num_items_in_batch, slot)
         state = self._state.now(model)
         if slot.recorded is not None and slot.recorded.state != state:
             self._model_changed()
@@ -187,10 +188,14 @@ class StepGraphs:
         self.end(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
         return False
 
-    def _warm(self, stock: _Step, model: nn.Module, inputs: Any, slot: _Slot) -> Tensor:
+    def _warm(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
         """Run a row eager in static shapes, as the graph will."""
         slot.warm += 1
-        loss, table = self._static(stock, model, slot)
+        try:
+            loss, table = self._static(stock, model, slot)
+        except PackingError as error:  # somebody asks for what a static row does not have
+            self.end(str(error))
+            return stock(model, inputs, num_items_in_batch)
         if self._buffers is None:
             self._buffers = GradientBuffers(self._run.model.parameters())
         self._keep(inputs, table)
@@ -206,13 +211,13 @@ class StepGraphs:
     def _record(self, stock: _Step, model: nn.Module, slot: _Slot, state: tuple[Any, ...]) -> bool:
         """Record the graph of `slot`; False, and said, where it cannot be."""
         assert self._buffers is not None
-        self._buffers.attach()
         try:
-            graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
+            with self._buffers.attached_if_all_goes_well():
+                graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
         except torch.OutOfMemoryError as error:
             close_frames(error)
             reason = "no memory for the graph of a micro-step beside what eager ones need"
-        except RuntimeError as error:
+        except Exception as error:  # the same rows ran eager in these shapes: recording them is what fails
             logger.debug(f"{FEATURE}: {error}", exc_info=True)
             close_frames(error)
             reason = f"a micro-step cannot be recorded: {describe(first_cause(error))}"

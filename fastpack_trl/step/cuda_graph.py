@@ -71,13 +71,14 @@ def why_not(run: Run) -> str:
         "several processes reduce their gradients inside of the micro-step": trainer.accelerator.num_processes > 1,
         "several devices in one process": args.n_gpu > 1,
         "the loss scaler of fp16 asks the device": bool(args.fp16),
-        "layer inputs go to host memory in the micro-step": run.offloads,
+        "layer inputs go to host memory in the micro-step": run.offloads or bool(args.activation_offloading),
         "random states of dropout are kept by checkpoints": _checkpoints(run) and has_dropout(model),
         "use_reentrant=True runs backward in backward": bool(
             (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         )
         and _checkpoints(run),
-        "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
+        "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs
+        or getattr(trainer, "loss_is_scaled_for_ga", None) is False,
         "NEFTune draws noise in a hook": bool(args.neftune_noise_alpha),
         f"torch_empty_cache_steps={args.torch_empty_cache_steps} empties memory inside of the micro-step": bool(
             args.torch_empty_cache_steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,18 @@ class GradientBuffers:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+
+    @contextmanager
+    def attached_if_all_goes_well(self) -> Iterator[None]:
+        """Attach the buffers; after an exception parameters have the gradients that they had before."""
+        before = [parameter.grad for parameter in self.parameters]
+        self.attach()
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
 
     def attach(self) -> None:
         """Make each buffer the gradient of its parameter: with what it has so far, or zeros where it has none."""
