@@ -54,8 +54,6 @@ class _Recorded(NamedTuple):
     graph: Graph
     loss: Tensor
     table: Tensor
-    state: tuple[Any, ...]
-    """`ModelState.now` when it was recorded."""
 
 
 class _Slot:
@@ -99,11 +97,24 @@ class StepGraphs:
         self._buckets = RowBuckets(self._run)
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
+        self._recorded_state: tuple[Any, ...] | None = None
 
     def run(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
-        ordinary = not self._ended and self._is_ordinary(model, inputs, num_items_in_batch)
-        slot = self._slot(inputs) if ordinary else None
+        slot = self._slot(inputs) if self._is_ordinary(model, inputs, num_items_in_batch) else None
+        if slot is not None:
+            # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
+            # second is for optimizers without a schedule, which evaluation has switched over.
+            model.train()
+            if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
+                switch()
+            state = self._state.now(model, self._run.trainer)
+            self._recorded_state = self._recorded_state or state
+            if state != self._recorded_state:
+                self._model_changed()
+                slot = None
+        if self._buffers is not None:
+            self._buffers.attach()
         if slot is None:
             return stock(model, inputs, num_items_in_batch)
         copy_into(slot.inputs, inputs)
@@ -112,22 +123,14 @@ class StepGraphs:
         else:
             self._items.fill_(num_items_in_batch)
         self._accumulation.fill_(self._run.trainer.current_gradient_accumulation_steps)
-        # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the second
-        # is for optimizers without a schedule, which evaluation has switched over.
-        model.train()
-        if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
-            switch()
-        if slot.recorded is None and not self._is_due(slot):
-            return self._warm(stock, model, inputs, num_items_in_batch, slot)
-        state = self._state.now(model)
-        if slot.recorded is not None and slot.recorded.state != state:
-            self._model_changed()
-        elif slot.recorded is not None or self._record(stock, model, slot, state):
-            return self._replay(inputs, slot)
-        return stock(model, inputs, num_items_in_batch)
+        if slot.recorded is not None:
+            return self._replay(inputs, slot.recorded)
+        return self._warm(stock, model, inputs, num_items_in_batch, slot)
 
     def _is_ordinary(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
         """Return whether a micro-batch is one of many alike; what excludes all that follow ends the feature."""
+        if self._ended:
+            return False
         self._hooks = self._hooks or HookWatch(model)
         found, trainer = self._hooks.look(), self._run.trainer
         if self._present_step != trainer.state.global_step:
@@ -137,7 +140,7 @@ class StepGraphs:
             found = found or replaced_methods(trainer, BATCH_METHODS)
         if found:
             self.end(f"{found} does not run in a replay: remove it to have steps captured")
-        if self._ended:
+        if self.has_ended:
             return False
         return num_items_in_batch is not None and self._step.takes(inputs) and is_as_collated(inputs)
 
@@ -148,6 +151,11 @@ class StepGraphs:
         self._times.begin(self.recorded, self.replayed)
         if self.replayed:
             self._judge(self._times)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that follows runs eager."""
+        return self._ended
 
     @property
     def _steps_done(self) -> int:
@@ -189,16 +197,20 @@ class StepGraphs:
         return False
 
     def _warm(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
-        """Run a row eager in static shapes, as the graph will."""
-        slot.warm += 1
+        """Run a row eager in static shapes, as the graph will; then record that, if it is due.
+
+        A failure to record comes after the micro-batch: what is run again for lack of memory is another one.
+        """
         try:
             loss, table = self._static(stock, model, slot)
         except PackingError as error:  # somebody asks for what a static row does not have
             self.end(str(error))
             return stock(model, inputs, num_items_in_batch)
-        if self._buffers is None:
-            self._buffers = GradientBuffers(self._run.model.parameters())
+        slot.warm += 1
         self._keep(inputs, table)
+        if self._is_due(slot):
+            self._buffers = self._buffers or GradientBuffers(self._run.model.parameters())
+            self._record(stock, model, slot)
         return loss
 
     def _static(self, stock: _Step, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
@@ -208,34 +220,31 @@ class StepGraphs:
         slot.inputs.batch.clear_derived()
         return loss, figures.table
 
-    def _record(self, stock: _Step, model: nn.Module, slot: _Slot, state: tuple[Any, ...]) -> bool:
-        """Record the graph of `slot`; False, and said, where it cannot be."""
-        assert self._buffers is not None
+    def _record(self, stock: _Step, model: nn.Module, slot: _Slot) -> None:
+        """Record the graph of `slot`; said where it cannot be."""
+        lacks = self._device.lacks_room()
         try:
-            with self._buffers.attached_if_all_goes_well():
+            if not lacks:
                 graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
         except torch.OutOfMemoryError as error:
             close_frames(error)
-            reason = "no memory for the graph of a micro-step beside what eager ones need"
-        except Exception as error:  # the same rows ran eager in these shapes: recording them is what fails
+            lacks = "no memory for the graph of a micro-step beside what eager ones need"
+        except Exception as error:  # the same row ran eager in these shapes: recording it is what fails
             logger.debug(f"{FEATURE}: {error}", exc_info=True)
             close_frames(error)
-            reason = f"a micro-step cannot be recorded: {describe(first_cause(error))}"
-        else:
-            slot.recorded = _Recorded(graph, loss, table, state)
-            self.recorded += 1
-            self._tell()
-            return True
-        self.end(reason)
-        return False
+            lacks = f"a micro-step cannot be recorded: {describe(first_cause(error))}"
+        if lacks:
+            self.end(lacks)
+            return
+        slot.recorded = _Recorded(graph, loss, table)
+        self.recorded += 1
+        self._tell()
 
-    def _replay(self, inputs: Any, slot: _Slot) -> Tensor:
-        recorded = slot.recorded
-        assert recorded is not None
+    def _replay(self, inputs: Any, recorded: _Recorded) -> Tensor:
         assert self._buffers is not None
-        self._buffers.attach()
         start = None if self._times is None else self._device.mark()
         recorded.graph.replay()
+        self._buffers.were_written()
         if self._times is not None and start is not None:
             self._times.replayed(start, self._device.mark())
         self.replayed += 1
@@ -281,6 +290,7 @@ class StepGraphs:
             if slot.recorded is not None:
                 slot.recorded.graph.reset()
         self._slots = {}
+        self._device.forget()
 
     def end(self, reason: str) -> None:
         """Run all that follows eager, said once."""
@@ -292,18 +302,17 @@ class StepGraphs:
 
     def spare(self) -> bool:
         """Give the memory of the graphs back after a step ran out of it; False where there is none."""
-        held = any(slot.recorded is not None for slot in self._slots.values())
+        held = self._buffers is not None
         if held:
             self.end("a step ran out of memory beside the graphs")
         return held
 
     def _tell(self) -> None:
         graphs = sum(slot.recorded is not None for slot in self._slots.values())
-        choice, held = self._buckets.choice, self._device.bytes_held()
+        held = self._device.bytes_held()
         said = [self._note] if self._note else []
         said.append(f"{graphs} graph{'s' * (graphs != 1)} of {held / 2**30:.2f} GiB")
-        if choice is not None:
-            said.append(f"padding of {choice.padding:.1%}; {choice.served:.0%} of rows fit")
+        said.append(str(self._buckets))
         self._run.say(FEATURE, "on", "captured", "; ".join(said))
 
 

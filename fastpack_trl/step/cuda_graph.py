@@ -36,7 +36,7 @@ def cuda_graph(run: Run) -> Iterator[None]:
     graphs = StepGraphs(run, device, partial(why_not, run), asked=run.settings.cuda_graph == "on")
     weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
-    run.spares.append(graphs.spare)
+    run.spares.insert(0, graphs.spare)  # graphs are made again in a second; what is dropped else stays away
     try:
         with device.run_apart(), run.keeping(graphs):
             yield
@@ -59,6 +59,7 @@ def why_not(run: Run) -> str:
     """Return why micro-steps of this run are not captured; empty where they may be."""
     trainer, args, model = run.trainer, run.args, run.model
     watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
+    optim = str(getattr(args.optim, "value", args.optim)).lower()
     replaced = replaced_methods(trainer, BATCH_METHODS)
     static = run.refuses_static(Bucket(1, 1, 1, 1))
     experts = run.has_experts and run.device.type == "cuda"
@@ -71,7 +72,9 @@ def why_not(run: Run) -> str:
         "several processes reduce their gradients inside of the micro-step": trainer.accelerator.num_processes > 1,
         "several devices in one process": args.n_gpu > 1,
         "the loss scaler of fp16 asks the device": bool(args.fp16),
-        "layer inputs go to host memory in the micro-step": run.offloads or bool(args.activation_offloading),
+        "layer inputs go to host memory in the micro-step": run.offloads
+        or bool(args.activation_offloading)
+        or bool((args.gradient_checkpointing_kwargs or {}).get("offload")),
         "random states of dropout are kept by checkpoints": _checkpoints(run) and has_dropout(model),
         "use_reentrant=True runs backward in backward": bool(
             (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
@@ -83,8 +86,11 @@ def why_not(run: Run) -> str:
         f"torch_empty_cache_steps={args.torch_empty_cache_steps} empties memory inside of the micro-step": bool(
             args.torch_empty_cache_steps
         ),
-        f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
-        in str(args.optim).lower(),
+        f"optim={optim!r} steps in the backward pass": "lomo" in optim,
+        # bitsandbytes launches them on the default stream, which does not wait for that of a captured run.
+        f"optim={optim!r} of bitsandbytes runs on another stream": "8bit" in optim
+        or "paged" in optim
+        or type(trainer.optimizer).__module__.startswith("bitsandbytes"),
         "the rotary embedding depends on the longest document of a row": rope_follows_length(model),
         f"grouped products read their sizes on the host before compute capability {_dotted(LEAST_FOR_EXPERTS)}": experts
         and capability < LEAST_FOR_EXPERTS,

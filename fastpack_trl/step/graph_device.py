@@ -48,6 +48,14 @@ class GraphDevice(Protocol):
         """Return the bytes that graphs of this object hold."""
         ...
 
+    def lacks_room(self) -> str:
+        """Return why a graph would leave too little memory for an eager row or an evaluation beside it, or ``""``."""
+        ...
+
+    def forget(self) -> None:
+        """Say that no graph is left."""
+        ...
+
 
 class CudaMark:
     """An event on the current stream."""
@@ -85,11 +93,18 @@ class CudaGraphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
         # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=torch.cuda.current_stream(self.device), capture_error_mode="thread_local"
-        ):
-            result = work()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=torch.cuda.current_stream(self.device), capture_error_mode="thread_local"
+            ):
+                result = work()
+        except BaseException:
+            # A recording that ends early leaves the generator as if it went on: the next dropout would raise.
+            generator.graphsafe_set_state(state)
+            raise
         self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph, result
 
@@ -118,3 +133,18 @@ class CudaGraphs:
     def bytes_held(self) -> int:
         """Return the bytes that the pool grew by."""
         return self._held
+
+    def lacks_room(self) -> str:
+        """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""
+        if self._held:
+            return ""  # all graphs are in one pool
+        allocated = torch.cuda.memory_allocated(self.device)
+        taken = torch.cuda.max_memory_allocated(self.device) - allocated
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - allocated
+        if free >= 2 * taken:
+            return ""
+        return f"{free / 2**30:.1f} GiB are free, a graph and an eager step beside it take {2 * taken / 2**30:.1f}"
+
+    def forget(self) -> None:
+        """Give the pool up: torch may refuse one whose last graph is gone."""
+        self._pool, self._held = None, 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.step.hostwork import ModelContents
@@ -19,8 +20,9 @@ class ModelState:
     """The host's side of a model, compared from one micro-step to the next.
 
     Addresses of parameters and buffers (a swap of ``.data``, an average of weights, a move), which of them train
-    (frozen layers), modes, adapters (active, merged, disabled, scaled), and, through `ModelContents`, modules and
-    parameters that were put in. Values are not compared: a graph reads them anew.
+    (frozen layers), edits of those with a dense copy, modes, dropout, replaced forwards, adapters (active, merged,
+    disabled, scaled), the coefficient of the auxiliary loss, and, through `ModelContents`, modules and parameters that
+    were put in. Values of what trains are not compared: a graph reads them anew.
 
     Args:
         contents: lists the model again when it has changed.
@@ -32,8 +34,10 @@ class ModelState:
         self._buffers: list[dict[str, Tensor | None]] = []
         self._modes: list[dict[str, Any]] = []
         self._adapters: list[BaseTunerLayer] = []
+        self._dropouts: list[nn.Dropout] = []
+        self._own: list[dict[str, Any]] = []
 
-    def now(self, model: nn.Module) -> tuple[Any, ...]:
+    def now(self, model: nn.Module, trainer: SFTTrainer) -> tuple[Any, ...]:
         """Return a value that equals an earlier one as long as nothing of the above has changed.
 
         Costs a tenth of a microsecond per module and parameter.
@@ -44,12 +48,20 @@ class ModelState:
             self._buffers = [module._buffers for module in modules if module._buffers]
             self._modes = [vars(module) for module in modules if "training" in vars(module)]
             self._adapters = [module for module in modules if isinstance(module, BaseTunerLayer)]
+            self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+            self._own = [vars(module) for module in modules]
         return (
             self._version,
             [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._contents.parameters],
+            # A weight that was edited since its dense copy was made is read itself from then on.
+            [copied[0]._version for own in self._own if (copied := own.get("fastpack_copied_from")) is not None],
             list(self._buffer_addresses()),
             bytes(map(_training, self._modes)),
             [_adapter_state(layer) for layer in self._adapters],
+            [module.p for module in self._dropouts],
+            [own.get("forward") for own in self._own],
+            trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
+            trainer.args.loss_type,
             torch.is_anomaly_enabled(),
             torch.get_default_dtype(),
         )

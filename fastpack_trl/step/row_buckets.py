@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -14,8 +14,10 @@ from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
 
-_SAMPLE = 256
-"""Rows of the data set that are looked at: some ten milliseconds."""
+_SAMPLE, _LEAST = 256, 32
+"""Rows of the data set that are looked at, some ten milliseconds; and of merged rows at least."""
+_TOO_LONG = 1.5
+"""Tokens of a bucket, as a multiple of the row's, from which buckets count as made for other rows."""
 _LOOK_BACK = 64
 _LEAST_SERVED = 0.8
 _EAGER_COST = 2.0
@@ -38,25 +40,33 @@ class RowBuckets:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._seen: Counter[RowSize] = Counter()
+        self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
+        self._tokens = self._padded = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._chosen = 0
         self.choice: BucketChoice | None = None
 
     def find(self, size: RowSize) -> Bucket | None:
-        """Return the bucket of a row; None where it fits into none and runs in its own shapes."""
+        """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
+        self._seen.append(size)
         if self.choice is None:
-            self._seen[size] += 1
             self._chosen += 1
-            self.choice = choose_buckets(
-                (self._seen + self._expected(size.parts)).elements(), at_most=_MOST, eager_cost=_EAGER_COST
-            )
+            rows = [*self._seen, *self._expected(size.parts)]
+            self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST)
             logger.debug(f"cuda_graph: {self.choice}")
         bucket = smallest_fitting(self.choice.buckets, size)
-        self._served.append(bucket is not None)
-        if bucket is None:
-            self._seen[size] += 1
+        if bucket is not None and bucket.tokens > (1 + _EAGER_COST) * size.tokens:
+            bucket = None
+        self._served.append(bucket is not None and bucket.tokens <= _TOO_LONG * size.tokens)
+        if bucket is not None:
+            self._tokens += size.tokens
+            self._padded += bucket.tokens - size.tokens
         return bucket
+
+    def __str__(self) -> str:
+        """Say what the rows that ran in buckets were padded by, and which share of the last ones fitted well."""
+        fit = sum(self._served) / max(1, len(self._served))
+        return f"padding of {self._padded / max(1, self._tokens):.1%}; {fit:.0%} of rows fit"
 
     def are_outgrown(self) -> bool:
         """Return whether too many of the last rows fitted into no bucket; then the next row makes others."""
@@ -66,17 +76,17 @@ class RowBuckets:
         self.choice = None
         return True
 
-    def _expected(self, parts: int) -> Counter[RowSize]:
+    def _expected(self, parts: int) -> list[RowSize]:
         """Return sizes of rows as they will come: drawn from the data set, merged of as many parts as the last."""
         trainer = self._run.trainer
         if not isinstance(trainer.train_dataset, Dataset):
-            return Counter()
+            return []
         rows, collator = fast_view(trainer, trainer.train_dataset), packing_collator(trainer)
         drawn, count, each = random.Random(trainer.args.seed), len(rows), trainer.args.per_device_train_batch_size
-        sizes: Counter[RowSize] = Counter()
-        for _ in range(min(_SAMPLE, count)):
+        sizes = []
+        for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each)))):
             collated = [collator([rows[drawn.randrange(count)] for _ in range(each)]) for _ in range(parts)]
-            sizes[merged_size([RowSize.of(one["packed_batch"]) for one in collated])] += 1
+            sizes.append(merged_size([RowSize.of(one["packed_batch"]) for one in collated]))
         return sizes
 
 

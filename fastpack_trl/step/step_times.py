@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -10,6 +12,8 @@ from fastpack_trl.step.graph_device import GraphDevice, Mark
 
 ENOUGH = 3
 """Steps of a kind whose median is believed: one of them may have been logged or saved."""
+
+_LOOK_BACK = 64
 
 
 class _Begin(NamedTuple):
@@ -29,8 +33,8 @@ class StepTimes:
 
     def __init__(self, device: GraphDevice) -> None:
         self._device = device
-        self._begins: list[_Begin] = []
-        self._inside: list[tuple[Mark, Mark]] = []
+        self._begins: deque[_Begin] = deque(maxlen=_LOOK_BACK)
+        self._inside: deque[tuple[Mark, Mark]] = deque(maxlen=_LOOK_BACK)
 
     def begin(self, recorded: int, replayed: int) -> None:
         """Mark the beginning of a step, with how many graphs were recorded and replayed before."""
@@ -55,6 +59,6 @@ class StepTimes:
         return _median(self._inside)
 
 
-def _median(spans: list[tuple[Mark, Mark]]) -> float | None:
+def _median(spans: Iterable[tuple[Mark, Mark]]) -> float | None:
     known = [seconds for start, end in spans if (seconds := start.until(end)) is not None]
     return median(known) if len(known) >= ENOUGH else None

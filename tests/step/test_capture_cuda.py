@@ -7,6 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from captured_material import (
+    At,
+    disable,
+    evaluate_mode,
+    freeze,
+    generate,
+    merge,
+    raise_the_rate,
+    swap_data,
+)
 from peft import LoraConfig
 from quantised_material import quantised
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -34,7 +44,10 @@ class Gradients(TrainerCallback):
             self.kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(folder: Path, family: str, kind: str, *, fast: dict[str, Any] | None = None, **more: Any) -> Any:
+def run(
+    folder: Path, family: str, kind: str, *, fast: dict[str, Any] | None = None, callbacks: Any = (),
+    lora: dict[str, Any] | None = None, **more: Any,
+) -> Any:  # fmt: skip
     """Train in bf16 on the device; return the losses of each step, the last gradients, and the line of the report."""
     options = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True, "max_steps": STEPS, **more}
     torch.manual_seed(0)
@@ -47,8 +60,9 @@ def run(folder: Path, family: str, kind: str, *, fast: dict[str, Any] | None = N
         args=FastSFTConfig(**settings(folder, **options), **({"cuda_graph": "on"} | (fast or {}))),
         train_dataset=make_dataset("text", 300),
         processing_class=make_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if kind == "lora" else None,
-        callbacks=[seen],
+        eval_dataset=make_dataset("text", 8, seed=7),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", **(lora or {})) if kind == "lora" else None,
+        callbacks=[seen, *callbacks],
     )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -186,3 +200,162 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
     trainer.train()
     assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
     assert trainer.state.global_step == 18
+
+
+@pytest.mark.parametrize("act", [freeze, swap_data, evaluate_mode, generate, raise_the_rate, merge, disable])
+def test_what_a_callback_does_in_the_middle_counts_from_then_on(tmp_path: Path, act: Any) -> None:
+    kind = "lora" if act in (merge, disable) else "full"
+    ours, eager = (
+        run(tmp_path / setting, "qwen3", kind, fast={"cuda_graph": setting}, callbacks=[At(15, act)])
+        for setting in ("on", "off")
+    )
+    assert ours[2].path == "captured", ours[2]
+    assert ours[1].keys() == eager[1].keys()
+    assert distance(ours, eager)[0] < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "fast"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 4}, {}),
+        ({"gradient_accumulation_steps": 3}, {"merge_accumulation": "off"}),
+        ({"packing_strategy": "bfd", "max_length": 96}, {}),
+    ],
+    ids=["evaluation", "replays-of-a-group", "short-rows"],
+)
+def test_replays_beside_other_work(tmp_path: Path, options: dict[str, Any], fast: dict[str, Any]) -> None:
+    ours, eager = (
+        run(tmp_path / setting, "qwen3", "lora", fast=fast | {"cuda_graph": setting}, **options)
+        for setting in ("on", "off")
+    )
+    assert ours[2].path == "captured", ours[2]
+    assert distance(ours, eager)[0] < 2e-2
+
+
+def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
+    losses, _, line = run(
+        tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False}, learning_rate=0.0,
+        packing_strategy="wrapped", fast={"activation_memory": "keep"},
+    )  # fmt: skip
+    again, _, _ = run(
+        tmp_path / "b", "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False}, learning_rate=0.0,
+        packing_strategy="wrapped", fast={"activation_memory": "keep", "cuda_graph": "off"},
+    )  # fmt: skip
+    assert line.path == "captured", line
+    late, other = torch.tensor(losses[10:]), torch.tensor(again[10:])
+    assert float(late.std()) > 0
+    assert abs(float(late.mean() - other.mean())) < 4 * float(other.std() + late.std()) / len(late) ** 0.5
+
+
+def test_a_nan_in_a_replay_is_filtered_from_the_log(tmp_path: Path) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    class Poisons(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == 15:
+                kept.update({name: p.detach().clone() for name, p in model.named_parameters()})
+                with torch.no_grad():
+                    model.get_decoder().norm.weight.fill_(float("nan"))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == 16:
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(kept[name])
+
+    ours, eager = (
+        run(
+            tmp_path / setting, "qwen3", "full", fast={"cuda_graph": setting}, callbacks=[Poisons()], optim="sgd",
+            max_grad_norm=0.0,
+        )
+        for setting in ("on", "off")
+    )  # fmt: skip
+    assert ours[2].path == "captured", ours[2]
+    assert not any(loss != loss for loss in ours[0])
+    assert distance(ours, eager)[0] < 2e-2
+
+
+def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path) -> None:
+    class Waits(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            norm = model.get_decoder().norm
+            forward = type(norm).forward
+
+            class Asks(type(norm)):  # type: ignore[misc]
+                def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+                    hidden.sum().item()
+                    return forward(self, hidden)
+
+            norm.__class__ = Asks
+
+    losses, _, line = run(
+        tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.1}, callbacks=[Waits()],
+        fast={"activation_memory": "keep", "layer_compile": "off"},
+    )  # fmt: skip
+    assert (line.status, "cannot be recorded" in line.reason) == ("off", True), line
+    assert len(losses) == STEPS
+
+
+def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_path: Path) -> None:
+    failed: list[int] = []
+
+    class TooMuch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if trainer.state.global_step == 15 and not failed:
+                failed.append(1)
+                torch.empty(1 << 50, dtype=torch.uint8, device=grad.device)
+            return grad
+
+    kind = type(tiny_model("qwen3").get_decoder().layers[0])
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(TooMuch.apply(hidden), *args, **kwargs)
+
+    class Odd(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 15:
+                graphs = trainer.fastpack_run.part(capture.StepGraphs)
+                assert graphs.replayed
+                graphs._is_ordinary = lambda *_: False
+
+    model = tiny_model("qwen3")
+    model.get_decoder().layers[0].__class__ = Layer
+    trainer = FastSFTTrainer(
+        model,
+        args=FastSFTConfig(
+            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=18),
+            cuda_graph="on", layer_compile="off",
+        ),
+        train_dataset=make_dataset("text", 300),
+        processing_class=make_tokenizer(),
+        callbacks=[Odd()],
+    )  # fmt: skip
+    trainer.train()
+    assert failed
+    assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
+    assert trainer.state.global_step == 18
+
+
+def test_two_trainers_one_within_the_other(tmp_path: Path) -> None:
+    inner: list[Any] = []
+
+    def another(**_: Any) -> None:
+        inner.append(run(tmp_path / "inner", "llama", "lora"))
+
+    outer = run(tmp_path / "outer", "qwen3", "full", callbacks=[At(15, another)])
+    alone = run(tmp_path / "alone", "qwen3", "full", fast={"cuda_graph": "off"})
+    assert (outer[2].path, inner[0][2].path) == ("captured", "captured")
+    assert distance(outer, alone)[0] < 2e-2
+
+
+def test_an_eight_bit_optimizer_keeps_steps_eager(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    losses, _, line = run(tmp_path, "qwen3", "lora", optim="adamw_8bit", max_steps=12)
+    assert (line.status, "runs on another stream" in line.reason) == ("off", True), line
+    assert len(losses) == 12

@@ -1,4 +1,4 @@
-"""A device that records graphs, without one: a replay runs the recorded work again, on what its tensors hold then."""
+"""A device that records graphs, without one: the operations of a recording run again, and no Python around them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Instant:
@@ -22,34 +24,44 @@ class Instant:
         return None if later._late >= 0 else later._seconds - self._seconds
 
 
-class AgainGraph:
-    """As a CUDA graph: it adds to the gradients that it was recorded with, and writes the results it returned then."""
+class Tape(TorchDispatchMode):
+    """Keeps every operation with its arguments and results."""
 
-    def __init__(self, device: AgainDevice, work: Callable[[], Any], results: tuple[Tensor, ...]) -> None:
-        self._device, self._work, self._results = device, work, results
-        self._gradients = {parameter: parameter.grad for parameter in device.parameters()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+
+class TapeGraph:
+    """As a CUDA graph: it reads and writes the memory that the recording read and wrote, whatever Python says now."""
+
+    def __init__(self, device: TapeDevice, tape: Tape, results: tuple[Tensor, ...]) -> None:
+        self._device, self._operations, self._results = device, tape.operations, results
 
     def replay(self) -> None:
-        assert self._work is not None, "replayed after its memory was given back"
-        for parameter, gradient in self._gradients.items():
-            assert parameter.grad is gradient, "a graph adds to the tensors that it was recorded with"
+        assert self._operations, "replayed after its memory was given back"
         self._device.log.append("replay")
-        self._device.replaying = True
-        try:
-            for result, again in zip(self._results, self._work(), strict=True):
-                result.copy_(again)
-        finally:
-            self._device.replaying = False
+        with torch.no_grad():
+            for func, args, kwargs, out in self._operations:
+                again = tree_leaves(func(*args, **kwargs))
+                for result, value in zip(tree_leaves(out), again, strict=True):
+                    if isinstance(result, Tensor) and result.numel() and result.data_ptr() != value.data_ptr():
+                        result.data.copy_(value)
         if self._device.after_replay is not None:
             self._device.after_replay(self._results)
 
     def reset(self) -> None:
         self._device.log.append("reset")
-        self._work = None  # type: ignore[assignment]
+        self._operations = []
 
 
 @dataclass
-class AgainDevice:
+class TapeDevice:
     """What `step.graph_device.GraphDevice` asks for, with a log of it."""
 
     model: nn.Module
@@ -59,32 +71,33 @@ class AgainDevice:
     log: list[str] = field(default_factory=list)
     fail: Callable[[int], BaseException | None] = lambda number: None
     after_replay: Callable[[tuple[Tensor, ...]], None] | None = None
-    replaying: bool = False
+    room: str = ""
     _recorded: int = 0
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def record(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[AgainGraph, tuple[Tensor, ...]]:
-        """Run the work for the shapes of its results, undo it, and leave in them what no one may read."""
+    def record(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[TapeGraph, tuple[Tensor, ...]]:
+        """Run the work to see its operations, take back what it did, and leave results that no one may read."""
         self._recorded += 1
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        values = [parameter.detach().clone() for parameter in parameters]
+        before = [None if gradient is None else gradient.clone() for gradient in gradients]
+        state = torch.get_rng_state()
+        with Tape() as tape:
+            results = work()
+        torch.set_rng_state(state)
+        for parameter, value, gradient, old in zip(parameters, values, gradients, before, strict=True):
+            assert parameter.grad is gradient, "recording must not replace a gradient, nor make one"
+            parameter.data.copy_(value)
+            if gradient is not None and old is not None:
+                gradient.copy_(old)
         error = self.fail(self._recorded)
         if error is not None:
             self.log.append("failed")
             raise error
         self.log.append("record")
-        gradients = [parameter.grad for parameter in self.parameters()]
-        before = [None if gradient is None else gradient.clone() for gradient in gradients]
-        state = torch.get_rng_state()
-        results = tuple(result.clone() for result in work())
-        torch.set_rng_state(state)
-        for parameter, gradient, value in zip(self.parameters(), gradients, before, strict=True):
-            assert parameter.grad is gradient, "recording must not replace a gradient"
-            if gradient is not None and value is not None:
-                gradient.copy_(value)
         for result in results:
-            result.fill_(float("nan"))
-        return AgainGraph(self, work, results), results
+            result.data.fill_(float("nan"))
+        return TapeGraph(self, tape, results), results
 
     @contextlib.contextmanager
     def run_apart(self) -> Iterator[None]:
@@ -97,3 +110,9 @@ class AgainDevice:
 
     def bytes_held(self) -> int:
         return 3 << 30
+
+    def lacks_room(self) -> str:
+        return self.room
+
+    def forget(self) -> None:
+        self.log.append("forget")

@@ -1,0 +1,188 @@
+"""Captured micro-steps while users, callbacks and loaders change things: equal to eager ones, graphs made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured_material import (
+    CHANGES,
+    At,
+    assert_same_run,
+    build,
+    disable,
+    edit_frozen,
+    evaluate_mode,
+    generate,
+    merge,
+    raise_the_rate,
+)
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.step import capture
+from fastpack_trl.step.capture import StepGraphs
+from fastpack_trl.testing import tiny_model
+
+
+@pytest.mark.parametrize("step", [3, 4, 7])
+@pytest.mark.parametrize("act", [*CHANGES, evaluate_mode, generate, raise_the_rate, edit_frozen])
+def test_what_a_callback_does_in_the_middle_counts_from_then_on(
+    tmp_path: Path, devices: Any, act: Any, step: int
+) -> None:
+    runs = []
+    for setting in ("on", "off"):
+        trainer = build(
+            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, callbacks=[At(step, act)],
+            max_steps=14, max_grad_norm=0.0, weight_decay=0.1,
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    log = devices.made[0].log
+    assert "replay" in log
+    if step == 7:
+        dropped = log.index("reset") < log.index("together")
+        assert dropped == (act in CHANGES), log
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("act", [merge, disable])
+def test_adapters_may_be_merged_and_switched_off_in_the_middle(tmp_path: Path, devices: Any, act: Any) -> None:
+    runs = []
+    for setting in ("on", "off"):
+        trainer = build(
+            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, callbacks=[At(7, act)],
+            max_steps=12, lora=True,
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    assert devices.made[0].log.count("replay") >= 4
+    assert_same_run(*runs)
+
+
+def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices: Any) -> None:
+    class Swapping(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step > 5 and state.global_step % 4 == 0:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+
+    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[Swapping()], max_steps=60)
+    trainer.train()
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.status, line.path) == ("off", "eager")
+    assert "again and again" in line.reason
+    assert devices.made[0].log.count("record") > capture.MOST_CHANGES
+
+
+def test_hooks_that_came_end_it_and_see_every_row(tmp_path: Path, devices: Any) -> None:
+    seen: list[int] = []
+
+    def hooked(model: Any, **_: Any) -> None:
+        model.get_decoder().layers[0].register_forward_hook(lambda *_: seen.append(1))
+
+    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[At(6, hooked)], max_steps=9)
+    trainer.train()
+    assert len(seen) == 3
+    reason = trainer.fastpack_report["cuda_graph"].reason
+    assert "forward hook" in reason
+    assert "does not run in a replay" in reason
+
+
+def test_an_optimizer_that_evaluation_switched_over_is_switched_back(tmp_path: Path, devices: Any) -> None:
+    """Optimizers without a schedule keep two sets of weights; stock's step calls their ``train``."""
+
+    class TwoModes(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=1e-2)
+            self.trains = True
+
+        def train(self) -> None:
+            self.trains = True
+
+        def eval(self) -> None:
+            self.trains = False
+
+        def step(self, closure: Any = None) -> Any:
+            assert self.trains, "not in train mode when step is called"
+            return super().step(closure)
+
+    runs = []
+    for setting in ("on", "off"):
+        model = tiny_model("qwen3")
+        optimizer = TwoModes(model.parameters())
+        trainer = build(
+            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, model=model, max_steps=14,
+            eval_strategy="steps", eval_steps=3, trainer={"optimizers": (optimizer, None)},
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    assert devices.made[0].log.count("replay") >= 4
+    assert_same_run(*runs)
+
+
+def test_an_exception_between_replays_leaves_the_model_as_it_was(tmp_path: Path, devices: Any) -> None:
+    def stop(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[At(7, stop)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    log = devices.made[0].log
+    assert log.count("reset") == log.count("record") >= 1
+    assert trainer.fastpack_run.part(StepGraphs) is None
+    assert not trainer.fastpack_run.spares
+    trainer.remove_callback(At)
+    trainer.train()
+    assert len(devices.made) == 2
+
+
+def test_two_trainers_have_their_own_graphs(tmp_path: Path, devices: Any) -> None:
+    first = build(FastSFTTrainer, tmp_path / "a", devices)
+
+    def another(**_: Any) -> None:
+        build(FastSFTTrainer, tmp_path / "b", devices).train()
+        devices.options["model"] = first.model
+
+    first.add_callback(At(6, another))
+    first.train()
+    assert [device.log.count("record") == device.log.count("reset") > 0 for device in devices.made] == [True, True]
+    assert devices.made[0].log.count("replay") >= 2
+
+
+def test_edited_rows_run_as_they_are(tmp_path: Path, devices: Any) -> None:
+    """What a data loader does to a batch after collation: it is no row that its metadata describe."""
+
+    def edited(trainer: Any) -> Any:
+        loader = trainer.get_train_dataloader
+
+        def edits() -> Any:
+            inner = loader()
+
+            class Edits:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(inner, name)
+
+                def __len__(self) -> int:
+                    return len(inner)
+
+                def __iter__(self) -> Any:
+                    for number, batch in enumerate(inner):
+                        if number % 2:
+                            batch["labels"][:, 3] = -100
+                        yield batch
+
+            return Edits()
+
+        trainer.get_train_dataloader = edits
+        trainer.train()
+        return trainer
+
+    runs = [
+        edited(build(FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, max_steps=16))
+        for setting in ("on", "off")
+    ]
+    assert "replay" in devices.made[0].log, devices.made[0].log
+    assert_same_run(*runs)

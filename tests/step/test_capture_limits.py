@@ -1,0 +1,198 @@
+"""Where micro-steps are not captured: no memory, no gain, no time, other rows; each named."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured_material import (
+    Clock,
+    assert_same_run,
+    build,
+)
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.step.capture import StepGraphs
+from fastpack_trl.step.row_buckets import RowBuckets
+from fastpack_trl.testing import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB"), "no memory for the graph"),
+        (
+            RuntimeError("operation not permitted when stream is capturing"),
+            "cannot be recorded: operation not permitted",
+        ),
+    ],
+    ids=["memory", "refused"],
+)
+def test_what_cannot_be_recorded_runs_eager_named_once(
+    tmp_path: Path, devices: Any, error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices.options["fail"] = lambda number: error
+    ours = build(FastSFTTrainer, tmp_path / "ours", devices)
+    ours.train()
+    assert "replay" not in devices.made[0].log
+    line = ours.fastpack_report["cuda_graph"]
+    assert (line.status, line.path, said in line.reason) == ("off", "eager", True), line
+    assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
+    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"})
+    eager.train()
+    assert_same_run(ours, eager)
+
+
+def test_a_row_is_not_padded_to_several_times_its_length(tmp_path: Path, devices: Any) -> None:
+    trainer = build(FastSFTTrainer, tmp_path, devices)
+    buckets = RowBuckets(trainer.fastpack_run)
+    long = RowSize(tokens=9000, segments=4, max_seqlen=4000, loss_tokens=8990, parts=1)
+    assert buckets.find(long) is not None
+    assert buckets.find(long._replace(tokens=2000, loss_tokens=1990, max_seqlen=900)) is None
+    assert str(buckets).startswith("padding of ")
+
+
+def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
+    devices.options["room"] = "1.0 GiB are free, a graph and an eager step beside it take 2.0"
+    trainer = build(FastSFTTrainer, tmp_path, devices)
+    trainer.train()
+    assert trainer.fastpack_report["cuda_graph"].reason == devices.options["room"]
+    assert "record" not in devices.made[0].log
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
+    tmp_path: Path, devices: Any, accumulation: int
+) -> None:
+    """Once graphs are there an eager row fails in its backward pass; it is run again without them, nothing is lost."""
+    failed: list[int] = []
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == 9:
+                graphs = trainer.fastpack_run.part(StepGraphs)
+                graphs._is_ordinary = lambda *_: False  # every row of this step is out of the ordinary
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if trainer.state.global_step == 9 and not failed:
+                failed.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            return grad
+
+    kind = type(tiny_model("qwen3").get_decoder().layers[0])
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(Once.apply(hidden), *args, **kwargs)
+
+    runs = []
+    for setting in ("on", "off"):
+        model = tiny_model("qwen3")
+        model.get_decoder().layers[0].__class__ = Layer
+        trainer = build(
+            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting, "merge_accumulation": "off"},
+            model=model, max_steps=12, gradient_accumulation_steps=accumulation, per_device_train_batch_size=2,
+            callbacks=[Fails()] if setting == "on" else [],
+        )  # fmt: skip
+        failed[:] = [] if setting == "on" else [1]
+        trainer.train()
+        runs.append(trainer)
+    assert "ran out of memory beside the graphs" in runs[0].fastpack_report["cuda_graph"].reason
+    assert_same_run(*runs)
+
+
+def test_auto_keeps_graphs_that_make_steps_shorter(tmp_path: Path, devices: Any) -> None:
+    devices.options["late"] = 2
+    trainer = build(
+        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=40,
+        callbacks=[Clock(devices, 0.5, 0.2)],
+    )  # fmt: skip
+    trainer.train()
+    reason = trainer.fastpack_report["cuda_graph"].reason
+    assert "steps of 500.0 ms eager, 200.0 ms captured" in reason
+    assert devices.made[0].log.count("replay") > 20
+
+
+@pytest.mark.parametrize(
+    ("times", "steps", "said"),
+    [
+        ((0.5, 0.49), 40, "graphs save less than 5% of a step: steps of 500.0 ms eager, 490.0 ms captured"),
+        ((0.01, 0.001), 20, "steps of 10 ms are left: recording would not be paid back"),
+    ],
+    ids=["busy", "short"],
+)
+def test_auto_gives_up_what_gains_nothing(
+    tmp_path: Path, devices: Any, times: tuple[float, float], steps: int, said: str
+) -> None:
+    trainer = build(
+        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps,
+        callbacks=[Clock(devices, *times)],
+    )  # fmt: skip
+    trainer.train()
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.status, said in line.reason) == ("off", True), line
+
+
+def test_three_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices: Any) -> None:
+    trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=3)
+    trainer.train()
+    assert [entry for entry in devices.made[0].log if entry != "forget"] == ["apart", "together"]
+
+
+def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> None:
+    trainer = build(FastSFTTrainer, tmp_path, devices)
+    buckets = RowBuckets(trainer.fastpack_run)
+    usual = RowSize(tokens=160, segments=9, max_seqlen=30, loss_tokens=150, parts=1)
+    first = buckets.find(usual)
+    assert first is not None
+    assert first.holds(usual)
+    other = usual._replace(tokens=500, loss_tokens=480, segments=30)
+    for _ in range(64):
+        assert buckets.find(other) is None
+        if buckets.are_outgrown():
+            break
+    assert buckets.choice is None
+    found = buckets.find(other)
+    assert found is not None
+    assert found.holds(other)
+
+
+@pytest.mark.parametrize(
+    ("reason", "fast", "options"),
+    [
+        ("switched off", {"cuda_graph": "off"}, {}),
+        ("per_document makes what its layers read", {"packed_attention": "per_document"}, {}),
+        ("sync_free", {"sync_free": "off"}, {}),
+        ("torch_empty_cache_steps=2", {}, {"torch_empty_cache_steps": 2}),
+        ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
+        ("layer inputs go to host memory", {"activation_memory": "offload"}, {}),
+        ("runs on another stream", {}, {"optim": "adamw_8bit"}),
+        ("layer inputs go to host", {}, {"gradient_checkpointing_kwargs": {"offload": True}}),
+    ],
+)
+def test_off_with_the_reason(
+    tmp_path: Path, devices: Any, reason: str, fast: dict[str, Any], options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from fastpack_trl.checkpointing import memory
+
+    if "activation_memory" in fast:
+        monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
+    trainer = build(FastSFTTrainer, tmp_path, devices, fast=fast, max_steps=1, **options)
+    with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason or "stream" in reason else [])):
+        trainer.train()  # some of it needs a device
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.status, line.path) == ("off", "eager")
+    assert reason in line.reason
+    assert not devices.made
