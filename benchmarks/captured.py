@@ -29,7 +29,7 @@ from fastpack_trl.measure.record import make_record, write_json
 
 SIDES = {"eager": "off", "captured": "auto"}
 """Name and ``cuda_graph`` of each side."""
-WARMUP_STEPS, TIMED_STEPS, SPANS, PROFILED_STEPS = 24, 10, 4, 4
+WARMUP_STEPS, TIMED_STEPS, SPANS, PROFILED_STEPS = 60, 10, 4, 4
 TIMEOUT = 300
 
 
