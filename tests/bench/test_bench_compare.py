@@ -284,6 +284,7 @@ def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None
     (row,) = found["rows"]
     assert (row["dtype"], row["device"]) == ("bfloat16", "cuda")
     for name, side in row["sides"].items():
+        assert "failed" not in side, (name, side)
         memory = side["memory"]
         assert 0 < memory["before_bytes"] < memory["peak_bytes"] < 1 << 30
         assert all(0 < used <= memory["peak_bytes"] for _, used in side["memory_marks"])

@@ -17,11 +17,12 @@ from offload_material import LAYERS, assert_same, loss_of, make, step
 from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
-from fastpack_trl.checkpointing import memory
+from fastpack_trl.checkpointing import memory, trace
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
@@ -396,3 +397,14 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
         assert type(layer._gradient_checkpointing_func).__name__ == "partial"
         assert layer._compiled_call_impl is None
     assert trainer.fastpack_report[next(iter(own))].status == "on"
+
+
+def test_attention_of_grouped_heads_counts_as_with_repeated_ones() -> None:
+    def products(heads: int, mapping: Any) -> int:
+        shapes = [(2, count, 64, 8) for count in (4, heads, heads)]
+        q, k, v = (torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+        with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+            torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].sum().backward()
+        return counter.get_total_flops()
+
+    assert products(2, trace._GROUPED_HEADS) == products(4, None) > 0

@@ -17,6 +17,7 @@ from captured_material import (
     raise_the_rate,
     swap_data,
 )
+from datasets import Dataset
 from peft import LoraConfig
 from quantised_material import quantised
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -46,7 +47,7 @@ class Gradients(TrainerCallback):
 
 def run(
     folder: Path, family: str, kind: str, *, fast: dict[str, Any] | None = None, callbacks: Any = (),
-    lora: dict[str, Any] | None = None, **more: Any,
+    lora: dict[str, Any] | None = None, data: Any = None, **more: Any,
 ) -> Any:  # fmt: skip
     """Train in bf16 on the device; return the losses of each step, the last gradients, and the line of the report."""
     options = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True, "max_steps": STEPS, **more}
@@ -58,7 +59,7 @@ def run(
     trainer = FastSFTTrainer(
         model,
         args=FastSFTConfig(**settings(folder, **options), **({"cuda_graph": "on"} | (fast or {}))),
-        train_dataset=make_dataset("text", 300),
+        train_dataset=data or make_dataset("text", 300),
         processing_class=make_tokenizer(),
         eval_dataset=make_dataset("text", 8, seed=7),
         peft_config=LoraConfig(r=4, target_modules="all-linear", **(lora or {})) if kind == "lora" else None,
@@ -233,18 +234,14 @@ def test_replays_beside_other_work(tmp_path: Path, options: dict[str, Any], fast
 
 
 def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
+    """Every row is the same and nothing is learned: losses differ by what dropout draws."""
+    same = Dataset.from_dict({"text": [make_dataset("text", 1)[0]["text"]] * 300})
     losses, _, line = run(
         tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False}, learning_rate=0.0,
-        packing_strategy="wrapped", fast={"activation_memory": "keep"},
-    )  # fmt: skip
-    again, _, _ = run(
-        tmp_path / "b", "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False}, learning_rate=0.0,
-        packing_strategy="wrapped", fast={"activation_memory": "keep", "cuda_graph": "off"},
+        gradient_checkpointing=False, data=same,
     )  # fmt: skip
     assert line.path == "captured", line
-    late, other = torch.tensor(losses[10:]), torch.tensor(again[10:])
-    assert float(late.std()) > 0
-    assert abs(float(late.mean() - other.mean())) < 4 * float(other.std() + late.std()) / len(late) ** 0.5
+    assert len(set(losses[10:])) > 15, losses
 
 
 def test_a_nan_in_a_replay_is_filtered_from_the_log(tmp_path: Path) -> None:
@@ -290,7 +287,7 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
 
     losses, _, line = run(
         tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.1}, callbacks=[Waits()],
-        fast={"activation_memory": "keep", "layer_compile": "off"},
+        gradient_checkpointing=False, fast={"layer_compile": "off"},
     )  # fmt: skip
     assert (line.status, "cannot be recorded" in line.reason) == ("off", True), line
     assert len(losses) == STEPS
