@@ -24,10 +24,11 @@ def table(record: Mapping[str, Any]) -> str:
 def row_lines(row: Mapping[str, Any]) -> list[str]:
     """Return one row: its setting, a table of the sides, one of their phases, and what could not be measured."""
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
+    phases = [name for name in PHASES if any(name in side["phases"] for side in good.values())]
     out = [*_setting(row), *aligned(_side_cells(row, good)), "", "where a step goes (median ms)"]
     out += aligned(
-        [["side", *PHASES]]
-        + [[name, *(f"{side['phases'][phase] * 1000:,.1f}" for phase in PHASES)] for name, side in good.items()]
+        [["side", *phases]]
+        + [[name, *(f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases)] for name, side in good.items()]
     )
     work = [["side", "MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"]]
     work += [[name, *_work(side)] for name, side in good.items()]

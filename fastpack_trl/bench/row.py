@@ -30,6 +30,8 @@ def side_row(result: Mapping[str, Any], timed: slice, flops: ModelFlops | None, 
     steps = result["steps"][timed]
     seconds = [step["seconds"] for step in steps]
     spent = {name: [step["phases"][name] for step in steps] for name in PHASES}
+    if not any(spent["captured"]):
+        del spent["captured"]
     counts = {name: [step["tokens"][name] for step in steps] for name in RATES}
     rates = {
         name: None

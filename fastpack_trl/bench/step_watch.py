@@ -16,8 +16,9 @@ from fastpack_trl.measure.timing import Clock, CudaClock
 from fastpack_trl.measure.tokens import TokenCounter, TokenSums
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""``data``: from asking for batches until they are there. ``forward``: with loss and metrics. ``optimizer``: clipping,
+PHASES = ("data", "forward", "backward", "captured", "optimizer", "other")
+"""``data``: from asking for batches until they are there. ``forward``: with loss and metrics. ``captured``: forward and
+backward of micro-batches that are one CUDA graph, which has no mark between them. ``optimizer``: clipping,
 the optimizer, the schedule, the gradients set to None. ``other``: the rest of the loop: NaN filter, counters, logging,
 callbacks."""
 
@@ -122,19 +123,22 @@ class StepWatch(TrainerCallback):
             return found, items
 
         def watched_step(*args: Any, **kwargs: Any) -> Tensor:
-            start, self._forward_end = mark(), None
+            start, self._forward_end, calls = mark(), None, len(self.step.calls)
             with self._label("forward and backward"):
                 loss: Tensor = training_step(*args, **kwargs)
             if self._forward_end is not None:  # not where the micro-batch runs later, merged with others
                 self.step.spans["forward"].append((start, self._forward_end))
                 self.step.spans["backward"].append((self._forward_end, self._end()))
+            elif len(self.step.calls) > calls:
+                self.step.spans["captured"].append((start, self._end()))
             self.step.losses.append(loss.detach())
             return loss
 
         def watched_loss(*args: Any, **kwargs: Any) -> Any:
             with self._label("forward"):
                 loss = compute_loss(*args, **kwargs)
-            self._forward_end = self._end()
+            if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):  # a mark would be recorded
+                self._forward_end = self._end()
             return loss
 
         def watched_clip(*args: Any, **kwargs: Any) -> Any:
@@ -143,8 +147,11 @@ class StepWatch(TrainerCallback):
             return self.step.gradient_norm
 
         def before_model(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if getattr(kwargs.get("packed_batch"), "is_static", False):
+                return  # the row that was copied into it is shown next (`step.capture`)
             self.step.calls.append({**kwargs, "input_ids": args[0]} if args else dict(kwargs))
 
+        before_model.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step
         hook = None
         if not trainer.args.torch_compile:  # the compiled graph of a whole model would have the hook baked in
             hook = trainer.model.register_forward_pre_hook(before_model, with_kwargs=True)

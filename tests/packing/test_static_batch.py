@@ -42,7 +42,8 @@ def assert_says_the_same(static: StaticInputs, inputs: Any) -> None:
     assert lengths.max() <= bucket.max_seqlen
     assert batch.cu_seqlens[-1] == bucket.tokens
     assert torch.equal(
-        batch.seq_idx[0], torch.arange(bucket.segments, dtype=torch.int32).repeat_interleave(lengths.long())
+        batch.seq_idx[0],
+        torch.arange(bucket.segments, dtype=torch.int32, device=lengths.device).repeat_interleave(lengths.long()),
     )
     assert (static.keywords["labels"][:, tokens:] == IGNORE_INDEX).all()
     ids = static.keywords["input_ids"][0]

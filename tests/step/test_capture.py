@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import (
-    STEPS,
-    assert_same_run,
-    both,
-    build,
-)
-from trainer_material import figures
+from captured_material import CAPTURED, STEPS, assert_same_run, both, build
+from trainer_material import figures, make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTTrainer, ThroughputCallback
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
+from fastpack_trl.bench.compare import compare, table
 from fastpack_trl.step import capture
 from fastpack_trl.testing import tiny_model
 
@@ -111,3 +108,22 @@ def test_a_nan_in_a_replay_is_filtered_from_the_log_as_in_an_eager_step(tmp_path
     assert not any(map(math.isnan, losses))
     entropies = [row["entropy"] for row in trainer.state.log_history if "entropy" in row]
     assert sum(map(math.isnan, entropies)) == 1
+
+
+def test_a_comparison_sees_captured_steps_as_a_phase_of_their_own(tmp_path: Path, devices: Any) -> None:
+    def make(cls: type[SFTTrainer], config: type[SFTConfig], **changes: Any) -> SFTTrainer:
+        args = settings(tmp_path, packing=True, eval_strategy="no") | changes
+        fast = CAPTURED if config is FastSFTConfig else {}
+        trainer = cls(
+            tiny_model("qwen3"), args=config(**args, **fast), train_dataset=make_dataset("text", 300),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        devices.options["model"] = trainer.model
+        return trainer
+
+    found = compare(make, pairs=3, warmup=12, sides=("stock", "fastpack"), progress=False)
+    stock, ours = (found["rows"][0]["sides"][name] for name in ("stock", "fastpack"))
+    assert ours["phases"]["captured"] > 0
+    assert "captured" not in stock["phases"]
+    assert ours["token_rates"].keys() == stock["token_rates"].keys()
+    assert "captured" in table(found)
