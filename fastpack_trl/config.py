@@ -111,8 +111,8 @@ class Settings:
         default="auto",
         metadata={
             "help": "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
-            "step is faster), on, or off. Costs ten seconds to a minute per kind at the first packed row; later runs "
-            "find most of it in Inductor's cache."
+            "step is faster and enough steps are left to pay for it), on, or off. Costs ten seconds to a minute per "
+            "kind at the first packed row; later runs find most of it in Inductor's cache."
         },
     )
     cuda_graph: str = field(
@@ -263,7 +263,8 @@ class FastSFTConfig(Settings, SFTConfig):
             unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
             ``off``.
         layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
-            measured on the first packed row is faster), ``on`` (any device, not measured), ``off``.
+            measured on the first packed row is faster, and the steps that are left pay for it), ``on`` (any device, not
+            measured), ``off``.
         cuda_graph: forward, loss and backward of a micro-batch recorded as one CUDA graph per size of rows, then
             replayed: ``auto`` (where steps become shorter by 5 % or more, and those that are left pay for it), ``on``
             (neither timed nor weighed), ``off``.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +16,7 @@ from torch import nn
 from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
+from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.packing.batching import BatchPlan
@@ -68,6 +71,8 @@ class Run:
         has_experts: the model has experts that transformers dispatches.
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
+        merged_tokens: of a row up to which micro-batches of a step run as one; 0 where they run one by one.
+        seconds: host time of what is done once before and in the first step, by name: ``compile``, ``proof``, ``plan``.
         waiting: each says whether something is still to be decided in the first steps.
         undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
     """
@@ -88,6 +93,8 @@ class Run:
         self.has_experts = False
         self.offloads = False
         self.version = 0
+        self.merged_tokens = 0.0
+        self.seconds: dict[str, float] = {}
         self.waiting: list[Callable[[], bool]] = []
         self.undo: list[Callable[[], Callable[[], None]]] = []
 
@@ -146,6 +153,22 @@ class Run:
             yield
         finally:
             self.waiting.remove(waits)
+
+    @contextmanager
+    def taking(self, name: str) -> Iterator[None]:
+        """Add the host time of the context to `seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def steps_left(self, tokens: int) -> StepsLeft:
+        """Return what is left of a run that trains on rows of so many tokens before they are merged."""
+        state, rows = self.trainer.state, self.args.gradient_accumulation_steps
+        if self.merged_tokens >= 2 * tokens:
+            rows = math.ceil(rows / math.floor(min(rows, self.merged_tokens / tokens)))
+        return StepsLeft(state.max_steps - state.global_step, rows)
 
     def changed(self) -> None:
         """Say that layers run otherwise from now on: what was recorded of them is of before."""

@@ -28,6 +28,7 @@ from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_t
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.capture import CapturingTrainer
+from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 
@@ -174,6 +175,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         run = self.fastpack_run
         run.settings, run.training = Settings.of(self.args), announce
         with contextlib.ExitStack() as stack:
+            if announce:
+                stack.enter_context(first_step(run))
             plan_rows_again(run)
             if run.settings.sync_free == "off":  # since: the step was made with the trainer
                 stack.enter_context(run.without(SyncFreeStep))

@@ -51,7 +51,8 @@ def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
     if reason:
         return None, reason
     try:
-        return memory.plan_memory(run), ""
+        with run.taking("plan"):
+            return memory.plan_memory(run), ""
     except memory.CANNOT_PLAN as error:
         why = f"no plan can be made: {type(error).__name__}: {error}"
         if setting != "auto":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
 
 FEATURE = "layer_compile"
@@ -25,11 +26,15 @@ def layer_compile(run: Run) -> Iterator[None]:
 
     def tell(layers: CompiledLayers) -> None:
         run.changed()
-        run.say(FEATURE, "stock" if layers.path == "eager" else "on", layers.path, layers.reason)
+        run.seconds["compile"] = layers.seconds
+        status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
+        run.say(FEATURE, status, layers.path, layers.reason)
 
+    weighs = run.settings.layer_compile == "auto"
     with compiled_layers(
         run.model,
-        measure=run.settings.layer_compile == "auto",
+        measure=weighs,
+        left=run.steps_left if weighs else None,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:

@@ -24,6 +24,7 @@ from torch import nn
 
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
+from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.patches import attribute_set
@@ -49,6 +50,16 @@ class CompiledLayers:
         return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
 
     @property
+    def unpaid(self) -> bool:
+        """Return whether nothing is compiled because too few steps are left."""
+        return bool(self.kinds) and all(kind.unpaid for kind in self.kinds)
+
+    @property
+    def seconds(self) -> float:
+        """Return the host time of all that was compiled and measured."""
+        return sum(kind.deciding for kind in self.kinds)
+
+    @property
     def reason(self) -> str:
         """Return what each kind does and why."""
         waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
@@ -70,6 +81,7 @@ def compiled_layers(
     model: nn.Module,
     *,
     measure: bool = False,
+    left: Callable[[int], StepsLeft] | None = None,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
     _backend: str | Callable[..., Any] = "inductor",
@@ -94,6 +106,8 @@ def compiled_layers(
         model: a transformers causal language model, plain or inside PEFT; not sharded.
         measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
             Costs some fifteen layer steps.
+        left: returns what is left of the run, after a row of that many tokens: layers are then compiled only where it
+            can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
         on_change: called with the yielded object whenever a kind was decided.
         verbose: print one line per compilation to stderr.
 
@@ -107,7 +121,7 @@ def compiled_layers(
     changed = (lambda: None) if on_change is None else partial(on_change, handle)
     names = {module: name for name, module in model.named_modules()}
     handle.hooked = HookedLayers({layer: names[layer] for layer in layers}, changed)
-    settings = Settings(_backend, measure, changed, verbose, handle.hooked)
+    settings = Settings(_backend, measure, changed, verbose, handle.hooked, left)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already

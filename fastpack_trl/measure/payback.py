@@ -22,3 +22,12 @@ class StartUpCost(NamedTuple):
     def pays(self, steps_left: float) -> bool:
         """Return whether the run is shorter with it."""
         return self.steps < steps_left
+
+
+class StepsLeft(NamedTuple):
+    """Work that a run still has: ``StepsLeft(steps=50, rows=8)``."""
+
+    steps: int
+    """Optimizer steps."""
+    rows: int
+    """Rows per step: its micro-batches, fewer where these are merged."""

@@ -141,6 +141,11 @@ class Merging:
         for group in group_by_tokens(tokens, min(self.target, fits)):
             self._groups[id(batches[group[-1]])] = group
 
+    @property
+    def row_tokens(self) -> float:
+        """Return the tokens up to which micro-batches are merged from the next step on; 0 where they are not."""
+        return 0.0 if self._ended else self.target
+
     def run(self, stock: _Step, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
         if self._groups and inputs is self._step[0]:
@@ -231,6 +236,7 @@ class MergingTrainer(SFTTrainer):
         merging = self.fastpack_run.part(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
+        self.fastpack_run.merged_tokens = 0.0 if merging is None else merging.row_tokens
         return batches, num_items_in_batch
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

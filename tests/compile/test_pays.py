@@ -1,0 +1,142 @@
+"""Layers are compiled where the steps that are left can pay for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from compile_material import Counting, make, one_step, row
+from trainer_material import make_dataset, make_tokenizer, settings, train
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.compile import kind as kinds
+from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.config import Settings
+from fastpack_trl.measure.payback import StepsLeft
+from fastpack_trl.run import Run
+from fastpack_trl.testing import tiny_model
+
+
+def compiled(family: str, left: StepsLeft | None, backend: Counting) -> CompiledLayers:
+    model = make(family)
+    known = None if left is None else (lambda tokens: left)
+    with packed_attention(model), compiled_layers(model, left=known, verbose=False, _backend=backend) as layers:
+        for seed in range(2):
+            one_step(model, *row(seed))
+    return layers
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_short_run_is_not_compiled_and_told_from_when_on_it_would_pay(family: str) -> None:
+    backend = Counting()
+    layers = compiled(family, StepsLeft(50, 1), backend)
+    assert (backend.graphs, layers.path, layers.unpaid) == (0, "eager", True)
+    found = re.findall(
+        r"x (\d+) not compiled: 50 steps left, 12 s would pay from ([\d,]+) on; eager ([\d.]+) ms", layers.reason
+    )
+    assert len(found) == len(layers.kinds), layers.reason
+    for members, steps, milliseconds in found:
+        saving = kinds.MOST_SAVED * int(members) * float(milliseconds) / 1000
+        assert int(steps.replace(",", "")) == pytest.approx(kinds.COMPILE_SECONDS / saving, rel=0.02)
+
+
+@pytest.mark.parametrize("left", [StepsLeft(10**7, 1), StepsLeft(1000, 10**4), None])
+def test_a_long_run_is_compiled(left: StepsLeft | None) -> None:
+    """Many steps, or many rows in each; without a limit whatever is left."""
+    backend = Counting()
+    layers = compiled("llama", left, backend)
+    assert (backend.graphs, layers.path, layers.unpaid) == (1, "compiled", False), layers.reason
+    assert layers.seconds >= sum(kind.seconds for kind in layers.kinds) > 0
+
+
+def test_nothing_is_left_of_the_measurement() -> None:
+    """An eager run equals one whose layers were timed and left eager, in gradients too."""
+    import torch
+
+    model = make("llama", lora=True, checkpointing=True)
+    with packed_attention(model):
+        expected = one_step(model, *row(0))
+        state = torch.get_rng_state()
+        with compiled_layers(model, left=lambda tokens: StepsLeft(1, 1), verbose=False, _backend=Counting()) as layers:
+            actual = one_step(model, *row(0))
+    assert layers.unpaid
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class Left(TrainerCallback):
+    """Notes what is left at each step, asked as the layers do, in the step's first forward pass."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.found: list[StepsLeft] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(self.trainer.fastpack_run.steps_left(48))
+
+
+def left_of(folder: Path, resume: str | None = None, **more: Any) -> list[StepsLeft]:
+    watch = Left()
+    fast = {name: more.pop(name) for name in ("merge_accumulation",) if name in more}
+    args = FastSFTConfig(**settings(folder, eval_strategy="no", packing=True, **more), **fast)
+    watch.trainer = FastSFTTrainer(
+        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        callbacks=[watch],
+    )  # fmt: skip
+    watch.trainer.train(resume_from_checkpoint=resume)
+    return watch.found
+
+
+def test_steps_left_are_those_of_this_run_and_rows_those_that_run(tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 1}
+    assert left_of(tmp_path, **saved) == [StepsLeft(steps, 1) for steps in (3, 2, 1, 0)]
+    assert left_of(tmp_path, str(tmp_path / "checkpoint-2"), **saved) == [StepsLeft(steps, 1) for steps in (1, 0)]
+    four = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    alone = left_of(tmp_path, max_steps=-1, num_train_epochs=1, merge_accumulation="off", **four)
+    assert [found.steps for found in alone] == list(range(len(alone)))[::-1]
+    assert {found.rows for found in alone} == {4}
+    assert {found.rows for found in left_of(tmp_path, merge_accumulation="on", max_steps=1, **four)} == {1}
+
+
+def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where `auto` compiles at all."""
+    given: list[Any] = []
+    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no", "max_steps": 2}
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given.append((kwargs["measure"], kwargs["left"] is not None))
+        return compiled_layers(*args, **kwargs, _backend=Counting())
+
+    monkeypatch.setattr("fastpack_trl.compile.layer_compile._not_compiled", lambda run: "")
+    monkeypatch.setattr("fastpack_trl.compile.layer_compile.compiled_layers", counted)
+    auto = train(FastSFTTrainer, tmp_path / "auto", fast={"layer_compile": "auto"}, **options)
+    line = auto.fastpack_report["layer_compile"]
+    assert (line.status, line.path) == ("off", "eager")
+    assert "not compiled: 2 steps left" in line.reason
+    on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
+    assert on.fastpack_report["layer_compile"].status == "on"
+    assert given == [(True, True), (False, False)]
+    for trainer in (auto, on):
+        seconds, first = trainer.fastpack_run.seconds, trainer.fastpack_report.facts["first step"]
+        assert seconds.keys() == {"compile", "proof"}
+        said = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05)
+        total = re.fullmatch(rf"([\d.]+) s{re.escape(f' ({said})' if said else '')}", first)
+        assert total, first
+        assert float(total[1]) > sum(seconds.values()) - 0.05
+
+
+class Values(SimpleNamespace):
+    """What a run reads of its trainer for this; `SimpleNamespace` itself takes no weak reference."""
+
+
+def test_rows_that_are_merged_count_once() -> None:
+    trainer: Any = Values(args=Values(gradient_accumulation_steps=8), state=Values(max_steps=100, global_step=40))
+    run = Run(trainer, Settings())
+    for merged, rows in ((0.0, 8), (100.0, 8), (200.0, 4), (350.0, 3), (8192.0, 1), (float("inf"), 1)):
+        run.merged_tokens = merged
+        assert run.steps_left(100) == StepsLeft(60, rows), merged
