@@ -18,6 +18,7 @@ from trl import SFTTrainer
 from fastpack_trl.attention.packed_attention import choose_attention, packed_attention, plan_rows_again
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.checkpointing.retry import RetryingTrainer
+from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
 from fastpack_trl.model.preflight import check_given
@@ -178,6 +179,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             if announce:
                 stack.enter_context(first_step(run))
             plan_rows_again(run)
+            if announce:
+                start_workers(run)
             if run.settings.sync_free == "off":  # since: the step was made with the trainer
                 stack.enter_context(run.without(SyncFreeStep))
             for feature in BEFORE_ATTENTION:

@@ -18,7 +18,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    why = _not_compiled(run)
+    why = why_not(run)
     if why:
         run.say(FEATURE, "off", "eager", why)
         yield
@@ -43,7 +43,7 @@ def layer_compile(run: Run) -> Iterator[None]:
             yield
 
 
-def _not_compiled(run: Run) -> str:
+def why_not(run: Run) -> str:
     """Return why no layer is compiled; empty if some are."""
     setting, device = run.settings.layer_compile, run.device.type
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)

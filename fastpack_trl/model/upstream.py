@@ -167,6 +167,10 @@ TABLE: tuple[Upstream, ...] = (
         ("compile",), "a second trace where a float changed; sizes marked again",
     ),
     Upstream(
+        ("torch._inductor.async_compile.maybe_warm_pool",), ("compile",),
+        "the processes that compile kernels start when the first graph is traced",
+    ),
+    Upstream(
         ("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.maybe_mark_dynamic"), ("compile",),
         "layers run eager, named as unreadable",
     ),

@@ -112,7 +112,7 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
         given.append((kwargs["measure"], kwargs["left"] is not None))
         return compiled_layers(*args, **kwargs, _backend=Counting())
 
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile._not_compiled", lambda run: "")
+    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.compiled_layers", counted)
     auto = train(FastSFTTrainer, tmp_path / "auto", fast={"layer_compile": "auto"}, **options)
     line = auto.fastpack_report["layer_compile"]
