@@ -124,12 +124,8 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
-    """Train one side of one row in this process; return its figures."""
-    from fastpack_trl import FastSFTConfig, FastSFTTrainer
-
-    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
-    steps = WARMUP_STEPS + SPANS * TIMED_STEPS + PROFILED_STEPS + 1
+def material(row: Row, device: str, seed: int) -> dict[str, Any]:
+    """Return a trainer's model, data, tokenizer and adapters for `row`."""
     peft_config = None
     if row.kind in ("lora", "nf4"):
         base = "nf4" if row.kind == "nf4" else "bf16"
@@ -146,6 +142,18 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
             )  # fmt: skip
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokenizer, documents = definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
+    return {
+        "model": model, "train_dataset": documents, "processing_class": tokenizer, "peft_config": peft_config,
+    }  # fmt: skip
+
+
+def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
+    """Train one side of one row in this process; return its figures."""
+    from fastpack_trl import FastSFTConfig, FastSFTTrainer
+
+    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
+    steps = WARMUP_STEPS + SPANS * TIMED_STEPS + PROFILED_STEPS + 1
+    given = material(row, device, seed)
     watch = Watch(profile=device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
@@ -153,10 +161,7 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
             learning_rate=1e-4, logging_steps=20, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
             bf16=device == "cuda", use_cpu=device != "cuda", cuda_graph=SIDES[side],
         )  # fmt: skip
-        trainer = FastSFTTrainer(
-            model, args=args, train_dataset=documents, processing_class=tokenizer, peft_config=peft_config,
-            callbacks=[watch],
-        )  # fmt: skip
+        trainer = FastSFTTrainer(args=args, callbacks=[watch], **given)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None

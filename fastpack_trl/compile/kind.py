@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastpack_trl.compile import recorded
 from fastpack_trl.compile.graph import (
@@ -22,7 +22,7 @@ from fastpack_trl.compile.graph import (
 )
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
-from fastpack_trl.errors import close_frames
+from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
 
@@ -68,7 +68,7 @@ class Settings:
         self.hooked = hooked
         self.left = left
         limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
-        self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit)
+        self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit, OSError)
 
     def say(self, text: str, end: str = "\n") -> None:
         if self.verbose:
@@ -97,7 +97,7 @@ class LayerKind:
         self.unpaid = False
         self._settings = settings
         self._tried: set[str] = set()
-        self._compiled = CompiledLayer(self.name, settings.backend)
+        self._graph: CompiledLayer | None = None
 
     def run(self, layer: Any, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer of this kind.
@@ -128,6 +128,11 @@ class LayerKind:
             return stock(args[0])
         recorded.hand_over(records)
         return output
+
+    def _compiled(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
+        if self._graph is None:  # only now: `torch.compile` itself fails where Inductor's cache cannot be written
+            self._graph = CompiledLayer(self.name, self._settings.backend)
+        return self._graph(call, hidden)
 
     def _decide(self, call: LayerCall, stock: LayerRun) -> None:
         """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
@@ -205,6 +210,10 @@ def _per_row(call: LayerCall) -> str:
 
 
 def _first_lines(error: BaseException) -> str:
-    """Return the message of an error; the compiler's errors have the cause below a heading."""
+    """Return what an error says first; the compiler's errors have the cause below a heading and a command."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:300]
+    causes = [line for line in lines[1:] if "rror" in line and "TORCHDYNAMO" not in line]
+    said = " ".join([*lines[:1], *(causes or [line for line in lines[1:2] if "TORCHDYNAMO" not in line])[:1]])[:300]
+    if isinstance(first_cause(error), OSError) or "[Errno" in said:
+        said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
+    return said

@@ -26,7 +26,7 @@ from compile_material import (
     stop,
 )
 from torch import Tensor, nn
-from trainer_material import figures, train
+from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -257,38 +257,6 @@ def test_offloaded_checkpoints_run_compiled_layers_whoever_was_first(first: str)
     assert offload.use.most_leased
     model.zero_grad()
     assert attributes(model) == before
-
-
-@pytest.mark.slow
-def test_the_trainer_compiles_on_request_and_trains_the_same(
-    tmp_path: Path, inductor: None, capsys: pytest.CaptureFixture
-) -> None:
-    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False}
-    off = train(FastSFTTrainer, tmp_path / "off", fast={"layer_compile": "auto"}, **options)
-    assert off.fastpack_report["layer_compile"].status == "off"
-    assert "cpu" in off.fastpack_report["layer_compile"].reason
-    on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
-    line = on.fastpack_report["layer_compile"]
-    assert (line.status, line.path) == ("on", "inductor"), line
-    assert "Qwen3DecoderLayer x 2 compiled in" in line.reason
-    assert capsys.readouterr().err.count("layer_compile: compiling Qwen3DecoderLayer ...") == 1
-    for mine, plain in zip(figures(on), figures(off), strict=True):
-        assert mine == pytest.approx(plain, rel=1e-5, abs=2e-6)
-    assert all(layer._compiled_call_impl is None for layer in decoder_layers(on.model))
-
-
-def test_without_a_compiler_the_trainer_says_so_once_and_trains_the_same(
-    tmp_path: Path, inductor: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "gradient_checkpointing": False}
-    off = train(FastSFTTrainer, tmp_path / "off", family="llama", fast={"layer_compile": "off"}, **options)
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        on = train(FastSFTTrainer, tmp_path / "on", family="llama", fast={"layer_compile": "on"}, **options)
-    line = on.fastpack_report["layer_compile"]
-    assert (line.status, line.path) == ("stock", "eager"), line
-    assert "ompiler" in line.reason
-    assert sum("layer_compile" in record.message for record in caplog.records) == 1
-    assert figures(on) == figures(off)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""Seconds from ``train()`` to the end of its first step, and of runs of 20, 100 and 500 steps: one process per run.
+
+The sides are stock and ours at its defaults. Ours compiles where the steps that are left pay for it, so each length is
+a run of its own, with Inductor's and Triton's caches empty (``cold``) and as the longest cold run left them (``warm``).
+Stock compiles nothing: its shorter runs are the first steps of the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from benchmarks.captured import ROWS, SMALL, Row, material
+from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.record import make_record, write_json
+
+DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")
+STEPS = (20, 100, 500)
+TIMEOUT = 400
+
+
+class Watch(TrainerCallback):
+    """Notes the seconds from `begin` to the end of some steps, at which the device has finished."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = {1, *steps}
+        self.seconds: dict[int, float] = {}
+        self.begin = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self._steps:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds[state.global_step] = time.perf_counter() - self.begin
+
+
+def measure_run(row: Row, side: str, steps: Sequence[int], device: str, seed: int) -> dict[str, Any]:
+    """Train one side for the largest of `steps` in this process; return its seconds by step, and of all `train`."""
+    from trl import SFTConfig, SFTTrainer
+
+    from fastpack_trl import FastSFTTrainer
+
+    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
+    watch = Watch(steps)
+    given = material(row, device, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            output_dir=folder, max_steps=max(steps), per_device_train_batch_size=1, packing=True, max_length=row.tokens,
+            learning_rate=1e-4, logging_steps=10, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
+            bf16=device == "cuda", use_cpu=device != "cuda",
+        )  # fmt: skip
+        trainer = (SFTTrainer if side == "stock" else FastSFTTrainer)(args=args, callbacks=[watch], **given)
+        watch.begin = time.perf_counter()
+        trainer.train()
+        total = time.perf_counter() - watch.begin
+    found: dict[str, Any] = {"seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer)}
+    if isinstance(trainer, FastSFTTrainer):
+        found |= {"start_up": dict(trainer.fastpack_run.seconds), "report": trainer.fastpack_report.to_dict()}
+    return found
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield side, cache and steps of each run; ``warm`` ones after the cold run that filled their cache."""
+    yield "stock", "cold", sorted(steps)
+    for cache in ("cold", "warm"):
+        for count in sorted(steps, reverse=True):
+            yield "fastpack", cache, [count]
+
+
+def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: bool = True) -> list[dict[str, Any]]:
+    """Measure rows by name, each run in a process of its own.
+
+    Raises:
+        UserError: a row that does not exist.
+    """
+    out = []
+    for name in rows:
+        if name not in ROWS:
+            raise UserError(f"there is no row {name!r}{did_you_mean(name, ROWS)} (rows: {', '.join(ROWS)})")
+        found = []
+        with tempfile.TemporaryDirectory() as filled:
+            for number, (side, cache, counts) in enumerate(runs(steps)):
+                longest = side == "fastpack" and (cache == "warm" or max(counts) == max(steps))
+                folder = Path(filled, "longest" if longest else str(number))
+                found.append({"side": side, "cache": cache, "steps": max(counts)})
+                found[-1] |= _in_a_process(name, side, counts, seed, folder)
+                if progress:
+                    print(_line(name, found[-1]), flush=True)
+        out.append({"row": name, "runs": found})
+    return out
+
+
+def _in_a_process(row: str, side: str, steps: Sequence[int], seed: int, cache: Path) -> dict[str, Any]:
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "benchmarks.first_step", row, "--side", side, "--seed", str(seed)]
+        command += ["--json", str(answer), "--steps", *map(str, steps)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | caches)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done within {TIMEOUT} s"}
+        if not answer.exists():
+            return {"failed": (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]}
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _line(row: str, run: dict[str, Any]) -> str:
+    head = f"{row:24} {run['side']:8} {run['cache']:4} {run['steps']:4} steps"
+    if "failed" in run:
+        return f"{head}  failed: {run['failed']}"
+    seconds = ", ".join(f"{taken:.1f} s to step {step}" for step, taken in run["seconds"].items())
+    report = run.get("report")
+    if report is None:
+        return f"{head}  {seconds}; train() {run['train_seconds']:.1f} s"
+    said = [report["facts"].get("first step"), report["features"]["layer_compile"]["reason"]]
+    return f"{head}  {seconds}; train() {run['train_seconds']:.1f} s; first step {'; '.join(map(str, said))}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``python -m benchmarks.first_step``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_step", description=__doc__)
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: {', '.join(DEFAULT_ROWS)})")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=list(STEPS), help="lengths of runs (default: %(default)s)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.side is not None:  # in the process of one run
+        found = measure_run(ROWS[args.rows[0]], args.side, args.steps, device, args.seed)
+        Path(args.json).write_text(json.dumps(found), encoding="utf-8")
+        return
+    rows = measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed)
+    settings = {"steps": args.steps, "logging_steps": 10, "packing": True, "small": SMALL.name}
+    record = make_record(
+        case="first_step", settings=settings, rows=rows, complete=True, device=device,
+        threads=torch.get_num_threads(), seed=args.seed,
+    )  # fmt: skip
+    if args.json is not None:
+        write_json(Path(args.json), record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Training with layers compiled by Inductor; a compiler or a cache that cannot be used costs them, not the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_material import figures, train
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.compile.layers import decoder_layers
+
+OPTIONS: dict[str, Any] = {"packing": True, "eval_strategy": "no", "gradient_checkpointing": False, "family": "llama"}
+REMEDY = "set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
+
+FULL = """
+import json, resource, sys
+from pathlib import Path
+from trainer_material import figures, train
+from fastpack_trl import FastSFTTrainer
+
+folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+off = train(FastSFTTrainer, folder / "off", fast={"layer_compile": "off"}, **options)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))  # what a full disk says at every write
+on = train(FastSFTTrainer, folder / "on", fast={"layer_compile": "on"}, **options)
+line = on.fastpack_report["layer_compile"]
+sys.stdout.write("\\n" + json.dumps([line.path, line.reason, figures(on) == figures(off)]))
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_compiles_on_request_and_trains_the_same(
+    tmp_path: Path, inductor: None, capsys: pytest.CaptureFixture
+) -> None:
+    """Again where the entries of the cache cannot be read: another version's have other names, these other content."""
+    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False}
+    off = train(FastSFTTrainer, tmp_path / "off", fast={"layer_compile": "auto"}, **options)
+    assert off.fastpack_report["layer_compile"].status == "off"
+    assert "cpu" in off.fastpack_report["layer_compile"].reason
+    on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
+    line = on.fastpack_report["layer_compile"]
+    assert (line.status, line.path) == ("on", "inductor"), line
+    assert "Qwen3DecoderLayer x 2 compiled in" in line.reason
+    assert capsys.readouterr().err.count("layer_compile: compiling Qwen3DecoderLayer ...") == 1
+    for mine, plain in zip(figures(on), figures(off), strict=True):
+        assert mine == pytest.approx(plain, rel=1e-5, abs=2e-6)
+    assert all(layer._compiled_call_impl is None for layer in decoder_layers(on.model))
+    for kind in ("aotautograd", "fxgraph"):
+        entries = [file for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], kind).rglob("*") if file.is_file()]
+        assert entries
+        for file in entries:
+            file.write_bytes(b"of another version")
+    torch._dynamo.reset()
+    again = train(FastSFTTrainer, tmp_path / "again", fast={"layer_compile": "on"}, **options)
+    assert again.fastpack_report["layer_compile"].path == "inductor"
+    assert figures(again) == figures(on)
+
+
+def test_without_a_compiler_the_trainer_says_so_once_and_trains_the_same(
+    tmp_path: Path, inductor: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "gradient_checkpointing": False}
+    off = train(FastSFTTrainer, tmp_path / "off", family="llama", fast={"layer_compile": "off"}, **options)
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        on = train(FastSFTTrainer, tmp_path / "on", family="llama", fast={"layer_compile": "on"}, **options)
+    line = on.fastpack_report["layer_compile"]
+    assert (line.status, line.path) == ("stock", "eager"), line
+    assert "ompiler" in line.reason
+    assert sum("layer_compile" in record.message for record in caplog.records) == 1
+    assert figures(on) == figures(off)
+
+
+def test_a_cache_that_cannot_be_written_is_named_once_and_the_run_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder below a file: not even the superuser can make it."""
+    (tmp_path / "file").write_text("")
+    off = train(FastSFTTrainer, tmp_path / "off", fast={"layer_compile": "off"}, **OPTIONS)
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **OPTIONS)
+    line = on.fastpack_report["layer_compile"]
+    assert (line.status, line.path) == ("stock", "eager"), line
+    assert "NotADirectoryError" in line.reason
+    assert REMEDY in line.reason
+    assert sum("layer_compile" in record.message for record in caplog.records) == 1
+    assert figures(on) == figures(off)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
+def test_a_full_disk_is_named_and_the_run_is_the_same(tmp_path: Path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_WARM_POOL": "0"}
+    support = str(Path(__file__).parents[1] / "support")
+    paths = os.pathsep.join([support, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path), json.dumps(OPTIONS)], capture_output=True, text=True, timeout=300,
+        env=os.environ | cache | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    path, reason, same = json.loads(done.stdout.splitlines()[-1])
+    assert (path, same) == ("eager", True), reason
+    assert "File too large" in reason
+    assert REMEDY in reason
