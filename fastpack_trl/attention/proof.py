@@ -185,7 +185,8 @@ def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, flo
     finite = math.isfinite(packed) and all(math.isfinite(size) for *_, size in leaks)
     if not finite:
         _check_weights(probe.model)
-    separate = sum(probe.loss(index, probe.separate(index, length)) for index, length in enumerate(probe.lengths))
+    predicting = [(index, length) for index, length in enumerate(probe.lengths) if length > 1]
+    separate = sum(probe.loss(index, probe.separate(index, length)) for index, length in predicting)
     if not finite and not math.isfinite(separate):
         raise NonFiniteError("the loss of separate documents under stock is not finite, though every parameter is")
     return leaks, packed, separate

@@ -16,6 +16,7 @@ from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _ROWS_AT_A_TIME = 10_000
+_ROWS_OF_A_CHUNK = 100  # on average, below which chunks are joined: each costs a tenth of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,4 +237,5 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
 def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
     """Yield the column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
-        yield from table[column].chunks
+        scattered = table[column].num_chunks * _ROWS_OF_A_CHUNK > len(table)  # a filtered data set has one per row
+        yield from (table.combine_chunks() if scattered else table)[column].chunks
