@@ -67,7 +67,6 @@ def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: 
         ({"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
         ({"include_num_input_tokens_seen": "all"}, "counts padding"),
         ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
-        ({"per_device_train_batch_size": 1}, "one document per batch has no padding"),
     ],
     ids=str,
 )

@@ -126,6 +126,10 @@ TABLE: tuple[Upstream, ...] = (
     ),
     # Beside the features: asked for where they are used.
     Upstream(
+        _all("transformers.Trainer", "_clip_grad_norm _get_grad_norm"), ("step",),
+        "clipping walks over all modules in each step",
+    ),
+    Upstream(
         ("transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",), ("model",),
         "no layer is checkpointed where we look: offload refuses, routing plans are made again, layers run eager",
     ),

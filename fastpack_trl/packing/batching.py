@@ -98,7 +98,6 @@ def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> str:
     own, hook = replaced_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
     reasons = {
         f"{path} would pad the documents again": not flattens,
-        "one document per batch has no padding": args.per_device_train_batch_size == 1,
         f"pad_to_multiple_of={trainer.data_collator.pad_to_multiple_of} asks for padded shapes": bool(
             trainer.data_collator.pad_to_multiple_of
         ),

@@ -6,6 +6,7 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -144,7 +145,7 @@ class ModeCheck:
 
 
 class GradientReset:
-    """``model.zero_grad()`` over a list of the parameters instead of a walk over all modules.
+    """``model.zero_grad()`` and clipping over a list of the parameters instead of a walk over all modules.
 
     The list is made anew when the model has changed (`ModelContents`), and when a parameter of the optimizer has a
     gradient that is not in it: one written past registration, or not the model's, which keeps it as in stock.
@@ -181,11 +182,33 @@ class GradientReset:
             self._contents.list_again(model)
             _drop_gradients(self._contents.parameters)
 
+    def listed(self, model: nn.Module, optimizer: Any) -> Listed:
+        """Return a stand-in for `model` whose ``parameters()`` are those with a gradient, without a walk."""
+        self._contents.refresh(model)
+        listed = Listed([parameter for parameter in self._contents.parameters if parameter.grad is not None])
+        known = set(map(id, listed.with_gradient))
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(parameter.grad is not None and id(parameter) not in known for parameter in trained):
+            self._contents.list_again(model)
+            listed = Listed([parameter for parameter in self._contents.parameters if parameter.grad is not None])
+        return listed
+
     def remove(self) -> None:
         """Give the model its own ``zero_grad`` again."""
         if self._model is not None:
             self._model.__dict__.pop("zero_grad", None)
             self._model = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What clipping asks of a model: its parameters; those without a gradient it would skip one by one."""
+
+    with_gradient: list[nn.Parameter]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield those with a gradient, in the order of the model."""
+        return iter(self.with_gradient)
 
 
 class FlopsPerToken:

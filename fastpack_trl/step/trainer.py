@@ -54,6 +54,20 @@ class SyncFreeTrainer(MergingTrainer):
         step.filter.restore()  # the first call after the line that reads it
         return step.flops.count(self, inputs, super().floating_point_ops)
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(self._with_gradients(model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        listed = model if grad_norm is not None else self._with_gradients(model)
+        return super()._get_grad_norm(listed, grad_norm=grad_norm)
+
+    def _with_gradients(self, model: Any) -> Any:
+        """Return what stands for `model` where only its gradients are read: FSDP compares all its parameters."""
+        step = self.fastpack_step
+        if step is None or not step.host or self.fastpack_run.is_sharded:
+            return model
+        return step.reset.listed(model, self.optimizer)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Do as `SFTTrainer.log`."""
         # One rank of several may log on its own; reading the metrics is for all of them together.

@@ -305,6 +305,40 @@ def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
     assert steps == {FastSFTTrainer: 1 + 4, SFTTrainer: 1 + 4 + 4}
 
 
+@pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
+def test_gradients_are_clipped_without_a_walk_over_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
+) -> None:
+    walks: list[int] = []
+    real = nn.Module.named_parameters
+    monkeypatch.setattr(
+        nn.Module, "named_parameters", lambda self, *args, **kw: walks.append(1) or real(self, *args, **kw)
+    )
+
+    class Counts(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+            walks.clear()
+
+        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+            self.steps.append(len(walks))
+
+    rows, seen = [], []
+    for cls in BOTH:
+        counts = Counts()
+        trainer = train(
+            cls, tmp_path, packing=True, eval_strategy="no", max_grad_norm=norm, trainer={"callbacks": [counts]},
+            fast={"verify_packing": "off"},
+        )  # fmt: skip
+        rows.append(figures(trainer))
+        seen.append(counts.steps[-1])
+    assert_rows_equal(*rows)
+    assert all("grad_norm" in row for row in rows[0] if "loss" in row)
+    assert (seen[0], seen[1] > 0) == (0, True)
+
+
 class NewHead(TrainerCallback):
     """After the first step the head's weight is a new parameter, in the model and in the optimizer."""
 

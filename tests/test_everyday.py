@@ -1,0 +1,134 @@
+"""Rows that are not packed, as most first runs have them: small batches, accumulation, any kind of data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.step import merge_accumulation
+from fastpack_trl.testing import tiny_model
+
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+WHOLE = {"max_steps": -1, "num_train_epochs": 1}
+
+
+def tokens(*rows: list[int], masked: tuple[int, ...] = ()) -> Dataset:
+    """Rows as they are; those of `masked` have no label that counts."""
+    labels = [[-100] * len(row) if index in masked else row for index, row in enumerate(rows)]
+    return Dataset.from_dict({"input_ids": list(rows), "labels": labels})
+
+
+def rows(count: int, longest: int = 14) -> list[list[int]]:
+    return [[5 + (7 * index + place) % 80 for place in range(2 + index % longest)] for index in range(count)]
+
+
+AS_THEY_ARE = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"per_device_train_batch_size": 1},
+        ONE_BY_ONE,
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+        ONE_BY_ONE | {"data": "prompt_completion", "completion_only_loss": True},
+        ONE_BY_ONE | {"data": "prompt_completion", "completion_only_loss": False},
+        ONE_BY_ONE | {"data": "conversational", "assistant_only_loss": True},
+        ONE_BY_ONE | {"data": "conversational", "gradient_checkpointing": False},
+        ONE_BY_ONE | {"lora": True},
+        ONE_BY_ONE | WHOLE | {"data": make_dataset("text", 22), "eval_steps": 3},  # the last group has two of four
+        ONE_BY_ONE | {"max_length": None},
+        ONE_BY_ONE | {"max_length": 5},
+        ONE_BY_ONE | {"per_device_train_batch_size": 3, "dataloader_drop_last": True, **WHOLE},
+        ONE_BY_ONE | {"train_sampling_strategy": "group_by_length"},
+        ONE_BY_ONE | {"family": "gpt_oss"},
+        ONE_BY_ONE | {"family": "qwen3_moe"},
+        ONE_BY_ONE | AS_THEY_ARE | {"data": tokens(*rows(24), masked=(0, 1, 2, 3, 9))},
+        {"per_device_train_batch_size": 2, "eval_strategy": "no", "max_steps": 5, "logging_nan_inf_filter": False}
+        | AS_THEY_ARE | {"data": tokens(*([5 + index] for index in range(12)), *rows(4))},
+    ],
+    ids=lambda options: "-".join(f"{name}={value if not isinstance(value, Dataset) else len(value)}"
+                                 for name, value in options.items()),
+)  # fmt: skip
+def test_log_of_unpacked_rows_is_that_of_stock(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = dict(options)
+    if options.pop("lora", False):
+        options["trainer"] = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+    ours, stock = both(tmp_path, **options)
+    assert_same_log(ours, stock, rtol=3e-5, atol=5e-6)
+    report = ours.fastpack_report
+    assert report["batches"].path == "padding-free"
+    assert report["sync_free"].path == "loss, metrics, host work"
+    merged = options.get("gradient_accumulation_steps", 1) > 1
+    assert report["merge_accumulation"].status == ("on" if merged else "off")
+
+
+def test_documents_longer_than_a_merged_row_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = tiny_model("qwen3").config.hidden_size
+    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 20 * hidden)
+    ours, stock = both(tmp_path, **ONE_BY_ONE, data=make_dataset("text", 40))
+    assert_same_log(ours, stock)
+    assert ours.fastpack_report["merge_accumulation"].path == "rows of up to 20 tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
+        ({"neftune_noise_alpha": 5.0}, "NEFTune"),
+    ],
+)
+def test_what_asks_for_stocks_rows_has_them_named(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    trainer = FastSFTTrainer(
+        tiny_model("qwen3"),
+        args=FastSFTConfig(**settings(tmp_path, **ONE_BY_ONE, **options)),
+        train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8),
+        processing_class=make_tokenizer(),
+    )
+    line = trainer.fastpack_report["batches"]
+    assert (line.path, reason in line.reason) == ("stock", True), line
+
+
+def test_a_step_of_small_batches_launches_several_times_fewer_operations(tmp_path: Path) -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import TrainerCallback
+
+    class Counts(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    class LastStep(TrainerCallback):
+        def __init__(self) -> None:
+            self.counts = Counts()
+
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.counts.__enter__()
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.counts.__exit__(None, None, None)
+
+    calls = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        last = LastStep()
+        torch.manual_seed(0)
+        args = settings(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8, eval_strategy="no")
+        cls(
+            tiny_model("qwen3"), args=FastSFTConfig(**args), train_dataset=make_dataset("text"), callbacks=[last],
+            processing_class=make_tokenizer(), peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        ).train()  # fmt: skip
+        calls.append(last.counts.calls)
+    assert 3 * calls[0] < calls[1], calls
