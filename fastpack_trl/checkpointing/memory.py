@@ -16,7 +16,7 @@ from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.callback import checkpointing_arguments, offload_conflict
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.offload import offload_unavailable
-from fastpack_trl.checkpointing.plan import Plan, choose_levels, deeper, make_plan
+from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import HookWatch
@@ -31,6 +31,8 @@ CANNOT_PLAN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError,
 LEVEL_OF = {level: getattr(Level, level.upper()) for level in ("keep", "selective", "checkpoint", "offload")}
 MARGIN = 0.9  # of the free memory; the allocator's gaps and what no trace sees need the rest
 TIMED_TOKENS = 2048
+AMPLE = 2.0
+"""Budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the trace's passes are left."""
 _HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
@@ -261,11 +263,15 @@ def plan_memory(run: Run) -> ActivationMemory:
     compiles = run.settings.layer_compile
     compiled = compiles == "on" or (compiles == "auto" and cuda)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
-    costs, failed = trace_levels(
-        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels
-    )
     hidden = text_model(run.model).config.get_text_config().hidden_size
     budget = max(0, budget_bytes(run, say) - tokens * hidden * _HEAD_BYTES)
+
+    def ample(kept: Sequence[Growth]) -> bool:
+        return setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
+
+    costs, failed = trace_levels(
+        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, ample=ample
+    )
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
     sizes = {"tokens": tokens, "longest": longest}
     if setting == "auto":

@@ -96,6 +96,7 @@ def trace_levels(
     timed_tokens: int | None = None,
     copy_seconds: Callable[[int], float] | None = None,
     levels: Sequence[Level] = tuple(Level),
+    ample: Callable[[Sequence[Growth]], bool] = lambda kept: False,
 ) -> tuple[LayerCosts, dict[Level, str]]:
     """Measure every level on a few tokens, in training mode, unseen by gradients, random states and users' hooks.
 
@@ -106,6 +107,8 @@ def trace_levels(
         timed_tokens: row on which passes are timed; None: costs are counted matrix products.
         copy_seconds: seconds to copy that many bytes between device and host; None: no offload.
         levels: those to measure, `KEEP` among them.
+        ample: returns whether there is so much memory for what `KEEP` keeps that no other level is likely to be needed:
+            then nothing is timed, and `CHECKPOINT` is measured in case it is all the same.
 
     Returns:
         The costs, and for each level that this model cannot run, why.
@@ -115,12 +118,20 @@ def trace_levels(
     seconds: dict[Level, float] = {}
     failed: dict[Level, str] = {}
     base: tuple[float, float] | None = None
+    needed = set(levels) - {Level.OFFLOAD}
     # A hook on a parameter would see each gradient that is asked for.
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad and not p._backward_hooks]
     with training(model), users_hooks_off(model):
-        for level in [level for level in levels if level is not Level.OFFLOAD]:
+        for level in sorted(needed):
+            if level not in needed:
+                continue
             try:
                 points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
+                grown = [
+                    Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
+                ]
+                if level is Level.KEEP and ample(grown):
+                    timed_tokens, needed = None, {Level.KEEP, Level.CHECKPOINT}
                 flops = _products(layers, level, run, parameters)
                 if timed_tokens is not None and level is Level.KEEP:
                     timed_tokens = _fitting(layers, run, timed_tokens, parameters)
@@ -130,9 +141,7 @@ def trace_levels(
                     raise
                 failed[level] = f"{type(error).__name__}: {error}"
                 continue
-            growth[level] = [
-                Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
-            ]
+            growth[level] = grown
             base = base or (flops, timed or 0.0)
             products[level] = max(0.0, flops - base[0]) / base[0]
             recompute = products[level] if timed is None else max(0.0, timed - base[1]) / len(layers)

@@ -83,6 +83,30 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
     assert inputs.at(100, 100) == 100 * 32 * 4
 
 
+def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deeper() -> None:
+    model = make("llama", lora=True, layers=2)
+    layers, ran = checkpointable_layers(model), []
+
+    def counted(tokens: int) -> tuple[Tensor, Tensor]:
+        ran.append(tokens)
+        return decoder(model, 1)(tokens)
+
+    with installed(model):
+        costs, _ = trace_levels(model, layers, counted, timed_tokens=256)
+        everything = len(ran)
+        few, failed = trace_levels(model, layers, counted, timed_tokens=256, ample=lambda kept: len(kept) == 2)
+    assert (len(ran) - everything) * 3 <= everything
+    assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, {})
+    assert all(few.growth[level] == costs.growth[level] for level in few.growth)
+    sizes = {"tokens": 4096, "longest": 512}
+    plan = choose_levels(few, budget=2**40, **sizes)
+    assert plan.levels == (Level.KEEP, Level.KEEP)
+    less = deeper(few, plan, deepest=Level.CHECKPOINT, **sizes)
+    assert less is not None
+    assert less.levels == (Level.CHECKPOINT, Level.CHECKPOINT)
+    assert less.predicted < plan.predicted
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products and attention calls."""
 
