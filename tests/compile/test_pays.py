@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from compile_material import Counting, make, one_step, row
 from trainer_material import make_dataset, make_tokenizer, settings, train
 from transformers import TrainerCallback
@@ -16,6 +17,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.run import Run
@@ -56,8 +58,6 @@ def test_a_long_run_is_compiled(left: StepsLeft | None) -> None:
 
 def test_nothing_is_left_of_the_measurement() -> None:
     """An eager run equals one whose layers were timed and left eager, in gradients too."""
-    import torch
-
     model = make("llama", lora=True, checkpointing=True)
     with packed_attention(model):
         expected = one_step(model, *row(0))
@@ -140,3 +140,44 @@ def test_rows_that_are_merged_count_once() -> None:
     for merged, rows in ((0.0, 8), (100.0, 8), (200.0, 4), (350.0, 3), (8192.0, 1), (float("inf"), 1)):
         run.merged_tokens = merged
         assert run.steps_left(100) == StepsLeft(60, rows), merged
+
+
+def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, which is only said here: nothing else of this run asks for the device."""
+    started: list[bool] = []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True))
+
+    def run_with(**fast: Any) -> Run:
+        args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), **fast)
+        return FastSFTTrainer(
+            tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
+        ).fastpack_run
+
+    run, off = run_with(), run_with(layer_compile="off")
+    start_workers(run)
+    assert not started
+    monkeypatch.setattr(Run, "device", torch.device("cuda"))
+    start_workers(off)
+    assert not started
+    start_workers(run)
+    assert started == [True]
+
+    def fails() -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", fails)
+    start_workers(run)
+
+
+@pytest.mark.cuda
+def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, inductor: None) -> None:
+    options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True}
+    short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=2, **options)
+    line = short.fastpack_report["layer_compile"]
+    assert (line.status, line.path) == ("off", "eager"), line
+    assert "not compiled: 2 steps left, 12 s would pay from" in line.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kinds, "COMPILE_SECONDS", 0.0)
+        long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
+    assert "compiled in" in long.fastpack_report["layer_compile"].reason
+    assert "compile" in long.fastpack_report.facts["first step"]
