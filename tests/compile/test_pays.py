@@ -147,13 +147,14 @@ def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch:
     started: list[bool] = []
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True))
 
-    def run_with(**fast: Any) -> Run:
+    def make_trainer(**fast: Any) -> FastSFTTrainer:
         args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), **fast)
         return FastSFTTrainer(
             tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
-        ).fastpack_run
+        )
 
-    run, off = run_with(), run_with(layer_compile="off")
+    trainers = make_trainer(), make_trainer(layer_compile="off")
+    run, off = (trainer.fastpack_run for trainer in trainers)
     start_workers(run)
     assert not started
     monkeypatch.setattr(Run, "device", torch.device("cuda"))
