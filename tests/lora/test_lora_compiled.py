@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -18,48 +19,52 @@ PARTITIONED = "aot_eager_decomp_partition"
 """Inductor's partitioner without its code generation."""
 
 
-def run(layers: int, *, compiled: bool, checkpointing: bool) -> tuple[int, dict[str, Tensor]]:
-    """Bytes that a forward keeps for its backward, parameters left out, and the gradients."""
-    model = adapted("llama", num_hidden_layers=layers, hidden_size=64, intermediate_size=192)
+LAYERS = 3
+
+
+def material(*, checkpointing: bool) -> tuple[Any, Tensor, PackedBatch]:
+    """A model with fast LoRA layers, and the embeddings and documents of a row."""
+    model = adapted("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=192)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     apply_lora(model)
+    embedded = model.get_base_model().model.embed_tokens(any_ids(32)).detach().requires_grad_()
+    return model, embedded, PackedBatch.from_lengths((20, 12))
+
+
+def forward(model: Any, embedded: Tensor, batch: PackedBatch) -> Tensor:
+    return model.get_base_model().model(
+        inputs_embeds=embedded, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
+    ).last_hidden_state
+
+
+@functools.cache
+def compiled(*, checkpointing: bool) -> tuple[dict[int, int], dict[str, Tensor]]:
+    """Bytes that a compiled forward keeps for its backward, by the number of layers, and the gradients of all layers.
+
+    One compilation for all: its graph is that of a layer.
+    """
+    model, embedded, batch = material(checkpointing=checkpointing)
     backbone = model.get_base_model().model
-    batch = PackedBatch.from_lengths((20, 12))
-    embedded = backbone.embed_tokens(any_ids(32)).detach().requires_grad_()
-
-    def forward() -> Any:
-        return backbone(
-            inputs_embeds=embedded, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
-        ).last_hidden_state
-
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = tensor
-        return tensor
-
-    with packed_attention(model, "per_document"):
-        if not compiled:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = forward()
+    layers, kept = backbone.layers, {}
+    with packed_attention(model, "per_document"), compiled_layers(model, verbose=False, _backend=PARTITIONED) as handle:
+        forward(model, embedded, batch).square().sum().backward()
+        assert handle.path == PARTITIONED, handle.reason
+        for count in (1, LAYERS):
+            model.zero_grad()
+            backbone.layers = layers[:count]
+            out = forward(model, embedded, batch)
+            kept[count] = kept_bytes(model, out)
             out.square().sum().backward()
-        else:
-            with compiled_layers(model, verbose=False, _backend=PARTITIONED) as handle:
-                forward().square().sum().backward()  # compiles; hooks around a checkpoint would move the compilation
-                model.zero_grad()
-                seen_before = len(seen)
-                out = forward()
-                assert handle.path == PARTITIONED, handle.reason
-                assert seen_before == 0
-                for tensor in saved_by(out.grad_fn):
-                    pack(tensor)
-                out.square().sum().backward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values()), gradients(model)
+    return kept, gradients(model)
+
+
+def kept_bytes(model: Any, out: Tensor) -> int:
+    """Bytes of the storages that the graph of an output holds, parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = [tensor.untyped_storage() for tensor in saved_by(out.grad_fn)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in own}.values())
 
 
 def saved_by(node: Any) -> list[Tensor]:
@@ -78,17 +83,15 @@ def saved_by(node: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_gradients_are_those_of_eager(checkpointing: bool) -> None:
-    _, eager = run(2, compiled=False, checkpointing=checkpointing)
-    _, compiled = run(2, compiled=True, checkpointing=checkpointing)
-    assert_gradients_close(compiled, eager, rtol=1e-5)
+    model, embedded, batch = material(checkpointing=checkpointing)
+    with packed_attention(model, "per_document"):
+        forward(model, embedded, batch).square().sum().backward()
+    assert_gradients_close(compiled(checkpointing=checkpointing)[1], gradients(model), rtol=1e-5)
 
 
 def test_a_compiled_checkpoint_keeps_little_more_than_the_input_of_a_layer() -> None:
-    kept = {
-        checkpointing: run(3, compiled=True, checkpointing=checkpointing)[0]
-        - run(1, compiled=True, checkpointing=checkpointing)[0]
-        for checkpointing in (False, True)
-    }
+    figures = {checkpointing: compiled(checkpointing=checkpointing)[0] for checkpointing in (False, True)}
+    kept = {checkpointing: figure[LAYERS] - figure[1] for checkpointing, figure in figures.items()}
     one_input = 32 * 64 * 4
     # The scaled copies of the adapters: rank 8, q and o, k and v, gate and up and down.
     adapters = 4 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
