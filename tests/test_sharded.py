@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import fork_ranks
 
 SHARDED = """
 import torch, torch.distributed as dist
@@ -51,4 +51,4 @@ leave()
 def test_fully_shard_with_cast_inputs_keeps_documents_apart_and_builds_masks_once(tmp_path: Path) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED, encoding="utf-8")
-    run_ranks(str(script))
+    fork_ranks(script, imports="torch.distributed.fsdp,fastpack_trl:packed_attention")

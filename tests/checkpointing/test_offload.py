@@ -14,7 +14,7 @@ import pytest
 import torch
 from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
 from peft import LoraConfig, get_peft_model
-from ranks import run_ranks
+from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -461,7 +461,7 @@ leave()
 def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
-    run_ranks(str(script))
+    fork_ranks(script, imports="torch.distributed.fsdp,fastpack_trl:packed_attention")
 
 
 @pytest.mark.parametrize(

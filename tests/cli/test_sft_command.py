@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import torchrun
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
 from fastpack_trl.cli.main import main
@@ -248,7 +248,7 @@ def test_help_lists_our_options_and_those_of_trl(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_two_processes_under_torchrun(material: Material) -> None:
     config = material.yaml(save_strategy="steps", save_steps=3)
-    run_ranks("-m", "fastpack_trl", "sft", "--config", str(config))
+    torchrun("-m", "fastpack_trl", "sft", "--config", str(config))
     import torch
 
     training = torch.load(material.out / "training_args.bin", weights_only=False)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import fork_ranks
 
 from fastpack_trl.step.metrics import counted_ranks
 
@@ -23,7 +23,7 @@ def same(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(str(Path(__file__).with_name("two_ranks.py")), str(folder))
+    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder), imports="peft,trl:SFTTrainer")
     logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
     return logs
 
