@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.model_shapes import build_model, shape_of
-from fastpack_trl.quickstart.corpus import EXCLUDED_FOLDERS, stdlib_folder
+from fastpack_trl.quickstart.corpus import source_files, stdlib_folder
 from fastpack_trl.quickstart.small_model import train_tokenizer
 
 RANK, ALPHA = 16, 32
@@ -123,10 +124,13 @@ def _up_to(characters: int) -> Iterator[str]:
             return
 
 
+@cache
+def _source_files() -> list[Path]:
+    return source_files(stdlib_folder())
+
+
 def _texts() -> Iterator[str]:
-    for path in sorted(stdlib_folder().rglob("*.py")):
-        if EXCLUDED_FOLDERS & set(path.parts):
-            continue
+    for path in _source_files():
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)

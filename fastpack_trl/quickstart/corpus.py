@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sysconfig
 import warnings
 import zlib
@@ -98,7 +99,7 @@ def collect(folder: Path | None = None, *, progress: bool = True) -> Corpus:
     unparsed: list[str] = []
     names: set[str] = set()
     answers: set[str] = set()
-    paths = list(_source_files(folder))
+    paths = source_files(folder)
     for path in _with_bar(paths, progress):
         relative = path.relative_to(folder)
         try:
@@ -139,10 +140,13 @@ def write_splits(corpus: Corpus, folder: Path, *, test_every: int) -> dict[str, 
     return {split: len(documents) for split, documents in parts.items()}
 
 
-def _source_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*.py")):
-        if not EXCLUDED_FOLDERS.intersection(path.relative_to(folder).parts[:-1]):
-            yield path
+def source_files(folder: Path) -> list[Path]:
+    """Return the Python files under `folder` in order, without those in `EXCLUDED_FOLDERS`, which are not entered."""
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = set(folders) - EXCLUDED_FOLDERS
+        found += [Path(place, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def _parse(path: Path) -> ast.Module:

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from lora_material import adapted, any_ids
 from torch import Tensor
 
@@ -34,9 +33,11 @@ def material(*, checkpointing: bool) -> tuple[Any, Tensor, PackedBatch]:
 
 
 def forward(model: Any, embedded: Tensor, batch: PackedBatch) -> Tensor:
-    return model.get_base_model().model(
-        inputs_embeds=embedded, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
-    ).last_hidden_state
+    return (
+        model.get_base_model()
+        .model(inputs_embeds=embedded, position_ids=batch.position_ids, packed_batch=batch, use_cache=False)
+        .last_hidden_state
+    )
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from fastpack_trl.testing import tiny_model
 
 # In one process, a fork per round: what is removed was never seen by this package there.
 RUN = """
-import json, os, pkgutil, sys, tempfile
+import gc, json, os, pkgutil, sys, tempfile
 import datasets, peft, torch, transformers, trl.trainer.sft_trainer
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
@@ -47,6 +47,8 @@ def step(folder):
 
 assert "fastpack_trl" not in sys.modules
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # a collection in each training would walk over the libraries, and copy their pages
 for paths in json.loads(sys.argv[1]):
     read, write = os.pipe()
     if not os.fork():

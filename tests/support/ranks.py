@@ -1,4 +1,4 @@
-"""Two processes of one training run, on the CPU under gloo: `torchrun` or `fork_ranks` starts them, `leave` ends one."""
+"""Two processes of one training run, on the CPU under gloo: `torchrun` or `fork_ranks` starts, `leave` ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def torchrun(*command: str, timeout: float = 400) -> None:
 
     Not `accelerate launch --cpu`: it starts one process.
     """
-    _run("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _free_port(), *command, timeout=timeout)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _free_port())
+    _run(*launcher, *command, timeout=timeout)
 
 
 def fork_ranks(script: Path, *arguments: str, imports: str, timeout: float = 400) -> None:
