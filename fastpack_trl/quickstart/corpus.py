@@ -29,6 +29,9 @@ EXCLUDED_FOLDERS = frozenset(
 # Below this the interpreter was installed without its sources (a zipped or stripped library).
 MIN_DOCUMENTS = 500
 
+# The fields of a statement that hold statements, in the order of their lines.
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
+
 _QUESTIONS: dict[Kind, tuple[str, ...]] = {
     "module": (
         "What is the Python module `{name}` for?",
@@ -173,14 +176,12 @@ def _docstrings(tree: ast.Module, module: str) -> Iterator[tuple[str, Kind, str]
             if answer:
                 yield name, kind, answer
         inner: list[tuple[ast.AST, str, Kind]] = []
-        for child in ast.iter_child_nodes(node):
+        for child in (child for block in _BLOCKS for child in getattr(node, block, ())):
             if isinstance(child, ast.ClassDef):
                 inner.append((child, f"{name}.{child.name}", "class"))
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 inner.append((child, f"{name}.{child.name}", "method" if kind == "class" else "function"))
-            elif isinstance(
-                child, ast.stmt | ast.ExceptHandler | ast.match_case
-            ):  # `if`, `try`, `with`: same scope, deeper in the tree
+            else:  # `if`, `try`, `with`: same scope, deeper in the tree
                 inner.append((child, name, kind))
         stack.extend(reversed(inner))
 
@@ -189,7 +190,11 @@ def _usable(answer: str) -> bool:
     if not MIN_CHARS <= len(answer) <= MAX_CHARS:
         return False
     # A lone surrogate is legal in a Python string and not in UTF-8, the encoding of the data files.
-    return not any("\ud800" <= character <= "\udfff" for character in answer)
+    try:
+        answer.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _question(name: str, kind: Kind) -> str:
