@@ -43,12 +43,6 @@ def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str, lor
     compare(make(family, lora=lora, checkpointing=lora), PARTITIONED)
 
 
-@pytest.mark.slow
-def test_inductor_within_twice_the_error_of_eager(inductor: None) -> None:
-    layers = compare(make("llama", lora=True, checkpointing=True), "inductor")
-    assert layers.path == "inductor"
-
-
 def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> None:
     """The adapters are cast outside of the layer, anew in each step: a trial must leave that graph to the run."""
     backend, data = Counting(), [row(seed) for seed in range(4)]

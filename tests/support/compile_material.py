@@ -46,14 +46,21 @@ class Counting:
 def make(family: str, *, lora: bool = False, checkpointing: bool = False, **overrides: Any) -> Any:
     model = tiny_model(family, **OVERRIDES.get(family, {}), **overrides)
     if lora:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        names = ATTENTION + ([] if family in OVERRIDES else ["gate_proj", "up_proj", "down_proj", "gate_up_proj"])
-        targets = [name for name in names if any(key.endswith(name) for key, _ in model.named_modules())]
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        model = get_peft_model(model, adapters(model, family))
     if checkpointing:
         checkpoint(model)
     return model.train()
+
+
+def adapters(model: Any, family: str) -> Any:
+    """LoRA on the projections, those of experts left out."""
+    from peft import LoraConfig
+
+    names = ATTENTION + ([] if family in OVERRIDES else ["gate_proj", "up_proj", "down_proj", "gate_up_proj"])
+    targets = [name for name in names if any(key.endswith(name) for key, _ in model.named_modules())]
+    return LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
 
 
 def checkpoint(model: Any) -> None:
