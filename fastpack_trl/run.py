@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ class Run:
         activations_left: bytes that the plan of the activations leaves of its budget; None without such a plan.
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
+        parameters: returns those of the model; from a list while something keeps one.
         has_experts: the model has experts that transformers dispatches.
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
@@ -90,6 +91,7 @@ class Run:
         self.activations_left: int | None = None
         self.spares: list[Callable[[], bool]] = []
         self.refuses_static: Callable[[Bucket], str] = _no_attention
+        self.parameters: Callable[[], Iterable[nn.Parameter]] = self._walk
         self.has_experts = False
         self.offloads = False
         self.version = 0
@@ -114,6 +116,9 @@ class Run:
     def args(self) -> Any:
         """The trainer's `SFTConfig`, for stock's own fields."""
         return self.trainer.args
+
+    def _walk(self) -> Iterable[nn.Parameter]:
+        return self.model.parameters()
 
     @property
     def device(self) -> torch.device:

@@ -28,7 +28,7 @@ class StepState:
     def __init__(self, run: Run) -> None:
         trainer = self._trainer = run.trainer
         self._gradients = [
-            (p, p.grad, 0 if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
+            (p, p.grad, 0 if p.grad is None else p.grad._version) for p in run.parameters() if p.requires_grad
         ]
         self._cpu = torch.get_rng_state()
         device = trainer.args.device

@@ -81,6 +81,13 @@ class ModelContents:
             self.list_again(self._model)
         return self.version
 
+    def parameters_of(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of `model`; walks over it only if another one is listed here."""
+        if model is not self._model:
+            return list(model.parameters())
+        self.current()
+        return self.parameters
+
     def list_again(self, model: nn.Module) -> None:
         """List `model`."""
         self.version += self._model is not None

@@ -165,11 +165,13 @@ def sync_free(run: Run) -> Iterator[None]:
         run.say("sync_free", "on", "loss, metrics, host work", "; ".join([step.forward.products, *remarks]))
     run.loss_is_ours = not stock
     run.undo.append(step.metrics.mark)
+    walk, run.parameters = run.parameters, lambda: step.contents.parameters_of(run.model)
     try:
         with step.running(loss=not stock, host=True, filters=not own_step):
             yield
     finally:
         run.loss_is_ours = False
+        run.parameters = walk
         run.undo.remove(step.metrics.mark)
 
 
