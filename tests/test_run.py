@@ -136,3 +136,29 @@ def test_a_part_is_kept_beside_an_earlier_one_of_its_class(tmp_path: Path) -> No
             assert run.part(SyncFreeStep) is other
         assert run.part(SyncFreeStep) is None
     assert run.part(SyncFreeStep) is step
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "fast", "path"),
+    [
+        ("qwen3", {}, {}, "not run"),
+        ("qwen3", {"gradient_accumulation_steps": 2}, {"merge_accumulation": "off"}, "not run"),
+        ("qwen3", {"gradient_accumulation_steps": 2}, {}, "proof"),
+        ("qwen3", {"eval_strategy": "steps"}, {}, "proof"),
+        ("qwen3", {"per_device_train_batch_size": 2}, {}, "proof"),
+        ("qwen3", {"packing": True}, {}, "proof"),
+        ("qwen3", {}, {"verify_packing": "on"}, "proof"),
+        ("gemma3_text", {}, {}, "proof"),
+    ],
+)
+def test_rows_of_one_document_without_windows_are_not_proven_unless_asked(
+    tmp_path: Path, family: str, options: dict[str, Any], fast: dict[str, Any], path: str
+) -> None:
+    given = {"per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 1} | options
+    trainer = FastSFTTrainer(
+        tiny_model(family), args=FastSFTConfig(**settings(tmp_path, **given), **fast),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        eval_dataset=make_dataset("text", 8) if given["eval_strategy"] != "no" else None,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.fastpack_report["verify_packing"].path == path

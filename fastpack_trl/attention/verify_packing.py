@@ -8,6 +8,7 @@ import torch
 from accelerate.logging import get_logger
 
 from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.attention.stock_leak import stock_leak
 from fastpack_trl.errors import NonFiniteError, PackingError
@@ -32,6 +33,9 @@ def prove(run: Run, attention: PackedAttention) -> None:
         ValueError: it cannot run, and ``verify_packing="on"`` insists.
     """
     if not _due(run):
+        return
+    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
+        run.say("verify_packing", "off", "not run", "each row is one document")
         return
     proof = _proof(run, attention=attention)
     if proof is not None:
@@ -96,6 +100,14 @@ def _due(run: Run) -> bool:
         return True
     run.say("verify_packing", "off", "not run", why)
     return False
+
+
+def _documents_are_alone(run: Run) -> bool:
+    """Return whether no row of a run has two documents: neither collated nor merged, nor in an evaluation."""
+    args = run.args
+    merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"
+    evaluates = run.trainer.eval_dataset is not None and args.eval_batch_size > 1
+    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not merges and not evaluates
 
 
 def _proof(run: Run, **options: Any) -> PackingProof | None:
