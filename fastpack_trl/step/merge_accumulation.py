@@ -61,12 +61,13 @@ def _why_not(run: Run) -> str:
     """Return why micro-batches run one by one in this run; empty if they need not."""
     trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
     args, device = run.args, run.device.type
+    if args.gradient_accumulation_steps == 1 and setting != "off":
+        return "gradient_accumulation_steps is 1"  # at once: the rest walks over the model
     watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
     watched = watched or once_per_micro_batch(hook_inside(trainer.model))
     own = replaced_methods(trainer, BATCH_METHODS)
     reasons = {
         "switched off": setting == "off",
-        "gradient_accumulation_steps is 1": args.gradient_accumulation_steps == 1,
         "loss and metrics per micro-batch need sync_free": not run.loss_is_ours,
         f"{PADDED_ROWS} pads each row to its longest document": attention == PADDED_ROWS,
         f"the dense mask of {attention} grows with the square of a row": attention == "sdpa" and setting == "auto",
