@@ -73,11 +73,11 @@ def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32,
     return model.to(dtype).train()
 
 
-def model_without_gates() -> Any:
+def model_without_gates(**overrides: Any) -> Any:
     """nemotron_h: experts that are two matrices with an activation between them, beside Mamba and attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {name: value for name, value in _COMMON.items() if name != "num_hidden_layers"}
+    fields = {name: value for name, value in _COMMON.items() if name != "num_hidden_layers"} | overrides
     config = AutoConfig.for_model(
         "nemotron_h", **fields, n_routed_experts=4, n_group=1, topk_group=1, mamba_num_heads=8, mamba_head_dim=8,
         ssm_state_size=8, n_groups=2, chunk_size=8, moe_shared_expert_intermediate_size=16,

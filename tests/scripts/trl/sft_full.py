@@ -1,0 +1,29 @@
+"""trl/scripts/sft.py, full training: conversations packed into rows, evaluated while training."""
+
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+dataset = load_dataset("json", data_files="data/messages.jsonl", split="train").train_test_split(0.2, seed=0)
+trainer = SFTTrainer(
+    model="models/qwen2",
+    args=SFTConfig(
+        output_dir="out",
+        model_init_kwargs={"dtype": "float32"},
+        learning_rate=2e-5,
+        packing=True,
+        max_length=32,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        eos_token="<eos>",
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=3,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+    ),
+    train_dataset=dataset["train"],
+    eval_dataset=dataset["test"],
+)
+trainer.train()
+trainer.save_model("out")
