@@ -59,7 +59,11 @@ class PerDocumentLayer(NamedTuple):
             raise ValueError(f"attention dropout is {dropout}: per_document has none; use packed_attention='sdpa'")
         window = window or NO_WINDOW
         band = self.bands.get(window)
-        if query.device.type != "cpu" and sinks is None and softcap is None:
+        plain = sinks is None and softcap is None
+        # One document needs no splitting, and torch's autograd costs less than a function in Python. A graph would be
+        # made again for such a row.
+        alone = not torch.compiler.is_compiling() and self.cu_seqlens.shape[0] == 2
+        if plain and (alone or query.device.type != "cpu"):
             return _native_sdpa(query, key, value, self.cu_seqlens, band, window, scale)
         softcap = softcap or NO_SOFTCAP
         out: Tensor = _attention(
@@ -117,15 +121,17 @@ def _native_sdpa(
 ) -> Tensor:
     """Call `scaled_dot_product_attention` per segment, with torch's own autograd: for devices with a fused kernel."""
     outs = []
-    for start, end in pairwise(cu_seqlens.tolist()):  # a host tensor: no device is asked
+    bounds = cu_seqlens.tolist()  # a host tensor: no device is asked
+    for start, end in pairwise(bounds):
         mask = corner(band, end - start, window)
         mask = None if mask is None else mask.to(query.dtype)
+        # A slice of all of a tensor would have its gradient copied.
+        q, k, v = (t if len(bounds) == 2 else t[:, :, start:end] for t in (query, key, value))
         out = F.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end],
-            attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
         outs.append(out)
-    return torch.cat(outs, dim=2).transpose(1, 2).contiguous()
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2).contiguous()
 
 
 def per_document_attention(*fields: Any) -> tuple[Tensor, Tensor]:
