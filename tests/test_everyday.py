@@ -97,6 +97,38 @@ def test_what_asks_for_stocks_rows_has_them_named(tmp_path: Path, options: dict[
     assert (line.path, reason in line.reason) == ("stock", True), line
 
 
+@pytest.mark.parametrize("options", [ONE_BY_ONE, {"per_device_train_batch_size": 2}, ONE_BY_ONE | {"packing": True}],
+                         ids=["accumulated", "two documents", "packed"])  # fmt: skip
+def test_an_adapter_that_is_invoked_once_per_row_has_the_rows_of_stock(tmp_path: Path, options: dict[str, Any]) -> None:
+    config = LoraConfig(
+        r=4, init_lora_weights=False, alora_invocation_tokens=[10], target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    # PEFT refuses an evaluation between two steps under checkpointing.
+    ours, stock = both(tmp_path, **options, eval_strategy="no", trainer={"peft_config": config})
+    assert_same_log(ours, stock)
+    packs = "packing" in options
+    assert "aLoRA" in ours.fastpack_report["merge_accumulation" if packs else "batches"].reason
+
+
+def test_what_a_merged_row_draws_otherwise_is_named(tmp_path: Path) -> None:
+    def line(model: Any) -> Any:
+        trainer = FastSFTTrainer(
+            model, args=FastSFTConfig(**settings(tmp_path, **ONE_BY_ONE, max_steps=1, eval_strategy="no")),
+            train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        return trainer.fastpack_report["merge_accumulation"]
+
+    dropped = tiny_model("qwen3")
+    dropped.config.layerdrop = 0.5
+    assert "layerdrop" in line(dropped).reason
+    jittered = tiny_model("mixtral")
+    jittered.config.router_jitter_noise = 0.1
+    found = line(jittered)
+    assert (found.status, "jitter" in found.reason) == ("on", True), found
+
+
 def test_a_step_of_small_batches_launches_several_times_fewer_operations(tmp_path: Path) -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -102,6 +102,17 @@ def is_prompt_learning(model: nn.Module) -> bool:
     return bool(getattr(config, "is_prompt_learning", False))
 
 
+ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
+
+
+def is_invoked_once_per_row(model: nn.Module) -> bool:
+    """Return whether PEFT looks for one invocation in each *row* and adapts what follows it: aLoRA, active or not."""
+    configs = getattr(model, "peft_config", None)
+    return isinstance(configs, dict) and any(
+        getattr(config, "alora_invocation_tokens", None) for config in configs.values()
+    )
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()

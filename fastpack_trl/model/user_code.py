@@ -29,6 +29,11 @@ def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 
 
+def is_upstreams(function: Any) -> bool:
+    """Return whether a function is of transformers, TRL or accelerate, or ours."""
+    return _package(function) in _EXEMPT
+
+
 def hook_on_the_outputs(model: nn.Module) -> str:
     """Return a forward hook of the user that gets the outputs of `model`, called with labels; empty without one.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from trl import SFTTrainer
 
+from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
 from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
@@ -104,6 +105,7 @@ def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> str:
         "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,
         f"{own} may expect one document per row": bool(own),
         f"{hook} may expect one document per row": bool(hook),
+        ALORA: is_invoked_once_per_row(trainer.model),
         "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
         "include_num_input_tokens_seen counts padding": str(args.include_num_input_tokens_seen).lower()
         not in ("no", "false"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from trl import SFTTrainer
 
 from fastpack_trl.errors import close_frames
+from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.user_code import (
     callback_between,
@@ -181,7 +182,8 @@ class Merging:
         parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
         self._all_looked_at = True
         self._module_hooks = self._module_hooks or HookWatch(trainer.model_wrapped)  # wrapped by now
-        reason = callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
+        reason = ALORA if is_invoked_once_per_row(trainer.model) else ""  # an adapter that a callback added
+        reason = reason or callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
         reason = reason or once_per_micro_batch(self._module_hooks.look())
         if reason:
             logger.warning(f"merge_accumulation: {reason}: micro-batches run one by one from here on")

@@ -48,6 +48,7 @@ class ModelContents:
         self.parameters: list[nn.Parameter] = []
         self._model: nn.Module | None = None
         self._held: dict[int, tuple[nn.Module, list[object]]] = {}
+        self._lists: list[nn.ModuleList] = []
         self._touched: set[int] = set()
 
     @contextlib.contextmanager
@@ -72,6 +73,8 @@ class ModelContents:
 
     def current(self) -> int:
         """Return the version, after the model that was listed last is listed again where it has changed."""
+        # `ModuleList.insert` writes past registration.
+        self._touched.update(id(held) for held in self._lists if len(held) != len(self._held[id(held)][1]))
         if not self._touched:
             return self.version
         touched, self._touched = self._touched, set()
@@ -95,6 +98,7 @@ class ModelContents:
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
         # The objects, not their ids: that of one that is gone may come again.
         self._held = {id(module): (module, _contents(module)) for module in self.modules}
+        self._lists = [module for module in self.modules if type(module) is nn.ModuleList]
         self._touched = set()
 
 
@@ -161,6 +165,8 @@ class GradientReset:
     def __init__(self, contents: ModelContents) -> None:
         self._contents = contents
         self._model: nn.Module | None = None
+        self._foreign: dict[int, nn.Parameter] = {}
+        """Of the optimizer, but not of the model."""
 
     def install(self, trainer: SFTTrainer, model: nn.Module) -> None:
         """Replace ``model.zero_grad`` until `remove`; a model with a ``zero_grad`` of its own keeps it."""
@@ -182,29 +188,37 @@ class GradientReset:
 
     def reset(self, model: nn.Module, optimizer: Any) -> None:
         """Set the gradients of `model` to None; `optimizer` is the one that trains now."""
-        self._contents.refresh(model)
-        _drop_gradients(self._contents.parameters)
-        groups = getattr(optimizer, "param_groups", ())
-        if any(parameter.grad is not None for group in groups for parameter in group["params"]):
-            self._contents.list_again(model)
-            _drop_gradients(self._contents.parameters)
+        for parameter in self._complete(model, optimizer):
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def _complete(self, model: nn.Module, optimizer: Any) -> list[nn.Parameter]:
+        """Return the parameters of `model`; those of `optimizer` with a gradient are among them, or not the model's."""
+        contents = self._contents
+        contents.refresh(model)
+        for again in (True, False):
+            known = set(map(id, contents.parameters))
+            groups = getattr(optimizer, "param_groups", ())
+            trained = (parameter for group in groups for parameter in group["params"])
+            beside = [p for p in trained if p.grad is not None and id(p) not in known and id(p) not in self._foreign]
+            if not beside:
+                break
+            if again:
+                contents.list_again(model)
+            else:
+                self._foreign.update((id(parameter), parameter) for parameter in beside)
+        return contents.parameters
 
     def listed(self, model: nn.Module, optimizer: Any) -> Listed:
         """Return a stand-in for `model` whose ``parameters()`` are those with a gradient, without a walk."""
-        self._contents.refresh(model)
-        listed = Listed([parameter for parameter in self._contents.parameters if parameter.grad is not None])
-        known = set(map(id, listed.with_gradient))
-        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if any(parameter.grad is not None and id(parameter) not in known for parameter in trained):
-            self._contents.list_again(model)
-            listed = Listed([parameter for parameter in self._contents.parameters if parameter.grad is not None])
-        return listed
+        return Listed([parameter for parameter in self._complete(model, optimizer) if parameter.grad is not None])
 
     def remove(self) -> None:
         """Give the model its own ``zero_grad`` again."""
         if self._model is not None:
             self._model.__dict__.pop("zero_grad", None)
             self._model = None
+            self._foreign = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +301,6 @@ class LossFilter:
             args, value = self._switched_off
             args.logging_nan_inf_filter = value
             self._switched_off = None
-
-
-def _drop_gradients(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = None
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.user_code import (
     BATCH_METHODS,
@@ -44,8 +45,8 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
     if run.device.type == "cuda":
         reason += "; as far as memory allows, measured in the first step"
-    if has_dropout(run.model):
-        reason += "; dropout draws other random numbers"
+    if has_dropout(run.model) or has_jitter(run.model):
+        reason += "; dropout and jitter draw other random numbers"
     run.say(FEATURE, "on", rows, reason)
     with run.keeping(Merging(run, target)):
         yield
@@ -75,6 +76,8 @@ def _why_not(run: Run) -> str:
         "sharded parameters need as many forward passes on each rank": run.is_sharded,
         "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
         watched: bool(watched),
+        ALORA: is_invoked_once_per_row(trainer.model),
+        "layerdrop would drop a layer for all micro-batches of a row": drops_layers(trainer.model),
         "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
         f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
         in str(args.optim).lower(),
@@ -95,6 +98,18 @@ def rope_follows_length(model: Any) -> bool:
         kind = getattr(module, "rope_type", None)
         types |= set(kind.values()) if isinstance(kind, dict) else {kind}
     return not types.isdisjoint({"dynamic", "longrope"})
+
+
+def drops_layers(model: Any) -> bool:
+    """Return whether whole layers are left out at random in training (``layerdrop``)."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
+
+
+def has_jitter(model: Any) -> bool:
+    """Return whether a router of experts draws noise in training."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, 0) for name in ("router_jitter_noise", "input_jitter_noise"))
 
 
 def has_dropout(model: Any) -> bool:

@@ -6,7 +6,9 @@ import contextlib
 from typing import Any
 
 from torch import Tensor
+from trl import SFTTrainer
 
+from fastpack_trl.model.user_code import is_upstreams
 from fastpack_trl.step.accumulation import MergingTrainer
 from fastpack_trl.step.sync_free import SyncFreeStep
 
@@ -62,9 +64,13 @@ class SyncFreeTrainer(MergingTrainer):
         return super()._get_grad_norm(listed, grad_norm=grad_norm)
 
     def _with_gradients(self, model: Any) -> Any:
-        """Return what stands for `model` where only its gradients are read: FSDP compares all its parameters."""
+        """Return what stands for `model` where upstream reads its gradients only; `model` itself where it may not.
+
+        FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
+        """
         step = self.fastpack_step
-        if step is None or not step.host or self.fastpack_run.is_sharded:
+        upstreams = is_upstreams(SFTTrainer._clip_grad_norm) and is_upstreams(SFTTrainer._get_grad_norm)
+        if step is None or not step.host or self.fastpack_run.is_sharded or not upstreams:
             return model
         return step.reset.listed(model, self.optimizer)
 

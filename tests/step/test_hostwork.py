@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from trainer_material import figures, train
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -337,6 +337,35 @@ def test_gradients_are_clipped_without_a_walk_over_the_model(
     assert_rows_equal(*rows)
     assert all("grad_norm" in row for row in rows[0] if "loss" in row)
     assert (seen[0], seen[1] > 0) == (0, True)
+
+
+def test_a_patched_clipping_gets_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[nn.Module] = []
+    clip = Trainer._clip_grad_norm
+    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda self, model: given.append(model) or clip(self, model))
+    trainer = train(FastSFTTrainer, tmp_path, packing=True, eval_strategy="no", fast={"verify_packing": "off"})
+    assert given == [trainer.model] * 4
+
+
+def test_a_layer_that_is_inserted_during_training_is_clipped_as_in_stock(tmp_path: Path) -> None:
+    class Inserts(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                layers, config = model.base_model.layers, model.config
+                layers.insert(1, copy.deepcopy(layers[0]))
+                config.num_hidden_layers += 1
+                config.layer_types = [*config.layer_types, config.layer_types[0]]
+                for index, layer in enumerate(layers):
+                    layer.self_attn.layer_idx = index
+
+    logs = []
+    for cls in BOTH:
+        trainer = train(
+            cls, tmp_path, packing=True, eval_strategy="no", max_grad_norm=1e-2, trainer={"callbacks": [Inserts()]},
+            fast={"verify_packing": "off", "packed_attention": "per_document"} if cls is FastSFTTrainer else None,
+        )  # fmt: skip
+        logs.append(figures(trainer))
+    assert_rows_equal(*logs)
 
 
 class NewHead(TrainerCallback):
