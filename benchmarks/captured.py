@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import build_model, shape_of
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
 
 SIDES = {"eager": "off", "captured": "auto"}
@@ -157,11 +158,11 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     watch = Watch(profile=device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=1, packing=True, max_length=row.tokens,
+            output_dir=folder, max_steps=LONG_RUN, per_device_train_batch_size=1, packing=True, max_length=row.tokens,
             learning_rate=1e-4, logging_steps=20, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
             bf16=device == "cuda", use_cpu=device != "cuda", cuda_graph=SIDES[side],
         )  # fmt: skip
-        trainer = FastSFTTrainer(args=args, callbacks=[watch], **given)
+        trainer = FastSFTTrainer(args=args, callbacks=[watch, EndsAfter(steps)], **given)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None

@@ -72,6 +72,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
     from benchmarks.lora_models import definitions
     from benchmarks.model_shapes import build_model, shape_of
     from fastpack_trl import FastSFTConfig, FastSFTTrainer
+    from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 
     class Watch(TrainerCallback):
         """The end of each step, after the device."""
@@ -98,7 +99,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
     faulthandler.dump_traceback_later(_STUCK_AFTER, exit=False)  # to the log, which a failed side keeps the end of
     with tempfile.TemporaryDirectory() as folder:
         args = config(
-            output_dir=folder, max_length=case.tokens, packing=True, per_device_train_batch_size=1, max_steps=STEPS,
+            output_dir=folder, max_length=case.tokens, packing=True, per_device_train_batch_size=1, max_steps=LONG_RUN,
             logging_steps=1, bf16=device == "cuda", use_cpu=device == "cpu", save_strategy="no", report_to="none",
             disable_tqdm=True, seed=0, learning_rate=2e-5 if case.lora == "none" else 2e-4,
         )  # fmt: skip
@@ -108,7 +109,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
             train_dataset=documents,
             processing_class=tokenizer,
             peft_config=_lora(case, model),
-            callbacks=[watch],
+            callbacks=[watch, EndsAfter(STEPS)],
         )
         watch.mark()
         trainer.train()

@@ -62,8 +62,9 @@ def compare(
     """Time stock and fastpack on the same run: the trainers' own loops, one optimizer step of each in turn.
 
     Each side is a new trainer on the same data, from the same weights and random numbers; optimizer steps are real,
-    with the batch size and the accumulation of the configuration. All sides are in memory together. First comes the
-    gate: in `gate_steps` steps (with dropout off) they must be given the same tokens and compute the same loss.
+    with the batch size and the accumulation of the configuration, and the first of a long run. All sides are in memory
+    together. First comes the gate: in `gate_steps` steps (with dropout off) they must be given the same tokens and
+    compute the same loss.
 
     Args:
         build: ``build(trainer_class, config_class, **changes)`` returns a new `trainer_class` whose configuration is

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.long_run import LONG_RUN
 
 DEFAULT_PAIRS, WARMUP, GATE_STEPS = 9, 2, 2
 
@@ -47,7 +48,8 @@ class RoundPlan:
     def changes(self) -> dict[str, Any]:
         """Return the fields that a measurement needs: enough steps, nothing written, nothing reported."""
         return {
-            "max_steps": self.rounds + 2,  # one under the profiler, one in which syncs are counted
+            # Two further ones: one under the profiler, one in which syncs are counted. None is the last of a run.
+            "max_steps": max(LONG_RUN, self.rounds + 2),
             "report_to": "none",
             "save_strategy": "no",
             "eval_strategy": "no",

@@ -45,7 +45,7 @@ def test_what_a_reader_cannot_read_runs_as_stock_named(
     fast: dict[str, Any] = {"moe": "auto", "activation_memory_gib": 1.0}
     # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
     if feature == "layer_compile":
-        monkeypatch.setattr("fastpack_trl.compile.layer_compile._not_compiled", lambda _: "")
+        monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda _: "")
     ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
     assert isinstance(ours, FastSFTTrainer)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
