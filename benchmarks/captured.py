@@ -45,10 +45,23 @@ class Row:
     kind: str
     """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights) or ``experts`` (LoRA on attention and expert stacks)."""
     layers: int | None = None
+    unpacked: tuple[int, int] | None = None
+    """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
 
     @property
     def name(self) -> str:
+        if self.unpacked is not None:
+            return f"{self.model} {self.kind} {self.unpacked[0]}x{self.unpacked[1]}"
         return f"{self.model} {self.kind} {self.tokens}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `SFTConfig` that say what a step is."""
+        batch, batches = self.unpacked or (1, 1)
+        return {
+            "per_device_train_batch_size": batch, "gradient_accumulation_steps": batches,
+            "packing": self.unpacked is None, "max_length": self.tokens,
+        }  # fmt: skip
 
 
 SMALL = Row("small", 512, "lora")
@@ -60,6 +73,8 @@ ROWS = {
         SMALL,
         Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 2048, "full"),
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
+        Row("small", 512, "lora", unpacked=(2, 4)), Row("qwen3-0.6b", 1024, "lora", unpacked=(2, 4)),
+        Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)),
     )
 }  # fmt: skip
 
@@ -158,9 +173,9 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     watch = Watch(profile=device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
-            output_dir=folder, max_steps=LONG_RUN, per_device_train_batch_size=1, packing=True, max_length=row.tokens,
-            learning_rate=1e-4, logging_steps=20, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
-            bf16=device == "cuda", use_cpu=device != "cuda", cuda_graph=SIDES[side],
+            output_dir=folder, max_steps=LONG_RUN, learning_rate=1e-4, logging_steps=20, save_strategy="no",
+            report_to="none", seed=seed, disable_tqdm=True, bf16=device == "cuda", use_cpu=device != "cuda",
+            cuda_graph=SIDES[side], **row.arguments,
         )  # fmt: skip
         trainer = FastSFTTrainer(args=args, callbacks=[watch, EndsAfter(steps)], **given)
         trainer.train()
@@ -227,7 +242,7 @@ def _line(row: str, side: str, found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``python -m benchmarks.captured``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.captured", description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all but {SMALL.name})")
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all of packed rows but {SMALL.name})")
     parser.add_argument("--rounds", type=int, default=1, help="processes per side and row (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
     parser.add_argument("--seed", type=int, default=0)
@@ -238,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure_side(ROWS[args.rows[0]], args.side, device, args.seed)
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
-    names = args.rows or [name for name in ROWS if name != SMALL.name]
+    names = args.rows or [name for name, row in ROWS.items() if row != SMALL and row.unpacked is None]
     rows = measure(names, rounds=args.rounds, seed=args.seed)
     settings = {
         "warmup_steps": WARMUP_STEPS, "timed_steps": TIMED_STEPS, "spans": SPANS, "profiled_steps": PROFILED_STEPS,
