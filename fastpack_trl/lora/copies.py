@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.upstream import Conv1D
 
 _SHARE_OF_FREE = 0.25
@@ -80,8 +81,7 @@ class FrozenCopies:
         if device.type != "cuda":
             self.reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
             return False
-        free = torch.cuda.mem_get_info(device)[0]
-        return self.keep_in(int(free * _SHARE_OF_FREE), "are a quarter of the free memory")
+        return self.keep_in(int(allocatable(device) * _SHARE_OF_FREE), "are a quarter of the free memory")
 
     def drop(self, reason: str) -> bool:
         """Free their memory; return False if there were none."""
