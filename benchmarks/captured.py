@@ -27,6 +27,7 @@ from benchmarks.model_shapes import build_model, shape_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
+from fastpack_trl.moe.quantised import quantize_experts
 
 SIDES = {"eager": "off", "captured": "auto"}
 """Name and ``cuda_graph`` of each side."""
@@ -43,7 +44,8 @@ class Row:
     model: str
     tokens: int
     kind: str
-    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights) or ``experts`` (LoRA on attention and expert stacks)."""
+    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks) or
+    ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits)."""
     layers: int | None = None
     unpacked: tuple[int, int] | None = None
     """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
@@ -140,22 +142,28 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def material(row: Row, device: str, seed: int) -> dict[str, Any]:
-    """Return a trainer's model, data, tokenizer and adapters for `row`."""
-    peft_config = None
+def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any]:
+    """Return the model of `row` for rows of up to so many tokens, and the adapters that a trainer is to put in."""
     if row.kind in ("lora", "nf4"):
         base = "nf4" if row.kind == "nf4" else "bf16"
-        model = build(LoraModel(row.model, base), layers=row.layers, positions=row.tokens, seed=seed, device=device)
-    else:
-        shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
-        model = build_model(shape, positions=row.tokens, seed=seed, device=device)
-        if row.kind == "experts":
-            from peft import LoraConfig
+        return build(LoraModel(row.model, base), layers=row.layers, positions=positions, seed=seed, device=device), None
+    shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
+    model = build_model(shape, positions=positions, seed=seed, device=device)
+    if row.kind == "full":
+        return model, None
+    from peft import LoraConfig
 
-            peft_config = LoraConfig(
-                r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            )  # fmt: skip
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if row.kind == "experts" else None
+    if row.kind == "nf4-experts":
+        quantize_experts(model.requires_grad_(False))
+    return model, LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=stacks
+    )
+
+
+def material(row: Row, device: str, seed: int) -> dict[str, Any]:
+    """Return a trainer's model, data, tokenizer and adapters for `row`."""
+    model, peft_config = model_of(row, row.tokens, device, seed)
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokenizer, documents = definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
     return {
