@@ -271,8 +271,9 @@ def plan_memory(run: Run) -> ActivationMemory:
         return setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
 
     costs, failed = trace_levels(
-        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, ample=ample
-    )
+        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
+        ample=ample,
+    )  # fmt: skip
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
     sizes = {"tokens": tokens, "longest": longest}
     if setting == "auto":
