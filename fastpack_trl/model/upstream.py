@@ -7,6 +7,7 @@ are used. ``fastpack-trl doctor`` looks all of them up, `docs/upstream.md` lists
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
 import re
@@ -322,11 +323,14 @@ def is_there(path: str) -> bool:
     owner = found(home)
     for place in getattr(owner, "__mro__", (owner,)):
         try:
-            if re.search(rf"\b{name}\b", inspect.getsource(place)):
+            if re.search(rf"\b{name}\b", _source(place)):
                 return True
         except (OSError, TypeError):  # built without source, or nothing that has any
             continue
     return False
+
+
+_source = functools.cache(inspect.getsource)  # for a class, Python parses the whole file it is in
 
 
 def look_up() -> list[dict[str, Any]]:
