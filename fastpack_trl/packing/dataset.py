@@ -236,6 +236,8 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
 
 def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
     """Yield the column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
-    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
+    view = dataset.select_columns([column])
+    view.set_format("arrow")  # in place: `with_format` copies the data set's description once more
+    for table in view.iter(batch_size=_ROWS_AT_A_TIME):
         scattered = table[column].num_chunks * _ROWS_OF_A_CHUNK > len(table)  # a filtered data set has one per row
         yield from (table.combine_chunks() if scattered else table)[column].chunks
