@@ -93,6 +93,7 @@ def quantise(model: Any, device: str) -> None:
     model.hf_device_map = {"": 0 if device == "cuda" else "cpu"}
 
 
+@cache
 def definitions(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datasets.Dataset]:
     """Return a tokenizer and at least `tokens` tokens of the standard library's top-level functions and classes.
 
@@ -131,12 +132,16 @@ def _source_files() -> list[Path]:
 
 def _texts() -> Iterator[str]:
     for path in _source_files():
-        try:
-            source = path.read_text(encoding="utf-8")
-            tree = ast.parse(source)
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        lines = source.splitlines()
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                yield "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        yield from _texts_of(path)
+
+
+@cache
+def _texts_of(path: Path) -> list[str]:
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, UnicodeDecodeError):
+        return []
+    lines = source.splitlines()
+    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
