@@ -6,8 +6,11 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sft_material import Material, save_model, write_jsonl
@@ -48,8 +51,41 @@ def _freeze(config: pytest.Config) -> None:
         gc.freeze()
 
 
+def _leave_out(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what libraries do in every test for nobody: a third of the time of a trainer's construction.
+
+    - A data set is named by chance, as `datasets` names what it cannot hash. The name is that of its file in a cache on
+      disk, where each test has its own folder.
+    - accelerate looks once for a package that is there, not in each call.
+    - No traceback is kept of a seed for a device that was never used.
+
+    None of it is part of what a trainer computes, and no test reads it. Commands in processes of their own do all.
+    """
+    if "datasets" in sys.modules:
+        from datasets import arrow_dataset, fingerprint
+
+        def random(*given: Any) -> str:
+            return fingerprint.generate_random_fingerprint()
+
+        patch.setattr(arrow_dataset, "generate_fingerprint", random)
+        for module in (arrow_dataset, fingerprint):
+            patch.setattr(module, "update_fingerprint", random)
+    if "accelerate" in sys.modules:
+        from accelerate.utils import imports
+
+        patch.setattr(imports, "_is_package_available", cache(imports._is_package_available))
+    if "torch" in sys.modules:
+        import torch
+
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            patch.setattr(device, "traceback", SimpleNamespace(format_stack=list))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules that the tests import."""
+    patch = pytest.MonkeyPatch()
+    session.config.add_cleanup(patch.undo)
+    _leave_out(patch)
     _freeze(session.config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def sentences(count: int, seed: int, longest: int = 30) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=draw.randrange(2, longest))) for _ in range(count)]
 
 
+@cache
 def make_dataset(kind: str, count: int = 60, seed: int = 0) -> Dataset:
     first, second = sentences(count, seed, 12), sentences(count, seed + 1)
     pairs = list(zip(first, second, strict=True))
