@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.kernels.dequantise import dequantise_4bit
-
 
 class BaseWeight(NamedTuple):
     """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format, ``BaseWeight()`` is none.
@@ -71,7 +69,7 @@ def grad_input(grad: Tensor, base: BaseWeight) -> Tensor:
 
 
 def _dequantised(base: BaseWeight) -> Tensor:
-    from bitsandbytes.functional import QuantState
+    from bitsandbytes.functional import QuantState, dequantize_4bit
 
     assert base.weight is not None
     nested = {}
@@ -84,4 +82,4 @@ def _dequantised(base: BaseWeight) -> Tensor:
         base.absmax, shape=torch.Size((base.out_features, base.in_features)), blocksize=base.blocksize,
         quant_type=base.quant_type, dtype=base.dtype, **nested,
     )  # fmt: skip
-    return dequantise_4bit(base.weight.view(-1, 1), state)
+    return dequantize_4bit(base.weight.view(-1, 1), state)
