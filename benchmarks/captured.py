@@ -27,6 +27,7 @@ from benchmarks.model_shapes import build_model, shape_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
+from fastpack_trl.moe.quantised import quantize_experts
 
 SIDES = {"eager": "off", "captured": "auto"}
 """Name and ``cuda_graph`` of each side."""
@@ -43,12 +44,26 @@ class Row:
     model: str
     tokens: int
     kind: str
-    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights) or ``experts`` (LoRA on attention and expert stacks)."""
+    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks) or
+    ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits)."""
     layers: int | None = None
+    unpacked: tuple[int, int] | None = None
+    """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
 
     @property
     def name(self) -> str:
+        if self.unpacked is not None:
+            return f"{self.model} {self.kind} {self.unpacked[0]}x{self.unpacked[1]}"
         return f"{self.model} {self.kind} {self.tokens}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `SFTConfig` that say what a step is."""
+        batch, batches = self.unpacked or (1, 1)
+        return {
+            "per_device_train_batch_size": batch, "gradient_accumulation_steps": batches,
+            "packing": self.unpacked is None, "max_length": self.tokens,
+        }  # fmt: skip
 
 
 SMALL = Row("small", 512, "lora")
@@ -60,6 +75,8 @@ ROWS = {
         SMALL,
         Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 2048, "full"),
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
+        Row("small", 512, "lora", unpacked=(2, 4)), Row("qwen3-0.6b", 1024, "lora", unpacked=(2, 4)),
+        Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)),
     )
 }  # fmt: skip
 
@@ -125,22 +142,28 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def material(row: Row, device: str, seed: int) -> dict[str, Any]:
-    """Return a trainer's model, data, tokenizer and adapters for `row`."""
-    peft_config = None
+def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any]:
+    """Return the model of `row` for rows of up to so many tokens, and the adapters that a trainer is to put in."""
     if row.kind in ("lora", "nf4"):
         base = "nf4" if row.kind == "nf4" else "bf16"
-        model = build(LoraModel(row.model, base), layers=row.layers, positions=row.tokens, seed=seed, device=device)
-    else:
-        shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
-        model = build_model(shape, positions=row.tokens, seed=seed, device=device)
-        if row.kind == "experts":
-            from peft import LoraConfig
+        return build(LoraModel(row.model, base), layers=row.layers, positions=positions, seed=seed, device=device), None
+    shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
+    model = build_model(shape, positions=positions, seed=seed, device=device)
+    if row.kind == "full":
+        return model, None
+    from peft import LoraConfig
 
-            peft_config = LoraConfig(
-                r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            )  # fmt: skip
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if row.kind == "experts" else None
+    if row.kind == "nf4-experts":
+        quantize_experts(model.requires_grad_(False))
+    return model, LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=stacks
+    )
+
+
+def material(row: Row, device: str, seed: int) -> dict[str, Any]:
+    """Return a trainer's model, data, tokenizer and adapters for `row`."""
+    model, peft_config = model_of(row, row.tokens, device, seed)
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokenizer, documents = definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
     return {
@@ -158,9 +181,9 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     watch = Watch(profile=device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
-            output_dir=folder, max_steps=LONG_RUN, per_device_train_batch_size=1, packing=True, max_length=row.tokens,
-            learning_rate=1e-4, logging_steps=20, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
-            bf16=device == "cuda", use_cpu=device != "cuda", cuda_graph=SIDES[side],
+            output_dir=folder, max_steps=LONG_RUN, learning_rate=1e-4, logging_steps=20, save_strategy="no",
+            report_to="none", seed=seed, disable_tqdm=True, bf16=device == "cuda", use_cpu=device != "cuda",
+            cuda_graph=SIDES[side], **row.arguments,
         )  # fmt: skip
         trainer = FastSFTTrainer(args=args, callbacks=[watch, EndsAfter(steps)], **given)
         trainer.train()
@@ -227,7 +250,7 @@ def _line(row: str, side: str, found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``python -m benchmarks.captured``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.captured", description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all but {SMALL.name})")
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all of packed rows but {SMALL.name})")
     parser.add_argument("--rounds", type=int, default=1, help="processes per side and row (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
     parser.add_argument("--seed", type=int, default=0)
@@ -238,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure_side(ROWS[args.rows[0]], args.side, device, args.seed)
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
-    names = args.rows or [name for name in ROWS if name != SMALL.name]
+    names = args.rows or [name for name, row in ROWS.items() if row != SMALL and row.unpacked is None]
     rows = measure(names, rounds=args.rounds, seed=args.seed)
     settings = {
         "warmup_steps": WARMUP_STEPS, "timed_steps": TIMED_STEPS, "spans": SPANS, "profiled_steps": PROFILED_STEPS,

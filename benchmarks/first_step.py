@@ -1,8 +1,9 @@
 """Seconds from ``train()`` to the end of its first step, and of runs of 20, 100 and 500 steps: one process per run.
 
 The sides are stock and ours at its defaults. Ours compiles where the steps that are left pay for it, so each length is
-a run of its own, with Inductor's and Triton's caches empty (``cold``) and as the longest cold run left them (``warm``).
-Stock compiles nothing: its shorter runs are the first steps of the longest.
+a run of its own, and so are the first steps of a long run, in which everything is on. Inductor's and Triton's caches
+are empty (``cold``) or as the cold long run left them (``warm``). Stock compiles nothing: its shorter runs are the
+first steps of the longest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,30 @@ from transformers import TrainerCallback
 
 from benchmarks.captured import ROWS, SMALL, Row, material
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
 
 DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")
 STEPS = (20, 100, 500)
+LONG = 100
+"""Steps that are run of a long run; seconds a step are those of the second half of a run."""
 TIMEOUT = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Steps of a run: all of it, or the first of a long one."""
+
+    steps: tuple[int, ...]
+    """Those at whose ends the seconds are noted; the last one ends the run."""
+    long: bool = False
 
 
 class Watch(TrainerCallback):
     """Notes the seconds from `begin` to the end of some steps, at which the device has finished."""
 
     def __init__(self, steps: Sequence[int]) -> None:
-        self._steps = {1, *steps}
+        self._steps = {1, max(steps) // 2, *steps}
         self.seconds: dict[int, float] = {}
         self.begin = 0.0
 
@@ -45,26 +59,32 @@ class Watch(TrainerCallback):
             self.seconds[state.global_step] = time.perf_counter() - self.begin
 
 
-def measure_run(row: Row, side: str, steps: Sequence[int], device: str, seed: int) -> dict[str, Any]:
-    """Train one side for the largest of `steps` in this process; return its seconds by step, and of all `train`."""
+def measure_run(row: Row, side: str, length: Length, device: str, seed: int) -> dict[str, Any]:
+    """Train one side for `length` in this process; return its seconds by step, a step's, and those of all `train`."""
     from trl import SFTConfig, SFTTrainer
 
     from fastpack_trl import FastSFTTrainer
 
     torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
-    watch = Watch(steps)
+    last = max(length.steps)
+    watch = Watch(length.steps)
     given = material(row, device, seed)
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
-            output_dir=folder, max_steps=max(steps), per_device_train_batch_size=1, packing=True, max_length=row.tokens,
-            learning_rate=1e-4, logging_steps=10, save_strategy="no", report_to="none", seed=seed, disable_tqdm=True,
-            bf16=device == "cuda", use_cpu=device != "cuda",
+            output_dir=folder, max_steps=LONG_RUN if length.long else last, learning_rate=1e-4, logging_steps=10,
+            save_strategy="no", report_to="none", seed=seed, disable_tqdm=True, bf16=device == "cuda",
+            use_cpu=device != "cuda", **row.arguments,
         )  # fmt: skip
-        trainer = (SFTTrainer if side == "stock" else FastSFTTrainer)(args=args, callbacks=[watch], **given)
+        callbacks = [watch, EndsAfter(last)]
+        trainer = (SFTTrainer if side == "stock" else FastSFTTrainer)(args=args, callbacks=callbacks, **given)
         watch.begin = time.perf_counter()
         trainer.train()
         total = time.perf_counter() - watch.begin
-    found: dict[str, Any] = {"seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer)}
+    found: dict[str, Any] = {
+        "seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer),
+        "step_seconds": (watch.seconds[last] - watch.seconds.get(last // 2, 0.0)) / (last - last // 2),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }  # fmt: skip
     if isinstance(trainer, FastSFTTrainer):
         found |= {"start_up": dict(trainer.fastpack_run.seconds), "report": trainer.fastpack_report.to_dict()}
     return found
@@ -74,12 +94,13 @@ def _losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield side, cache and steps of each run; ``warm`` ones after the cold run that filled their cache."""
-    yield "stock", "cold", sorted(steps)
+def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
+    """Yield side, cache and length of each run; ``warm`` ones after the cold run that filled their cache."""
+    yield "stock", "cold", Length(tuple(sorted(steps)))
     for cache in ("cold", "warm"):
+        yield "fastpack", cache, Length((LONG,), long=True)
         for count in sorted(steps, reverse=True):
-            yield "fastpack", cache, [count]
+            yield "fastpack", cache, Length((count,))
 
 
 def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: bool = True) -> list[dict[str, Any]]:
@@ -94,23 +115,22 @@ def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: b
             raise UserError(f"there is no row {name!r}{did_you_mean(name, ROWS)} (rows: {', '.join(ROWS)})")
         found = []
         with tempfile.TemporaryDirectory() as filled:
-            for number, (side, cache, counts) in enumerate(runs(steps)):
-                longest = side == "fastpack" and (cache == "warm" or max(counts) == max(steps))
-                folder = Path(filled, "longest" if longest else str(number))
-                found.append({"side": side, "cache": cache, "steps": max(counts)})
-                found[-1] |= _in_a_process(name, side, counts, seed, folder)
+            for number, (side, cache, length) in enumerate(runs(steps)):
+                folder = Path(filled, "filled" if length.long or cache == "warm" else str(number))
+                found.append({"side": side, "cache": cache, "steps": max(length.steps), "long": length.long})
+                found[-1] |= _in_a_process(name, side, length, seed, folder)
                 if progress:
                     print(_line(name, found[-1]), flush=True)
         out.append({"row": name, "runs": found})
     return out
 
 
-def _in_a_process(row: str, side: str, steps: Sequence[int], seed: int, cache: Path) -> dict[str, Any]:
+def _in_a_process(row: str, side: str, length: Length, seed: int, cache: Path) -> dict[str, Any]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.first_step", row, "--side", side, "--seed", str(seed)]
-        command += ["--json", str(answer), "--steps", *map(str, steps)]
+        command += ["--json", str(answer), "--steps", *map(str, length.steps), *(["--long"] if length.long else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | caches)
         except subprocess.TimeoutExpired:
@@ -122,10 +142,11 @@ def _in_a_process(row: str, side: str, steps: Sequence[int], seed: int, cache: P
 
 
 def _line(row: str, run: dict[str, Any]) -> str:
-    head = f"{row:24} {run['side']:8} {run['cache']:4} {run['steps']:4} steps"
+    head = f"{row:24} {run['side']:8} {run['cache']:4} {run['steps']:4} steps{' of many' if run['long'] else ''}"
     if "failed" in run:
         return f"{head}  failed: {run['failed']}"
     seconds = ", ".join(f"{taken:.1f} s to step {step}" for step, taken in run["seconds"].items())
+    seconds += f"; {run['step_seconds'] * 1e3:.0f} ms a step"
     report = run.get("report")
     if report is None:
         return f"{head}  {seconds}; train() {run['train_seconds']:.1f} s"
@@ -143,14 +164,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--long", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.side is not None:  # in the process of one run
-        found = measure_run(ROWS[args.rows[0]], args.side, args.steps, device, args.seed)
+        length = Length(tuple(args.steps), args.long)
+        found = measure_run(ROWS[args.rows[0]], args.side, length, device, args.seed)
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
     rows = measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed)
-    settings = {"steps": args.steps, "logging_steps": 10, "packing": True, "small": SMALL.name}
+    settings = {"steps": args.steps, "long": LONG, "logging_steps": 10, "small": SMALL.name}
     record = make_record(
         case="first_step", settings=settings, rows=rows, complete=True, device=device,
         threads=torch.get_num_threads(), seed=args.seed,

@@ -282,8 +282,10 @@ def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
 
 
 def shared_copy(model: Any) -> Any:
-    """Copy modules, hooks and config around the *same* parameters."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    """Copy modules, hooks and config around the *same* parameters, and around the scales of those in four bits."""
+    shared = [*model.parameters()]
+    shared += [state for module in model.modules() if (state := getattr(module, "quant_state", None)) is not None]
+    return copy.deepcopy(model, {id(one): one for one in shared})
 
 
 def _gate(

@@ -256,8 +256,9 @@ class FastSFTConfig(Settings, SFTConfig):
         lora: LoRA projections without the glue around their matrix products: ``auto`` and ``on`` (wherever PEFT's LoRA
             layers are of a covered kind), ``off`` (PEFT's own forward).
         cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
-            for the run: ``auto`` (where the copies fit in what `activation_memory` leaves of its budget; without such a
-            plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each use).
+            for the run: ``auto`` (where the plan of `activation_memory` keeps every layer and leaves enough of its
+            budget; without such a plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each
+            use).
         moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
             (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
             unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),

@@ -65,7 +65,8 @@ class Run:
         facts: of the training data; None where it is streamed or was prepared elsewhere.
         training: `train` runs, or ran last; not an evaluation by itself.
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
-        activations_left: bytes that the plan of the activations leaves of its budget; None without such a plan.
+        activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
+            for want of memory; None without such a plan.
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         parameters: returns those of the model; from a list while something keeps one.

@@ -18,6 +18,7 @@ from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
+from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
@@ -70,8 +71,9 @@ class ActivationMemory(TrainerCallback):
         self._stack = contextlib.ExitStack()
         self._watches = [] if asked else [HookWatch(layer) for layer in layers]
         self._hooks: list[str] = []
-        self._fell = ""
         self._static = 0
+        self.fell = ""
+        """What the last step that ran out of memory fell back to; empty where none did."""
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
 
@@ -115,7 +117,7 @@ class ActivationMemory(TrainerCallback):
         """Set the plan's line in the report."""
         installed = self._levels()
         levels = " + ".join(str(level) for level in sorted(set(installed)))
-        notes = [*self._notes, self._fell] if self._fell else [*self._notes]
+        notes = [*self._notes, self.fell] if self.fell else [*self._notes]
         if installed != list(self.plan.levels):
             notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
         self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
@@ -128,9 +130,9 @@ class ActivationMemory(TrainerCallback):
             return False
         less = "without what is spare" if spared else "with less"
         told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again {less}"
-        if not self._fell:
+        if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
-        self._fell = told
+        self.fell = told
         self.plan = plan
         self._install()
         return True
@@ -219,8 +221,7 @@ def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
     """Return the bytes for activations: the budget that was asked for, at most the free memory."""
     asked, device = run.settings.activation_memory_gib, run.device
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = allocatable(device)
     else:
         free = psutil.virtual_memory().available
     there = max(0, int((free - memory_to_come(run)) * MARGIN))
@@ -270,8 +271,9 @@ def plan_memory(run: Run) -> ActivationMemory:
         return setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
 
     costs, failed = trace_levels(
-        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, ample=ample
-    )
+        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
+        ample=ample,
+    )  # fmt: skip
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
     sizes = {"tokens": tokens, "longest": longest}
     if setting == "auto":

@@ -84,6 +84,11 @@ class Plan:
         return self.predicted <= self.budget
 
     @property
+    def keeps_all(self) -> bool:
+        """Return whether nothing is recomputed."""
+        return set(self.levels) == {Level.KEEP}
+
+    @property
     def left(self) -> int:
         """Return the bytes of the budget that no activation needs."""
         return max(0, self.budget - self.predicted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts
+from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
 from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
@@ -96,6 +97,7 @@ def trace_levels(
     timed_tokens: int | None = None,
     copy_seconds: Callable[[int], float] | None = None,
     levels: Sequence[Level] = tuple(Level),
+    room: float = math.inf,
     ample: Callable[[Sequence[Growth]], bool] = lambda kept: False,
 ) -> tuple[LayerCosts, dict[Level, str]]:
     """Measure every level on a few tokens, in training mode, unseen by gradients, random states and users' hooks.
@@ -107,6 +109,7 @@ def trace_levels(
         timed_tokens: row on which passes are timed; None: costs are counted matrix products.
         copy_seconds: seconds to copy that many bytes between device and host; None: no offload.
         levels: those to measure, `KEEP` among them.
+        room: bytes that a timed pass may take; its row is halved until it keeps no more.
         ample: returns whether there is so much memory for what `KEEP` keeps that no other level is likely to be needed:
             then nothing is timed, and `CHECKPOINT` is measured in case it is all the same.
 
@@ -134,7 +137,7 @@ def trace_levels(
                     timed_tokens, needed = None, {Level.KEEP, Level.CHECKPOINT}
                 flops = _products(layers, level, run, parameters)
                 if timed_tokens is not None and level is Level.KEEP:
-                    timed_tokens = _fitting(layers, run, timed_tokens, parameters)
+                    timed_tokens = _fitting(layers, run, _within(room, grown, timed_tokens), parameters)
                 timed = None if timed_tokens is None else _seconds(layers, level, run, timed_tokens, parameters)
             except _CANNOT_RUN as error:
                 if level is Level.KEEP:
@@ -224,6 +227,18 @@ def _seconds(
             _synchronize()
             times.append(time.perf_counter() - start)
     return min(times[1:])
+
+
+def _within(room: float, kept: Sequence[Growth], tokens: int) -> int:
+    """Return the largest of `tokens`, a half, a quarter, ... that keeps and works on at most `room` bytes."""
+
+    def needed(count: int) -> float:
+        sizes = [growth.at(count, count) for growth in kept]
+        return sum(sizes) + (WORKING_SHARE - 1) * max(sizes)
+
+    while tokens >= max(PROBE_TOKENS) and needed(tokens) > room:
+        tokens //= 2
+    return tokens
 
 
 def _fitting(

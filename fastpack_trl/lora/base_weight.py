@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack_trl.kernels.dequantise import dequantise_4bit
+
 
 class BaseWeight(NamedTuple):
     """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format, ``BaseWeight()`` is none.
@@ -69,7 +71,7 @@ def grad_input(grad: Tensor, base: BaseWeight) -> Tensor:
 
 
 def _dequantised(base: BaseWeight) -> Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.functional import QuantState
 
     assert base.weight is not None
     nested = {}
@@ -82,4 +84,4 @@ def _dequantised(base: BaseWeight) -> Tensor:
         base.absmax, shape=torch.Size((base.out_features, base.in_features)), blocksize=base.blocksize,
         quant_type=base.quant_type, dtype=base.dtype, **nested,
     )  # fmt: skip
-    return dequantize_4bit(base.weight.view(-1, 1), state)
+    return dequantise_4bit(base.weight.view(-1, 1), state)

@@ -24,7 +24,7 @@ def cache_dequantized(run: Run) -> Iterator[None]:
         return
     copies, spare = applied.copies, partial(_drop, run, applied.copies)
     if setting == "auto" and run.activations_left is not None:
-        copies.keep_in(run.activations_left, "left of the budget of activation_memory")
+        copies.keep_in(run.activations_left, "left by activation_memory, whose kept layers come first")
         run.spares.append(spare)
     elif setting == "auto":
         copies.keep_where_free()

@@ -5,8 +5,8 @@ NF4 weight, 6 per fp32 weight. A step uses each weight three times (forward, rec
 activations are kept. The same memory spent on activations saves recomputes instead. By arithmetic, for a layer of
 Qwen3-14B (330 M weights, 190 kB of activations per token) at 700 TFLOP/s and 3 TB/s, each GiB saves per step: NF4
 copies ``3 * 2.6 / 2`` GiB of traffic, 1.4 ms; fp32 copies 3.2 ms; activations ``2 * 330e6 / 190e3`` operations per
-byte, 5.3 ms. None of the three depends on the length of the row. So activations come first, and copies have what
-they leave.
+byte, 5.3 ms. None of the three depends on the length of the row. So activations come first: copies are made only
+where no layer is recomputed for want of memory, in what is left.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.upstream import Conv1D
 
 _SHARE_OF_FREE = 0.25
@@ -80,8 +81,7 @@ class FrozenCopies:
         if device.type != "cuda":
             self.reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
             return False
-        free = torch.cuda.mem_get_info(device)[0]
-        return self.keep_in(int(free * _SHARE_OF_FREE), "are a quarter of the free memory")
+        return self.keep_in(int(allocatable(device) * _SHARE_OF_FREE), "are a quarter of the free memory")
 
     def drop(self, reason: str) -> bool:
         """Free their memory; return False if there were none."""

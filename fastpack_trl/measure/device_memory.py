@@ -1,8 +1,12 @@
-"""Device memory around a measurement: the peak of a step, and unused memory given back."""
+"""Device memory: what can still be allocated, the peak of a step, and unused memory given back."""
 
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def free_memory(device: str) -> None:
@@ -12,6 +16,20 @@ def free_memory(device: str) -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+def allocatable(device: torch.device) -> int:
+    """Return the bytes that torch can still allocate on a CUDA device.
+
+    They are free there or in torch's cache, and within `torch.cuda.set_per_process_memory_fraction`, which a user of a
+    shared device sets.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
 
 
 class PeakMemory:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.kernels.dequantise import dequantise_4bit
 from fastpack_trl.moe.layout import experts_modules
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -36,10 +37,7 @@ class Packed:
 
     def dense(self, packed: Tensor) -> Tensor:
         """Make the dense stack, (E, ., .)."""
-        from bitsandbytes.functional import dequantize_4bit
-
-        stack: Tensor = dequantize_4bit(packed, self.state)
-        return stack
+        return dequantise_4bit(packed, self.state)
 
 
 def read_stack(module: Any, name: str) -> tuple[Tensor, Packed | None]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from trl import SFTTrainer
 
 from fastpack_trl.errors import close_frames
+from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.user_code import (
@@ -95,8 +96,7 @@ class MemoryLimit:
 
     def predict(self, trainer: SFTTrainer) -> None:
         """Set `tokens`, at the beginning of a step: optimizer states are there, gradients are not. All ranks agree."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = allocatable(self.device)
         free -= sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
         tokens = max(0.0, _MEMORY_SHARE * free / self.bytes_per_token)
         if trainer.accelerator.num_processes > 1:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fastpack_trl.measure.device_memory import allocatable
+
 
 class Graph(Protocol):
     """Recorded work of a device."""
@@ -138,9 +140,8 @@ class CudaGraphs:
         """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""
         if self._held:
             return ""  # all graphs are in one pool
-        allocated = torch.cuda.memory_allocated(self.device)
-        taken = torch.cuda.max_memory_allocated(self.device) - allocated
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - allocated
+        taken = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        free = allocatable(self.device)
         if free >= 2 * taken:
             return ""
         return f"{free / 2**30:.1f} GiB are free, a graph and an eager step beside it take {2 * taken / 2**30:.1f}"

@@ -107,6 +107,23 @@ def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deepe
     assert less.predicted < plan.predicted
 
 
+@pytest.mark.parametrize(("share", "longest"), [(2.0, 1024), (0.9, 512), (0.3, 256), (0.01, None)])
+def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | None) -> None:
+    model = make("llama", lora=True, layers=2)
+    layers, ran = checkpointable_layers(model), []
+
+    def counted(tokens: int) -> tuple[Tensor, Tensor]:
+        ran.append(tokens)
+        return decoder(model, 1)(tokens)
+
+    with installed(model):
+        whole = saved_bytes(model, layers, Level.KEEP, decoder(model, 1), 1024)
+        costs, _ = trace_levels(model, layers, counted, timed_tokens=1024, room=1.25 * share * sum(whole))
+    timed = [tokens for tokens in ran if tokens not in trace.PROBE_TOKENS]
+    assert set(timed) == (set() if longest is None else {longest})
+    assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products and attention calls."""
 

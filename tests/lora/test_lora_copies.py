@@ -63,7 +63,7 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
         assert report.copies.nbytes == COPIES
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status, line.path) == ("on", "kept")
-        assert "left of the budget of activation_memory" in line.reason
+        assert "left by activation_memory, whose kept layers come first" in line.reason
     assert trainer.fastpack_run.part(LoraReport) is None
     for more, there in ((COPIES, True), (COPIES - 1000, False), (-1000, False)):
         trainer.args.activation_memory_gib = (plan.predicted + more) / GIB
@@ -76,6 +76,24 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status == "on") == there
         assert there or f"frozen weights are made per use: copies take {COPIES / 2**20:.2f} MiB" in line.reason
+
+
+def test_no_copy_is_made_of_what_is_too_little_for_a_further_layer(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, GIB, max_length=4096)
+    with decided(trainer) as plan:
+        assert set(plan.levels) == {Level.KEEP}
+    # A byte too few for the last layer: what is left then is more than all copies take.
+    trainer.args.activation_memory_gib = (plan.predicted - 1 + GIB - plan.budget) / GIB
+    with decided(trainer) as tight:
+        assert not tight.keeps_all
+        assert tight.left > COPIES
+        assert not any(kept(trainer))
+    assert "whose kept layers come first" in trainer.fastpack_report["cache_dequantized"].reason
+    # A level that is asked for has nothing to do with memory: copies have what it leaves.
+    trainer.args.activation_memory, trainer.args.activation_memory_gib = "checkpoint", 1.0
+    with decided(trainer) as asked:
+        assert set(asked.levels) == {Level.CHECKPOINT}
+        assert all(kept(trainer))
 
 
 @pytest.mark.parametrize(("cache", "there"), [("on", True), ("off", False)])

@@ -37,3 +37,19 @@ def quantised_linear(linear: Any, kind: str, *, nested: bool = False, dtype: tor
         )
     out.load_state_dict(linear.state_dict())
     return out.to("cpu")
+
+
+def packed_weight(
+    shape: tuple[int, ...],
+    kind: str,
+    *,
+    nested: bool,
+    blocksize: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, Any]:
+    """A random weight packed by bitsandbytes, and its `QuantState`; skips the test without bitsandbytes."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    packed, state = functional.quantize_4bit(values, blocksize=blocksize, quant_type=kind, compress_statistics=nested)
+    return packed, state

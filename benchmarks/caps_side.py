@@ -1,0 +1,375 @@
+"""One side of the case ``memory_caps``: rows of growing length under growing caps of device memory, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.captured import Row, model_of
+from benchmarks.model_shapes import PAD
+from benchmarks.model_steps import shared_copy
+from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.checkpointing import memory
+from fastpack_trl.checkpointing.buffers import GIB
+from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing.plan import Growth
+from fastpack_trl.checkpointing.trace import trace_levels
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.packing.collator import PackingCollator
+
+OURS = "fastpack"
+SIDES: dict[str, dict[str, Any]] = {
+    "stock": {}, "stock_offload": {"activation_offloading": True},
+    "varlen": {}, "varlen_offload": {"activation_offloading": True},
+    OURS: {},
+}  # fmt: skip
+"""Fields that make each side. ``varlen`` is stock's trainer, its collator and attention replaced by this package's."""
+DEEPEST = {"activation_memory": "offload"}
+"""Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device."""
+DOCUMENT, MULTIPLE = 2048, 256
+STEP = 1 / 8
+"""Resolution of the largest row, of its length."""
+ROOM = 0.97
+"""Of what a cap leaves, for the first row that is tried; the allocator's gaps need the rest."""
+STEPS, SLOW_STEPS, SLOW_SECONDS = 3, 2, 4.0
+"""Steps of a row, of which the last two are timed, or the second where it took longer."""
+LONG = {"max_steps": LONG_RUN}
+"""Of the row that is timed beside another side's: what pays back in a long run is on in it."""
+_OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
+_START_UP = 3.0  # seconds of a row beside its steps: data, trainer, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes, or seconds, of a row as a function of its tokens; never below what the longest measured row took."""
+
+    growth: Growth
+    points: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, int]]) -> Curve:
+        """Return the parabola through the last three points (masks and scores grow by the square), else the line.
+
+        Raises:
+            ValueError: fewer than two points.
+        """
+        points = sorted(points)[-3:]
+        if len(points) < 2:
+            raise ValueError(f"{len(points)} of the rows for a prediction could be run; two are needed")
+        if len(points) == 3:
+            parabola = Growth.through(points)
+            if parabola.per_pair > 0:
+                return cls(parabola, tuple(points))
+        (a, fa), (b, fb) = points[-2:]
+        slope = max(0.0, (fb - fa) / (b - a))
+        return cls(Growth(fb - slope * b, slope), tuple(points))
+
+    def at(self, tokens: int) -> int:
+        """Return the value at a row of so many tokens."""
+        return self.growth.at(tokens, tokens)
+
+    def tokens(self, limit: float, longest: int) -> int:
+        """Return the tokens of the largest row, at most `longest`, whose value is at most `limit`; 0 if none is."""
+        low, high = 0, longest // MULTIPLE
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.at(middle * MULTIPLE) <= limit else (low, middle - 1)
+        return low * MULTIPLE
+
+
+def largest_row(
+    fits: Callable[[int], bool | None], guess: int, *, longest: int, step: float = STEP, tries: int = 6
+) -> int:
+    """Return the tokens of the largest row that fits: from `guess` up until one does not, or down until one does.
+
+    Args:
+        fits: runs a row; None where it must not be run any more (no time).
+        guess: tokens of the first row.
+        longest: tokens that no row exceeds.
+        step: of the length, up or down.
+        tries: rows at most.
+
+    Returns:
+        0 where none of those that were run fits.
+    """
+    found, failed, tokens = 0, False, min(max(_multiple(guess), MULTIPLE), longest)
+    for _ in range(tries):
+        fitted = fits(tokens)
+        if fitted is None:
+            break
+        if fitted:
+            found = max(found, tokens)
+            tokens = max(_multiple(tokens * (1 + step)), tokens + MULTIPLE)
+        else:
+            failed = True
+            tokens = min(_multiple(tokens * (1 - step)), tokens - MULTIPLE)
+        if (found and failed) or not MULTIPLE <= tokens <= longest:
+            break
+    return found
+
+
+def _multiple(tokens: float) -> int:
+    return math.floor(tokens / MULTIPLE) * MULTIPLE
+
+
+class Watch(TrainerCallback):
+    """Notes the seconds of each step, the device's memory, and the plan."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.seconds: list[float] = []
+        self.memory: dict[str, float | None] = {"peak_gib": None, "reserved_gib": None}
+        self.plan: ActivationMemory | None = None
+        self._start = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.memory = {
+                "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+                "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            }
+        self.seconds.append(time.perf_counter() - self._start)
+        if isinstance(self.trainer, FastSFTTrainer):
+            self.plan = self.trainer.fastpack_memory
+        if len(self.seconds) >= (STEPS if self.seconds[-1] < SLOW_SECONDS else SLOW_STEPS):
+            control.should_training_stop = True
+
+
+@dataclass
+class Side:
+    """A model, and the rows that one side has trained it on.
+
+    Args:
+        model: with adapters; every row trains a copy of its modules around the same parameters.
+        name: of `SIDES`.
+        device: ``cpu`` or ``cuda``.
+        seed: of the tokens.
+        seconds: for all rows; one that is likely to take longer than what is left is not begun.
+        note: called with the figures of all rows so far after each of them.
+    """
+
+    model: Any
+    name: str
+    device: str
+    seed: int
+    seconds: float
+    note: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        self._end_at = time.perf_counter() + self.seconds
+        self._vocabulary = int(self.model.config.get_text_config().vocab_size)
+        self._tokenizer = make_tokenizer(self._vocabulary)
+
+    def run(self, tokens: int, **more: Any) -> dict[str, Any]:
+        """Train on rows of `tokens` tokens; return the figures, with ``failed`` where a step could not be run."""
+        row: dict[str, Any] = {"cap_gib": self.cap, "tokens": tokens, **({"settings": more} if more else {})}
+        watch = Watch()
+        began = time.perf_counter()
+        trained, failure = attempt(partial(self._train, watch, tokens, more))
+        row |= {"failed": failure} if trained is None else trained
+        row |= {"step_seconds": watch.seconds, **watch.memory}
+        row["out_of_memory"] = failure is not None and any(sign in failure for sign in _OUT_OF_MEMORY)
+        timed = watch.seconds[1:][-2:]
+        row["tokens_per_second"] = tokens / median(timed) if trained is not None and timed else None
+        del watch, trained
+        free_memory(self.device)
+        row["seconds"] = time.perf_counter() - began
+        self.rows.append(row)
+        self.note(self.rows)
+        return row
+
+    def fits(self, tokens: int, **more: Any) -> bool | None:
+        """Run a row (`run`); return whether it could be trained, and None, noted, where there is no time left for it.
+
+        Raises:
+            RuntimeError: it failed for another reason than memory.
+        """
+        if self._likely_seconds(tokens) > self._end_at - time.perf_counter():
+            self.rows.append({"cap_gib": self.cap, "tokens": tokens, "skipped": f"not within {self.seconds:g} s"})
+            self.note(self.rows)
+            return None
+        row = self.run(tokens, **more)
+        if "failed" in row and not row["out_of_memory"]:
+            raise RuntimeError(row["failed"])
+        return "failed" not in row
+
+    def curve(self, key: str) -> Curve:
+        """Return the curve of a figure of the rows that were run without a cap, or with seconds of any."""
+        done = [row for row in self.rows if row.get(key) and row["cap_gib"] is None and "failed" not in row]
+        return Curve.through([(row["tokens"], round(row[key] * GIB)) for row in done])
+
+    def _likely_seconds(self, tokens: int) -> float:
+        steps = [(row["tokens"], round(min(row["step_seconds"]) * 1e6)) for row in self.rows if row.get("step_seconds")]
+        unique = list(dict(sorted(steps)).items())
+        try:
+            step = Curve.through(unique).at(tokens) / 1e6
+        except ValueError:
+            return _START_UP
+        return _START_UP + step * (STEPS if step < SLOW_SECONDS else SLOW_STEPS)
+
+    def _train(self, watch: Watch, tokens: int, more: dict[str, Any]) -> dict[str, Any]:
+        kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if self.name == OURS else (SFTTrainer, SFTConfig)
+        setting = TRL_DEFAULTS if self.device == "cuda" else Setting("", bf16=False, gradient_checkpointing=True)
+        ours = {"verify_packing": "off"} if self.name == OURS else {}
+        with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, contextlib.ExitStack() as stack:
+            arguments = trainer_arguments(setting, tokens, STEPS, self.device, self.seed, folder)
+            arguments |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-6, **SIDES[self.name], **ours}
+            if self.model.config.model_type == "gpt_oss":
+                arguments["router_aux_loss_coef"] = 0.0  # the router is frozen
+            trainer = watch.trainer = kinds[0](
+                model=shared_copy(self.model), args=kinds[1](**arguments | more),
+                train_dataset=rows_of(tokens, STEPS + SPARE_ROWS, self._vocabulary, self.seed),
+                processing_class=self._tokenizer, callbacks=[watch],
+            )  # fmt: skip
+            attention = str(trainer.model.config.get_text_config()._attn_implementation)
+            if self.name.startswith("varlen"):
+                trainer.data_collator = PackingCollator(pad_token_id=PAD)
+                dtype = torch.bfloat16 if setting.bf16 else None
+                attention = stack.enter_context(packed_attention(trainer.model, compute_dtype=dtype)).path
+            try:
+                trainer.train()
+            finally:
+                watch.trainer = None
+                trainer.model.zero_grad()  # the parameters are those of all rows
+        found: dict[str, Any] = {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "attention": attention,
+        }
+        if watch.plan is not None:
+            plan, measured = watch.plan.plan, watch.plan.measured
+            found["plan"] = {
+                "text": str(plan), "predicted_gib": plan.predicted / GIB, "budget_gib": plan.budget / GIB,
+                "measured_gib": None if measured is None else measured / GIB, "ran_again": watch.plan.fell,
+            }  # fmt: skip
+        if isinstance(trainer, FastSFTTrainer):
+            found["attention"] = trainer.fastpack_run.attention_path
+            found["report"] = trainer.fastpack_report.to_dict()
+        return found
+
+
+def rows_of(tokens: int, count: int, vocabulary: int, seed: int) -> Dataset:
+    """Return documents of random ids, of `DOCUMENT` tokens or the rest, that packing makes `count` full rows of."""
+    random = np.random.default_rng(seed)
+    lengths = [DOCUMENT] * (tokens // DOCUMENT) + ([tokens % DOCUMENT] if tokens % DOCUMENT else [])
+    return Dataset.from_dict({"input_ids": [random.integers(2, vocabulary, length) for length in lengths * count]})
+
+
+@contextlib.contextmanager
+def traced_once() -> Iterator[None]:
+    """Keep the costs that the first plan traces for all later ones: they are of the model, not of row or cap."""
+    kept: list[Any] = []
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        if not kept:
+            kept.append(trace_levels(*args, **kwargs))
+        return kept[0]
+
+    with attribute_set(memory, "trace_levels", trace):
+        yield
+
+
+@contextlib.contextmanager
+def capped(gib: float, context: int) -> Iterator[None]:
+    """Limit torch to what a device of `gib` GiB has beside the `context` bytes that CUDA itself takes."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (gib * GIB - context) / total)))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def context_bytes() -> int:
+    """Return the device memory that is in use beside torch's allocator: CUDA's context, kernels, other processes."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def measure_side(
+    row: Row, name: str, caps: Sequence[float], *, beside: dict[float, int], longest: int, probes: Sequence[int],
+    device: str, seed: int, seconds: float, note: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Find the largest row of one side under each cap, from the smallest cap to the largest.
+
+    Args:
+        row: whose model; its tokens are not read.
+        name: of `SIDES`.
+        caps: GiB of device memory.
+        beside: by cap, the tokens of a further row to be timed: the largest one of another side.
+        longest: tokens that no row exceeds.
+        probes: tokens of the rows that are run without a cap, from which the largest ones are predicted.
+        device, seed: as everywhere.
+        seconds: for all rows.
+        note: called with the figures so far after each row.
+
+    Returns:
+        ``{"weights_gib", "context_gib", "largest": {cap: tokens}, "predicted": {cap: tokens}, "rows": [...]}``; a cap
+        below the model's own memory has 0 tokens and a reason in ``too_small``.
+    """
+    model, peft_config = model_of(row, longest, device, seed)
+    if peft_config is not None:
+        model = get_peft_model(model, peft_config)
+    free_memory(device)
+    resident = torch.cuda.memory_allocated() if device == "cuda" else 0
+    found: dict[str, Any] = {"weights_gib": resident / GIB, "largest": {}, "predicted": {}, "too_small": {}, "rows": []}
+
+    def so_far(rows: list[dict[str, Any]]) -> None:
+        note(found | {"rows": rows})
+
+    side = Side(model, name, device, seed, seconds, so_far)
+    found["rows"] = side.rows
+    with traced_once():
+        for tokens in probes:
+            side.run(tokens, **(DEEPEST if name == OURS else {}))
+        context = context_bytes()
+        found["context_gib"] = context / GIB
+        curve = side.curve("peak_gib") if device == "cuda" else None
+        for cap in sorted(caps):
+            key, side.cap = f"{cap:g}", cap
+            room = cap * GIB - context
+            if room <= resident:
+                found["largest"][key] = 0
+                found["too_small"][key] = f"weights {resident / GIB:.1f} GiB, CUDA {context / GIB:.1f} GiB"
+                continue
+            guess = longest if curve is None else curve.tokens(room * ROOM, longest)
+            found["predicted"][key] = guess
+            with capped(cap, context):
+                found["largest"][key] = largest_row(side.fits, guess, longest=longest)
+                if beside.get(cap):
+                    side.fits(beside[cap], **LONG)
+            so_far(side.rows)
+    return found

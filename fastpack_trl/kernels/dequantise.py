@@ -1,0 +1,137 @@
+"""Weights in bitsandbytes' 4-bit formats made dense by one kernel, bit-equal to `bitsandbytes.functional`.
+
+Where the scales are quantised themselves (double quantisation), bitsandbytes launches three kernels: the scales made
+fp32, their offset added, the values. Dettmers et al., QLoRA, arXiv:2305.14314, equations 3 and 6.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpack_trl.kernels._triton import DTYPES, has_triton
+
+logger = logging.getLogger(__name__)
+
+_PROBED_BLOCKS = 600
+"""More than two groups of 256 scales that share a scale."""
+
+
+def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
+    """Return the dense weight: by one kernel where it gives the bits of bitsandbytes on this device, else by those.
+
+    Args:
+        packed: two values per byte, the first in the high half, in any storage dtype.
+        state: bitsandbytes' `QuantState`, nf4 or fp4; its scales are fp32, or uint8 with a `state2` of their own.
+
+    Returns:
+        ``state.shape`` in ``state.dtype``, newly allocated.
+    """
+    # A graph takes the operators of bitsandbytes, which a compiler knows the results of.
+    if not torch.compiler.is_compiling() and _covers(packed, state) and proven(packed, state):
+        return _by_kernel(packed, state)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(packed, state)
+
+
+def dequantise_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
+    """Compute `dequantise_4bit` in plain torch.
+
+    Args:
+        packed, state: as there.
+        code: (16,) fp32, the value of each half of a byte before scaling.
+    """
+    scales = state.absmax
+    if state.state2 is not None:
+        inner = state.state2
+        scales = inner.code[scales.int()] * inner.absmax.repeat_interleave(inner.blocksize)[: scales.numel()]
+        scales = scales + state.offset
+    stored = packed.contiguous().view(-1).view(torch.uint8)
+    values = code[torch.stack((stored >> 4, stored & 15), dim=1).view(-1).int()][: state.shape.numel()]
+    scales = scales.repeat_interleave(state.blocksize)[: values.numel()]
+    return (values * scales).to(state.dtype).view(state.shape)
+
+
+def _covers(packed: Tensor, state: Any) -> bool:
+    inner = state.state2
+    nested = inner is not None
+    scales = [inner.absmax, inner.code, state.offset] if nested else [state.absmax]
+    return (
+        packed.is_cuda
+        and has_triton()
+        and packed.shape[0] != 1  # a transposed layout of old checkpoints
+        and state.dtype in DTYPES
+        and state.absmax.dtype == (torch.uint8 if nested else torch.float32)
+        and all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
+        and all(scale.device == packed.device for scale in (state.absmax, *scales))
+    )
+
+
+@lru_cache
+def _code(quant_type: str, device: torch.device) -> Tensor:
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type(quant_type, device=device)
+
+
+def proven(packed: Tensor, state: Any) -> bool:
+    """Return whether the kernel gives the bits of bitsandbytes for weights of this format on this device.
+
+    The first weight of a format waits for a comparison; recorded into a CUDA graph, it is not compared.
+    """
+    nested = 0 if state.state2 is None else state.state2.blocksize
+    form = _Format(packed.device, state.dtype, state.quant_type, state.blocksize, nested)
+    found = _proofs.get(form)
+    if found is None:
+        if packed.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        why = _difference(form)
+        found = _proofs[form] = not why
+        if why:
+            logger.warning(
+                f"4-bit weights ({form.quant_type}, blocks of {form.blocksize}, {form.dtype}): dequantised by "
+                f"bitsandbytes, in up to three kernels ({why})"
+            )
+    return found
+
+
+class _Format(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+    quant_type: str
+    blocksize: int
+    nested_blocksize: int
+    """Scales per scale of scales; 0 where scales are fp32."""
+
+
+_proofs: dict[_Format, bool] = {}
+
+
+def _difference(form: _Format) -> str:
+    """Compare the kernel with bitsandbytes on random values; return why it cannot take its place, else nothing."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    length = _PROBED_BLOCKS * form.blocksize + 33  # the last block is not full, nor the last byte
+    generator = torch.Generator(form.device).manual_seed(0)
+    values = torch.randn(length, generator=generator, device=form.device).to(form.dtype)
+    packed, state = quantize_4bit(
+        values, blocksize=form.blocksize, quant_type=form.quant_type, compress_statistics=form.nested_blocksize > 0
+    )
+    if form.nested_blocksize and form.nested_blocksize != state.state2.blocksize:
+        return f"scales in groups of {form.nested_blocksize}, which bitsandbytes does not make to compare with"
+    try:
+        found = _by_kernel(packed, state)
+    except Exception as error:  # noqa: BLE001 - whatever Triton lacks on this machine
+        return (f"{type(error).__name__}: {error}").splitlines()[0]
+    return "" if torch.equal(found, dequantize_4bit(packed, state)) else "the values of one kernel differ"
+
+
+def _by_kernel(packed: Tensor, state: Any) -> Tensor:
+    from fastpack_trl.kernels.dequantise_triton import dequantise_4bit_triton
+
+    return dequantise_4bit_triton(packed, state, _code(state.quant_type, packed.device))

@@ -1,0 +1,43 @@
+"""Equal memory: which run of ours counts, and a run under a budget, small, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import captured, equal_memory
+from benchmarks.captured import SMALL
+
+
+def ours(peak: float, seconds: float, levels: str = "checkpoint + keep", copies: str = "per use") -> dict[str, Any]:
+    features = {"activation_memory": {"path": levels}, "cache_dequantized": {"path": copies}}
+    return {"peak_gib": peak, "step_seconds": [seconds], "report": {"features": features}}
+
+
+@pytest.mark.parametrize(
+    ("run", "equal"),
+    [
+        (ours(10.05, 1.0), True), (ours(10.2, 1.0), False), (ours(9.6, 1.0), True), (ours(9.0, 1.0), False),
+        (ours(9.0, 1.0, "keep"), False), (ours(9.0, 1.0, "keep", "kept"), True),
+    ],
+)  # fmt: skip
+def test_a_run_counts_at_the_peak_of_the_baseline_or_where_it_needs_less(run: dict[str, Any], equal: bool) -> None:
+    assert equal_memory.is_equal(10.0, run) == equal
+
+
+def test_the_fastest_run_that_is_not_over_the_peak_is_taken() -> None:
+    slow, fast, over = ours(9.0, 2.0), ours(10.0, 1.0), ours(11.0, 0.5)
+    assert equal_memory.best_of(10.0, [slow, over, fast, {"failed": "out of memory"}]) is fast
+    assert equal_memory.best_of(8.0, [slow, over, fast]) is None
+
+
+def test_ours_is_given_what_the_model_leaves_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WARMUP_STEPS", 1), ("TIMED_STEPS", 1), ("SPANS", 1)):
+        monkeypatch.setattr(captured, name, value)
+    found = equal_memory.measure_side(SMALL, equal_memory.OURS, 4.0, 1.0, "cpu", seed=0)
+    assert 2.9 < found["budget_gib"] < 3
+    assert len(found["step_seconds"]) == 1
+    line = found["report"]["features"]["activation_memory"]
+    assert line["path"] == "keep"
+    assert "of 2.9" in line["reason"] or "of 3.0" in line["reason"]

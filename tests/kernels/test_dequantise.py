@@ -1,0 +1,133 @@
+"""4-bit weights made dense: one kernel, its torch twin and bitsandbytes give the same bits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_material import packed_weight
+
+from fastpack_trl.kernels import dequantise
+from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
+
+functional = pytest.importorskip("bitsandbytes.functional")
+
+CASES = Path(__file__).with_name("triton_dequantise_cases.py")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def _run_cases(**environment: str) -> None:
+    # In a process of its own: Triton reads the variable when it is imported, and all that it decorates stays so.
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", str(CASES)],
+        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
+    _run_cases(TRITON_INTERPRET="1")
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_the_kernel_equals_its_twin_and_bitsandbytes_on_cuda() -> None:
+    _run_cases(TRITON_INTERPRET="0")
+
+
+# Rows of even length that end within a block: bitsandbytes 0.50 gives them wrong scales on a CPU with AVX-512.
+@pytest.mark.parametrize("shape", [(1, 2), (3, 64), (2, 33), (7, 4096), (129, 1037)])
+@pytest.mark.parametrize("blocksize", [32, 64, 4096])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_twin_equals_bitsandbytes(
+    dtype: torch.dtype, kind: str, nested: bool, blocksize: int, shape: tuple[int, int]
+) -> None:
+    packed, state = packed_weight(shape, kind, nested=nested, blocksize=blocksize, dtype=dtype)
+    twin = dequantise_4bit_torch(packed, state, functional.get_4bit_type(kind, device="cpu"))
+    assert torch.equal(twin, functional.dequantize_4bit(packed, state).view(shape))
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_the_storage_dtype_does_not_matter(storage: torch.dtype) -> None:
+    weight = torch.randn(16, 64)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=storage)
+    twin = dequantise_4bit_torch(packed, state, functional.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(twin, functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("how", ["raises", "differs", "equals"])
+def test_one_kernel_runs_only_where_it_gives_the_bits_of_bitsandbytes(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice that CUDA makes, with the twin in the kernel's place."""
+    calls = 0
+
+    def kernel(packed: torch.Tensor, state: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if how == "raises":
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+        dense = dequantise_4bit_torch(packed, state, functional.get_4bit_type(state.quant_type, device="cpu"))
+        return dense if how == "equals" else torch.nextafter(dense, torch.tensor(9.0))
+
+    monkeypatch.setattr(dequantise, "_proofs", {})
+    monkeypatch.setattr(dequantise, "_by_kernel", kernel)
+    monkeypatch.setattr(dequantise, "_covers", lambda packed, state: True)
+    packed, state = packed_weight((48, 64), "nf4", nested=True, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, logger=dequantise.logger.name):
+        found = [dequantise_4bit(packed, state) for _ in range(3)]
+    assert all(torch.equal(dense, functional.dequantize_4bit(packed, state)) for dense in found)
+    assert calls == (4 if how == "equals" else 1), "compared once per format"
+    said = [record.getMessage() for record in caplog.records]
+    if how == "equals":
+        assert not said
+    else:
+        (line,) = said
+        assert "by bitsandbytes" in line
+        assert ("Failed to find C compiler" if how == "raises" else "differ") in line
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
+    from benchmarks.launches import count_launches
+
+    packed, state = packed_weight((512, 1024), "nf4", nested=nested, device="cuda")
+    expected = functional.dequantize_4bit(packed, state)
+    assert torch.equal(dequantise_4bit(packed, state), expected)  # compared here, not while it is recorded
+    assert dequantise.proven(packed, state)
+    launches = count_launches(lambda: dequantise_4bit(packed, state), "cuda")
+    assert launches is not None
+    assert launches.kernels == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense = dequantise_4bit(packed, state)
+    packed.bitwise_xor_(torch.full_like(packed, 0x11))
+    graph.replay()
+    assert torch.equal(dense, functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantise, "_proofs", {})
+    packed, state = packed_weight((64, 64), "nf4", nested=True, device="cuda")
+    functional.dequantize_4bit(packed, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense = dequantise_4bit(packed, state)
+    graph.replay()
+    assert torch.equal(dense, functional.dequantize_4bit(packed, state))
+    assert not dequantise._proofs

@@ -1,0 +1,66 @@
+"""Bytes that can still be allocated: free or cached, and within the fraction that the user has set for the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_material import make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.testing import tiny_model
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free", "expected"),
+    [(1.0, 50, 50 + 4), (0.25, 50, 25 - 10 + 4), (0.05, 50, 4), (0.5, 3, 3 + 4)],
+)
+def test_the_memory_fraction_counts_what_torch_has_reserved(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, free: int, expected: int
+) -> None:
+    figures = {
+        "mem_get_info": (free * GIB, 100 * GIB), "memory_reserved": 10 * GIB, "memory_allocated": 6 * GIB,
+        "get_per_process_memory_fraction": fraction,
+    }  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert allocatable(torch.device("cuda")) == expected * GIB
+
+
+@pytest.mark.cuda
+def test_the_allocator_gives_what_is_allocatable_and_no_more() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 2 * GIB) / total)
+    try:
+        room = allocatable(device)
+        assert room <= 2 * GIB + torch.cuda.memory_reserved(device)
+        held = torch.empty(room - 2**26, dtype=torch.uint8, device=device)
+        assert allocatable(device) <= 2**26
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**28, dtype=torch.uint8, device=device)
+        del held
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.cuda
+def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path) -> None:
+    fields = settings(tmp_path, use_cpu=False, bf16=True, max_steps=2, gradient_checkpointing=True)
+    trainer = FastSFTTrainer(
+        tiny_model("llama"), args=FastSFTConfig(**fields), train_dataset=make_dataset("text"),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    plan = trainer.fastpack_report["activation_memory"].reason
+    budget = float(plan.split(" GiB of ")[1].split()[0])
+    assert budget * GIB <= 0.02 * torch.cuda.mem_get_info()[1]
