@@ -21,7 +21,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "fastpack"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool", str: "str"}
+_SCHEMA = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool", str: "str",
+    torch.dtype: "ScalarType",
+}  # fmt: skip
 
 
 def signature_of(function: Callable[..., Any]) -> str:
@@ -29,12 +32,13 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(torch.library.infer_schema(function, mutates_args=()))
 
 
-def arguments_of(fields: type[Any]) -> str:
+def arguments_of(fields: type[Any], prefix: str = "") -> str:
     """Return the annotated fields of a class as arguments of a signature: ``Tensor query, Tensor? sinks, float scale``.
 
-    An operator takes tensors and constants one by one; a named tuple of them is what Python code hands on.
+    An operator takes tensors and constants one by one; a named tuple of them is what Python code hands on. With a
+    `prefix` before each name, a signature can have them twice.
     """
-    return ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(fields).items())
+    return ", ".join(f"{_SCHEMA[kind]} {prefix}{name}" for name, kind in get_type_hints(fields).items())
 
 
 def operator(

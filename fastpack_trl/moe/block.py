@@ -130,13 +130,10 @@ def run_experts(
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E), as some routers of earlier transformers give them
         weights_tk = weights_tk.gather(1, ids_tk.long())
-    form, compiling = state.form, torch.compiler.is_compiling()
+    form = state.form
     (first, packed), (second, packed_down) = (read_stack(module, name) for name in STACKS)
     if packed is not None and packed_down is not None:
-        if compiling:  # a graph makes the stack dense by itself
-            first, second = packed.dense(first), packed_down.dense(second)
-        else:
-            form = replace(form, gate_up_packed=packed, down_packed=packed_down)
+        form = replace(form, gate_up_packed=packed, down_packed=packed_down)
     block = ExpertWeights(
         first,
         module.gate_up_proj_bias if module.has_bias else None,
@@ -149,5 +146,5 @@ def run_experts(
     if down is not None:
         block = block._replace(down_a=down.a, down_b=down.b)
         form = replace(form, down_scale=down.scale)
-    run = experts_in_graph if compiling else experts
+    run = experts_in_graph if torch.compiler.is_compiling() else experts
     return run(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)

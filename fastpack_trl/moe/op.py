@@ -1,6 +1,8 @@
 """The experts block as operators, for compiled graphs: `torch.compile` neither looks inside nor breaks there.
 
 Eager code takes `ExpertsFunction`, which has less overhead. A gate of the model's own cannot be part of an operator.
+Stacks in four bits have operators of their own, which make them dense inside: a graph that saw it would keep the dense
+stack of every layer for its backward.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from torch.autograd.function import once_differentiable
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, Kept, experts_backward, experts_forward
+from fastpack_trl.moe.quantised import Layout, Packed, Scales
 from fastpack_trl.moe.routing import RoutingPlan
 
 _INPUTS, _PLAN, _BLOCK = 2, 4, len(ExpertWeights._fields)
 _TENSORS = _INPUTS + _PLAN + _BLOCK
+_SCALES, _LAYOUT = len(Scales._fields), len(Layout._fields)
 
 
 class _Form(NamedTuple):
-    """The fields of a `BlockForm` without packed stacks, as constants of an operator."""
+    """The fields of a `BlockForm` but for packed stacks, as constants of an operator."""
 
     kind: str
     interleaved: bool
@@ -32,9 +36,9 @@ class _Form(NamedTuple):
     gate_up_scale: float
     down_scale: float
 
-    def block_form(self) -> BlockForm:
+    def block_form(self, gate_up: Packed | None, down: Packed | None) -> BlockForm:
         gate = Gate(cast("Any", self.kind), self.interleaved, self.alpha, self.limit)
-        return BlockForm(gate, self.transposed, self.gate_up_scale, self.down_scale)
+        return BlockForm(gate, self.transposed, self.gate_up_scale, self.down_scale, gate_up, down)
 
 
 class _Call(NamedTuple):
@@ -46,36 +50,68 @@ class _Call(NamedTuple):
     """(T, k) routing weights."""
     plan: RoutingPlan
     block: ExpertWeights
-    form: _Form
+    form: BlockForm
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> _Call:
-        """Read the arguments of an operator: the input, the weights, the plan, the block and the form, flat."""
-        hidden, weights, *rest = arguments
-        plan, block, form = rest[:_PLAN], rest[_PLAN : _PLAN + _BLOCK], rest[_PLAN + _BLOCK :]
-        return cls(hidden, weights, RoutingPlan(*plan), ExpertWeights(*block), _Form(*form))
+        """Read the arguments of an operator, flat.
 
-    def product_flops(self, stack: Tensor | None) -> int:
+        They are the input, the weights, the plan, the block, the scales of both stacks where these are packed, their
+        layouts, and the form.
+        """
+        hidden, weights, *rest = arguments
+        plan, block, rest = rest[:_PLAN], rest[_PLAN : _PLAN + _BLOCK], rest[_PLAN + _BLOCK :]
+        up = down = None
+        if len(rest) > len(_Form._fields):
+            scales, layouts = rest[: 2 * _SCALES], rest[2 * _SCALES :]
+            up = Packed.of(Scales(*scales[:_SCALES]), Layout(*layouts[:_LAYOUT]))
+            down = Packed.of(Scales(*scales[_SCALES:]), Layout(*layouts[_LAYOUT : 2 * _LAYOUT]))
+            rest = layouts[2 * _LAYOUT :]
+        form = _Form(*rest).block_form(up, down)
+        return cls(hidden, weights, RoutingPlan(*plan), ExpertWeights(*block), form)
+
+    def flops(self) -> int:
+        """Return the operations of every routed row times its matrices."""
+        block, form = self.block, self.form
+        stacks = (self.shape(block.gate_up, form.gate_up_packed), self.shape(block.down, form.down_packed))
+        return sum(map(self.product_flops, (*stacks, *map(_shape, block[len(block) // 2 :]))))
+
+    def product_flops(self, shape: Sequence[int] | None) -> int:
         """Return the operations of every routed row times its matrix of a stack; 0 without one."""
-        return 0 if stack is None else 2 * self.plan.perm.shape[0] * stack.shape[1] * stack.shape[2]
+        return 0 if shape is None else 2 * self.plan.perm.shape[0] * shape[1] * shape[2]
+
+    @staticmethod
+    def shape(stored: Tensor, packed: Packed | None) -> Sequence[int]:
+        """Return that of a dense stack, (E, ., .)."""
+        return stored.shape if packed is None else tuple(packed.state.shape)
+
+
+def _shape(factor: Tensor | None) -> Sequence[int] | None:
+    return None if factor is None else factor.shape
 
 
 def experts_in_graph(
     hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm
 ) -> Tensor:
     """Run `fastpack_trl.moe.experts.experts` as one node of a graph, with one node for its backward."""
-    gate = form.gate
-    out: Tensor = _experts(
-        hidden_th, weights_tk, *plan.tensors(), *block,
-        gate.kind, gate.interleaved, gate.alpha, gate.limit, form.transposed, form.gate_up_scale, form.down_scale,
-    )[0]  # fmt: skip
+    gate, up, down = form.gate, form.gate_up_packed, form.down_packed
+    arguments = (hidden_th, weights_tk, *plan.tensors(), *block)
+    constants = (
+        gate.kind, gate.interleaved, gate.alpha, gate.limit, form.transposed, form.gate_up_scale, form.down_scale
+    )  # fmt: skip
+    out: Tensor
+    if up is None or down is None:
+        out, *_ = _experts(*arguments, *constants)
+    else:
+        (up_scales, up_layout), (down_scales, down_layout) = up.parts(), down.parts()
+        out, *_ = _experts_4bit(*arguments, *up_scales, *down_scales, *up_layout, *down_layout, *constants)
     return out
 
 
 def experts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output (T, H), then the fields of `Kept`; an empty tensor for one that is None."""
     call = _Call.of(arguments)
-    out, kept = experts_forward(call.hidden, call.weights, call.plan, call.block, call.form.block_form())
+    out, kept = experts_forward(call.hidden, call.weights, call.plan, call.block, call.form)
     up, low = (kept.h.new_empty(0) if value is None else value for value in kept[1:])
     return out, kept.h, up, low
 
@@ -90,21 +126,20 @@ def experts_gradients(
         None if call.block.gate_up_a is None else low_up,
         None if call.block.down_a is None else low_down,
     )
-    grads = experts_backward(
-        grad, call.hidden, call.weights, kept, call.plan, call.block, call.form.block_form(), tuple(needed)
-    )
+    grads = experts_backward(grad, call.hidden, call.weights, kept, call.plan, call.block, call.form, tuple(needed))
     return [value.contiguous() for value, need in zip(grads, needed, strict=True) if need and value is not None]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _Call.of(arguments)
-    gate_up, slots = call.block.gate_up, call.plan.perm.shape[0]
-    width = gate_up.shape[2] if call.form.transposed else gate_up.shape[1]
+    stored, packed, slots = call.block.gate_up, call.form.gate_up_packed, call.plan.perm.shape[0]
+    dtype = stored.dtype if packed is None else packed.dtype
+    width = call.shape(stored, packed)[2 if call.form.transposed else 1]
     up, low = (
-        gate_up.new_empty(0) if a is None else gate_up.new_empty(slots, a.shape[1])
+        stored.new_empty(0, dtype=dtype) if a is None else stored.new_empty(slots, a.shape[1], dtype=dtype)
         for a in (call.block.gate_up_a, call.block.down_a)
     )
-    return torch.empty_like(call.hidden), gate_up.new_empty(slots, width), up, low
+    return torch.empty_like(call.hidden), stored.new_empty(slots, width, dtype=dtype), up, low
 
 
 def _fake_gradients(
@@ -118,13 +153,8 @@ def _fake_gradients(
     ]
 
 
-def _stacks(block: ExpertWeights) -> tuple[Tensor | None, ...]:
-    return block.gate_up, block.down, block.gate_up_a, block.gate_up_b, block.down_a, block.down_b
-
-
 def _flops(*arguments: Any, **_keywords: Any) -> int:
-    call = _Call.of(arguments)
-    return sum(map(call.product_flops, _stacks(call.block)))
+    return _Call.of(arguments).flops()
 
 
 def _flops_gradients(
@@ -134,32 +164,52 @@ def _flops_gradients(
     """Count the products of the input's gradient, and of the weight gradients that are needed."""
     call = _Call.of(arguments)
     need_hidden, _, *need_block = needed
-    total = sum(map(call.product_flops, _stacks(call.block)))
+    total = call.flops()
     if not need_hidden:
-        total -= call.product_flops(call.block.gate_up)
+        total -= call.product_flops(call.shape(call.block.gate_up, call.form.gate_up_packed))
     trained = zip(call.block, need_block, strict=True)
     return total + sum(
-        call.product_flops(value) for value, need in trained if need and value is not None and value.ndim == 3
+        call.product_flops(value.shape) for value, need in trained if need and value is not None and value.ndim == 3
     )
 
 
-_ARGUMENTS = ", ".join(("Tensor hidden, Tensor weights", *map(arguments_of, (RoutingPlan, ExpertWeights, _Form))))
-_FORWARD = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-_forward = operator(experts, fake=_fake, flops=_flops, signature=_FORWARD)
-_backward = operator(
-    experts_gradients, fake=_fake_gradients, flops=_flops_gradients,
-    signature="(Tensor grad, Tensor pre_activation, Tensor low_up, Tensor low_down, bool[] needed, "
-    f"{_ARGUMENTS}) -> Tensor[]",
-)  # fmt: skip
+_ARGUMENTS = ", ".join(("Tensor hidden, Tensor weights", *map(arguments_of, (RoutingPlan, ExpertWeights))))
+_STACKS = ", ".join(arguments_of(kind, prefix) for kind in (Scales, Layout) for prefix in ("up_", "down_"))
+_DENSE = f"{_ARGUMENTS}, {arguments_of(_Form)}"
+_PACKED = f"{_ARGUMENTS}, {_STACKS}, {arguments_of(_Form)}"
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+_GRADIENT = "Tensor grad, Tensor pre_activation, Tensor low_up, Tensor low_down, bool[] needed"
+
+
+def experts_4bit(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run `experts` over packed stacks."""
+    return experts(*arguments)
+
+
+def experts_4bit_gradients(*arguments: Any) -> list[Tensor]:
+    """Run `experts_gradients` over packed stacks."""
+    return experts_gradients(*arguments)
+
+
+_forward = operator(experts, fake=_fake, flops=_flops, signature=f"({_DENSE}) -> {_RESULTS}")
+_forward_4bit = operator(experts_4bit, fake=_fake, flops=_flops, signature=f"({_PACKED}) -> {_RESULTS}")
+_backward, _backward_4bit = (
+    operator(
+        function, fake=_fake_gradients, flops=_flops_gradients, signature=f"({_GRADIENT}, {arguments}) -> Tensor[]"
+    )
+    for function, arguments in ((experts_gradients, _DENSE), (experts_4bit_gradients, _PACKED))
+)
 
 
 class _ExpertsInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        out, *kept = _forward(*arguments)
-        ctx.save_for_backward(*kept, *arguments[:_TENSORS])
+        ctx.packed = len(arguments) > _TENSORS + len(_Form._fields)
+        out, *kept = (_forward_4bit if ctx.packed else _forward)(*arguments)
+        tensors = _TENSORS + 2 * _SCALES * ctx.packed
+        ctx.save_for_backward(*kept, *arguments[:tensors])
         ctx.mark_non_differentiable(*kept)
-        ctx.constants = arguments[_TENSORS:]
+        ctx.constants = arguments[tensors:]
         return out, *kept
 
     @staticmethod
@@ -168,9 +218,12 @@ class _ExpertsInGraph(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad
         kept, tensors = saved[:3], saved[3:]
         needed = [*wanted[:_INPUTS], *wanted[_INPUTS + _PLAN : _TENSORS]]
-        found = iter(_backward(grad.contiguous(), *kept, needed, *tensors, *ctx.constants))
+        run = _backward_4bit if ctx.packed else _backward
+        found = iter(run(grad.contiguous(), *kept, needed, *tensors, *ctx.constants))
         hidden, weights, *block = [next(found) if need else None for need in needed]
-        return hidden, weights, *[None] * _PLAN, *block, *[None] * len(ctx.constants)
+        rest = len(wanted) - _TENSORS
+        return hidden, weights, *[None] * _PLAN, *block, *[None] * rest
 
 
-_experts = differentiable("experts_with_gradient", _FORWARD, _ExpertsInGraph)
+_experts = differentiable("experts_with_gradient", f"({_DENSE}) -> {_RESULTS}", _ExpertsInGraph)
+_experts_4bit = differentiable("experts_4bit_with_gradient", f"({_PACKED}) -> {_RESULTS}", _ExpertsInGraph)

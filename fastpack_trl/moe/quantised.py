@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,27 @@ from fastpack_trl.kernels.dequantise import dequantise_4bit
 from fastpack_trl.moe.layout import experts_modules
 
 STACKS = ("gate_up_proj", "down_proj")
+
+
+class Scales(NamedTuple):
+    """The tensors of a `Packed`."""
+
+    absmax: Tensor
+    nested_absmax: Tensor | None
+    nested_code: Tensor | None
+    nested_offset: Tensor | None
+
+
+class Layout(NamedTuple):
+    """The constants of a `Packed`."""
+
+    quant_type: str
+    blocksize: int
+    nested_blocksize: int
+    experts: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,38 @@ class Packed:
     """
 
     state: Any
+
+    @classmethod
+    def of(cls, scales: Scales, layout: Layout) -> Packed:
+        """Return the recipe of the parts that `parts` returns."""
+        from bitsandbytes.functional import QuantState
+
+        nested = {}
+        if scales.nested_absmax is not None:
+            inner = QuantState(
+                scales.nested_absmax, code=scales.nested_code, blocksize=layout.nested_blocksize, dtype=torch.float32
+            )
+            nested = {"offset": scales.nested_offset, "state2": inner}
+        return cls(
+            QuantState(
+                scales.absmax, shape=torch.Size((layout.experts, layout.rows, layout.columns)),
+                blocksize=layout.blocksize, quant_type=layout.quant_type, dtype=layout.dtype, **nested,
+            )
+        )  # fmt: skip
+
+    def parts(self) -> tuple[Scales, Layout]:
+        """Return tensors and constants apart, as an operator takes them."""
+        state = self.state
+        inner = state.state2 if state.nested else None
+        scales = Scales(
+            state.absmax,
+            None if inner is None else inner.absmax,
+            None if inner is None else inner.code,
+            None if inner is None else state.offset,
+        )
+        experts, rows, columns = state.shape
+        nested_blocksize = 0 if inner is None else inner.blocksize
+        return scales, Layout(state.quant_type, state.blocksize, nested_blocksize, experts, rows, columns, state.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

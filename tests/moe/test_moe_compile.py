@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from moe_material import adapted, experts_of, input_ids, moe_model, norm_of_difference, routed
+from quantised_material import packed_weight
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,6 +17,7 @@ from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights
 from fastpack_trl.moe.op import _experts, experts_in_graph
+from fastpack_trl.moe.quantised import Packed
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
@@ -108,16 +111,23 @@ def test_operator_passes_torchs_own_checks() -> None:
     )
 
 
-@pytest.mark.parametrize("needed", ["all", "factors"])
+@pytest.mark.parametrize("needed", ["all", "factors", "factors of packed stacks"])
 def test_flops_of_the_operator_are_those_of_the_products(needed: str) -> None:
     module = experts_of(moe_model("qwen3_moe"))
     ids, weights = routed(6, 2, 4)
     x = torch.randn(6, 32, requires_grad=True)
     factors = [torch.randn(4, 4, width, requires_grad=True) for width in (32, 32, 16, 32)]
     module.requires_grad_(needed == "all")
-    block = ExpertWeights(module.gate_up_proj, None, module.down_proj, None, *factors)
+    stacks_of, form = [module.gate_up_proj, module.down_proj], BlockForm(Gate("silu"), False)
+    if needed.endswith("packed stacks"):
+        (up, up_state), (down, down_state) = (
+            packed_weight(tuple(s.shape), "nf4", nested=True, dtype=s.dtype) for s in stacks_of
+        )
+        stacks_of = [up, down]
+        form = replace(form, gate_up_packed=Packed(up_state), down_packed=Packed(down_state))
+    block = ExpertWeights(stacks_of[0], None, stacks_of[1], None, *factors)
     with FlopCounterMode(display=False) as counter:
-        out = experts_in_graph(x, weights, routing_plan(ids, 4), block, BlockForm(Gate("silu"), False))
+        out = experts_in_graph(x, weights, routing_plan(ids, 4), block, form)
         out.sum().backward()
     slots, stacks, low = 12, 32 * 32 + 16 * 32, [4 * 32, 4 * 32, 4 * 16, 4 * 32]
     forward = backward = stacks + sum(low)
