@@ -29,6 +29,8 @@ from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
 logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_SHORT = 512
+"""Rows up to which bitsandbytes has kernels, out of reach of autocast, that multiply without a dense weight."""
 # By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
 _QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
 
@@ -59,6 +61,7 @@ class FastLora(nn.Module):
         rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
+        through = _other_dtype(base, dtype)
         if kind == "Linear8bitLt":
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
             return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
@@ -70,9 +73,13 @@ class FastLora(nn.Module):
         else:
             dense = weight if weight.dtype == dtype else weight.to(dtype)
             frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
+        if through is not None:  # as bitsandbytes and autocast round the input, and its gradient on the way back
+            rows, dropped = x.to(through).to(dtype), rows if dropped is None else dropped
         out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
-        # bitsandbytes returns the dtype it was given, torch under autocast the compute dtype.
-        return out.to(x.dtype) if kind == "Linear4bit" else out
+        if kind != "Linear4bit":
+            return out
+        # bitsandbytes returns the dtype it was given. PEFT adds a product in the compute dtype, off CUDA in that one.
+        return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:
         """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
@@ -130,6 +137,9 @@ class FastLora(nn.Module):
         if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
             dropout = None
         dtype = _fitting_dtype(x, a, b, base, weight)
+        if dtype is not None and x.is_cuda and (other := _other_dtype(base, dtype)) and _rows(x) <= _SHORT:
+            self._fastpack_decline(f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}")
+            return None
         if dtype is None:
             kind = type(base).__name__
             self._fastpack_decline(
@@ -175,8 +185,23 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
         # Evaluation on the CPU packs the weight in a layout of its own, for good.
         if state is None or getattr(state, "packing_format_for_cpu", False):
             return None
-        return dtype if base.compute_dtype == dtype and x.shape[-1] == state.shape[1] else None
+        fits = base.compute_dtype in _AUTOCAST_INPUTS if autocast else base.compute_dtype == dtype
+        return dtype if fits and x.shape[-1] == state.shape[1] else None
     return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
+
+
+def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the 16-bit dtype that a 4-bit base casts its input to before autocast casts it to `dtype`; else None.
+
+    `bnb_4bit_compute_dtype` is what bitsandbytes asks for, and autocast has the last word in its product. By way of
+    fp32 nothing is lost.
+    """
+    other: torch.dtype | None = getattr(base, "compute_dtype", None)
+    return None if other in (None, dtype, torch.float32) else other
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
 
 
 def _autocasts(device_type: str) -> bool:
@@ -365,9 +390,4 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return "hooks on the base layer"
     if kind is LoraLinear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"
-    if base_kind.__name__ == "Linear4bit" and compute_dtype and base.compute_dtype not in (None, compute_dtype):
-        return (
-            f"bnb_4bit_compute_dtype is {base.compute_dtype}, the run computes in {compute_dtype}: set "
-            f"bnb_4bit_compute_dtype={compute_dtype}, or with load_in_4bit the model's dtype"
-        )
     return ""

@@ -180,9 +180,3 @@ def test_a_second_call_finds_the_layers_fast_and_takes_nothing_back() -> None:
     first.revert()
     assert not isinstance(layer_of(model), FastLora)
     assert str(apply_lora(torch.nn.Linear(2, 2))) == "no LoRA layers"
-
-
-def test_a_four_bit_base_in_another_dtype_than_the_run_says_what_to_set() -> None:
-    report = apply_lora(quantised("nf4"), compute_dtype=torch.bfloat16)
-    (reason,) = report.handed_over
-    assert "set bnb_4bit_compute_dtype=torch.bfloat16, or with load_in_4bit the model's dtype" in reason

@@ -11,8 +11,15 @@ from lora_material import adapted
 from fastpack_trl.testing import tiny_model
 
 
-def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A tiny llama with all decoder projections in bitsandbytes' format, and LoRA on them."""
+def quantised(
+    kind: str = "nf4",
+    *,
+    nested: bool = False,
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+    seed: int = 0,
+) -> Any:
+    """A tiny llama with LoRA, all decoder projections in bitsandbytes' format; `compute`: default that of `dtype`."""
     model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).to(dtype)
     for layer in model.model.layers:
         for block, names in (
@@ -20,7 +27,9 @@ def quantised(kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = t
             (layer.mlp, "gate_proj up_proj down_proj"),
         ):
             for name in names.split():
-                setattr(block, name, quantised_linear(getattr(block, name), kind, nested=nested, dtype=dtype))
+                setattr(
+                    block, name, quantised_linear(getattr(block, name), kind, nested=nested, dtype=compute or dtype)
+                )
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
     return adapted(model, target_modules="all-linear")
 

@@ -10,10 +10,10 @@ dataset = load_dataset("json", data_files="data/messages.jsonl", split="train").
 model = AutoModelForCausalLM.from_pretrained(
     "models/cohere2",
     attn_implementation="sdpa",
-    dtype=torch.bfloat16,
+    dtype=torch.float16,
     quantization_config=BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=torch.float16,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_quant_type="nf4",
     ),
