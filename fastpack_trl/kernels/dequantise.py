@@ -21,6 +21,38 @@ _PROBED_BLOCKS = 600
 """More than two groups of 256 scales that share a scale."""
 
 
+class Scales(NamedTuple):
+    """The tensors of a `QuantState`: fp32 scales, or scales quantised themselves with what makes them fp32."""
+
+    absmax: Tensor
+    nested_absmax: Tensor | None = None
+    nested_code: Tensor | None = None
+    nested_offset: Tensor | None = None
+
+    @classmethod
+    def of(cls, state: Any) -> Scales:
+        """Return those of bitsandbytes' `QuantState`, by reference."""
+        if not state.nested:
+            return cls(state.absmax)
+        return cls(state.absmax, state.state2.absmax, state.state2.code, state.offset)
+
+    def state(
+        self, *, quant_type: str, blocksize: int, nested_blocksize: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Any:
+        """Return a `QuantState` of these tensors and constants."""
+        from bitsandbytes.functional import QuantState
+
+        nested = {}
+        if self.nested_absmax is not None:
+            inner = QuantState(
+                self.nested_absmax, code=self.nested_code, blocksize=nested_blocksize, dtype=torch.float32
+            )
+            nested = {"offset": self.nested_offset, "state2": inner}
+        return QuantState(
+            self.absmax, shape=torch.Size(shape), blocksize=blocksize, quant_type=quant_type, dtype=dtype, **nested
+        )
+
+
 def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
     """Return the dense weight: by one kernel where it gives the bits of bitsandbytes on this device, else by those.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.kernels.dequantise import dequantise_4bit
+from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
 
 
 class BaseWeight(NamedTuple):
@@ -43,14 +43,10 @@ class BaseWeight(NamedTuple):
 def from_4bit(weight: Any) -> BaseWeight:
     """Take the parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
     state = weight.quant_state
-    inner = state.state2 if state.nested else None
     return BaseWeight(
-        weight=weight.data,
-        absmax=state.absmax,
-        nested_absmax=None if inner is None else inner.absmax,
-        nested_code=None if inner is None else inner.code,
-        nested_offset=None if inner is None else state.offset,
-        nested_blocksize=0 if inner is None else inner.blocksize,
+        weight.data,
+        *Scales.of(state),
+        nested_blocksize=state.state2.blocksize if state.nested else 0,
         blocksize=state.blocksize,
         quant_type=state.quant_type,
         out_features=state.shape[0],
@@ -71,17 +67,10 @@ def grad_input(grad: Tensor, base: BaseWeight) -> Tensor:
 
 
 def _dequantised(base: BaseWeight) -> Tensor:
-    from bitsandbytes.functional import QuantState
-
     assert base.weight is not None
-    nested = {}
-    if base.nested_absmax is not None:
-        inner = QuantState(
-            base.nested_absmax, code=base.nested_code, blocksize=base.nested_blocksize, dtype=torch.float32
-        )
-        nested = {"offset": base.nested_offset, "state2": inner}
-    state = QuantState(
-        base.absmax, shape=torch.Size((base.out_features, base.in_features)), blocksize=base.blocksize,
-        quant_type=base.quant_type, dtype=base.dtype, **nested,
+    assert base.absmax is not None
+    state = Scales(base.absmax, base.nested_absmax, base.nested_code, base.nested_offset).state(
+        quant_type=base.quant_type, blocksize=base.blocksize, nested_blocksize=base.nested_blocksize,
+        shape=(base.out_features, base.in_features), dtype=base.dtype,
     )  # fmt: skip
     return dequantise_4bit(base.weight.view(-1, 1), state)

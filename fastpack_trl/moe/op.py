@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.kernels.dequantise import Scales
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, Kept, experts_backward, experts_forward
-from fastpack_trl.moe.quantised import Layout, Packed, Scales
+from fastpack_trl.moe.quantised import Layout, Packed
 from fastpack_trl.moe.routing import RoutingPlan
 
 _INPUTS, _PLAN, _BLOCK = 2, 4, len(ExpertWeights._fields)

@@ -13,19 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.kernels.dequantise import dequantise_4bit
+from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
 from fastpack_trl.moe.layout import experts_modules
 
 STACKS = ("gate_up_proj", "down_proj")
-
-
-class Scales(NamedTuple):
-    """The tensors of a `Packed`."""
-
-    absmax: Tensor
-    nested_absmax: Tensor | None
-    nested_code: Tensor | None
-    nested_offset: Tensor | None
 
 
 class Layout(NamedTuple):
@@ -53,34 +44,19 @@ class Packed:
     @classmethod
     def of(cls, scales: Scales, layout: Layout) -> Packed:
         """Return the recipe of the parts that `parts` returns."""
-        from bitsandbytes.functional import QuantState
-
-        nested = {}
-        if scales.nested_absmax is not None:
-            inner = QuantState(
-                scales.nested_absmax, code=scales.nested_code, blocksize=layout.nested_blocksize, dtype=torch.float32
-            )
-            nested = {"offset": scales.nested_offset, "state2": inner}
-        return cls(
-            QuantState(
-                scales.absmax, shape=torch.Size((layout.experts, layout.rows, layout.columns)),
-                blocksize=layout.blocksize, quant_type=layout.quant_type, dtype=layout.dtype, **nested,
-            )
+        state = scales.state(
+            quant_type=layout.quant_type, blocksize=layout.blocksize, nested_blocksize=layout.nested_blocksize,
+            shape=(layout.experts, layout.rows, layout.columns), dtype=layout.dtype,
         )  # fmt: skip
+        return cls(state)
 
     def parts(self) -> tuple[Scales, Layout]:
         """Return tensors and constants apart, as an operator takes them."""
         state = self.state
-        inner = state.state2 if state.nested else None
-        scales = Scales(
-            state.absmax,
-            None if inner is None else inner.absmax,
-            None if inner is None else inner.code,
-            None if inner is None else state.offset,
-        )
         experts, rows, columns = state.shape
-        nested_blocksize = 0 if inner is None else inner.blocksize
-        return scales, Layout(state.quant_type, state.blocksize, nested_blocksize, experts, rows, columns, state.dtype)
+        nested_blocksize = state.state2.blocksize if state.nested else 0
+        layout = Layout(state.quant_type, state.blocksize, nested_blocksize, experts, rows, columns, state.dtype)
+        return Scales.of(state), layout
 
     @property
     def dtype(self) -> torch.dtype:
