@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.quickstart import corpus, examples
+from fastpack_trl.quickstart.corpus import source_files
 from fastpack_trl.quickstart.examples import PUBLIC, choose_example
 
 STOPPED = ".small-qwen3.partial"
@@ -22,6 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / STOPPED).mkdir()
     (folder / STOPPED / "config.json").write_text('{"model_type": ', encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def one_file_in_six(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "source_files", lambda folder: source_files(folder)[::6])
+    monkeypatch.setattr(examples, "EVERY", 1)
 
 
 def files(folder: Path) -> dict[Path, int]:

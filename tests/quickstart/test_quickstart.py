@@ -57,33 +57,41 @@ def test_corpus_answers_are_the_docstrings_python_itself_shows(text):
     assert answers["argparse.ArgumentParser"] == getdoc(argparse.ArgumentParser)
 
 
-def test_corpus_imports_none_of_what_it_reads():
-    # A fresh interpreter: this one has imported half of the library already.
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A fresh interpreter with another hash seed: its splits, and what collecting imported there.
+
+    This one has imported half of the library already.
+    """
+    folder = tmp_path_factory.mktemp("elsewhere")
     code = (
         # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
-        "import sys, json, ast, inspect, tqdm.auto; from fastpack_trl.quickstart import corpus;"
+        "import sys, json, ast, inspect, tqdm.auto; from pathlib import Path;"
+        "from fastpack_trl.quickstart import corpus;"
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
         "found = corpus.collect(progress=False);"
-        "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]))"
+        "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]));"
+        "corpus.write_splits(found, Path(sys.argv[1]), test_every=40)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    count, imported = json.loads(done.stdout)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    return folder, *json.loads(done.stdout)
+
+
+def test_corpus_imports_none_of_what_it_reads(elsewhere):
+    _, count, imported = elsewhere
     assert count > 5_000
     assert imported == []
 
 
-def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text):
-    splits = corpus.write_splits(text, tmp_path / "here", test_every=40)
+def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text, elsewhere):
+    splits = corpus.write_splits(text, tmp_path, test_every=40)
     assert sum(splits.values()) == len(text.documents)
-    code = (
-        "import sys; from pathlib import Path; from fastpack_trl.quickstart import corpus;"
-        "corpus.write_splits(corpus.collect(progress=False), Path(sys.argv[1]), test_every=40)"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, cwd=REPOSITORY, env=environment)
     for name in ("train.jsonl", "test.jsonl"):
-        here = (tmp_path / "here" / name).read_bytes()
-        assert here == (tmp_path / "there" / name).read_bytes()
+        here = (tmp_path / name).read_bytes()
+        assert here == (elsewhere[0] / name).read_bytes()
         first = json.loads(here.splitlines()[0])
         assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
 
