@@ -96,11 +96,11 @@ def _covers(packed: Tensor, state: Any) -> bool:
     return (
         packed.is_cuda
         and has_triton()
-        and packed.shape[0] != 1  # a transposed layout of old checkpoints
+        and packed.shape[0] > 1  # (1, n) is a transposed layout of old checkpoints
         and state.dtype in DTYPES
         and state.absmax.dtype == (torch.uint8 if nested else torch.float32)
-        and all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
-        and all(scale.device == packed.device for scale in (state.absmax, *scales))
+        and all(scale.dtype == torch.float32 for scale in scales)
+        and all(scale.device == packed.device and scale.is_contiguous() for scale in (state.absmax, *scales))
     )
 
 

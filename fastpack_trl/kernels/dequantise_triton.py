@@ -16,7 +16,7 @@ from torch import Tensor
 from fastpack_trl.kernels._triton import on_device_of
 
 _TILE = 1024
-"""Packed bytes per program: with 256 threads, 4 loaded and 16 (of 16-bit values) stored by each, which coalesces."""
+"""Packed bytes per program, four per thread: what it loads is 4 bytes, what it stores (of 16-bit values) is 16."""
 
 
 @triton.jit
@@ -70,6 +70,6 @@ def dequantise_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
             bytes_per_block=per_block, blocks_per_scale=0 if inner is None else inner.blocksize,
             rows=_TILE // columns, columns=columns, whole=num_values % (2 * _TILE) == 0,
             # A product and a sum rounded once would be another scale than that of bitsandbytes, which rounds both.
-            enable_fp_fusion=False, num_warps=8,
+            enable_fp_fusion=False, num_warps=_TILE // 128,
         )  # fmt: skip
     return out
