@@ -8,12 +8,13 @@ after it. Real text, public shapes with random weights.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from benchmarks.model_shapes import build_model, shape_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.moe.quantised import quantize_experts
 
 SIDES = {"eager": "off", "captured": "auto"}
@@ -44,8 +46,8 @@ class Row:
     model: str
     tokens: int
     kind: str
-    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks) or
-    ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits)."""
+    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks),
+    ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits) or ``nf4-fp16`` (`as_on_a_t4`)."""
     layers: int | None = None
     unpacked: tuple[int, int] | None = None
     """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
@@ -65,6 +67,15 @@ class Row:
             "packing": self.unpacked is None, "max_length": self.tokens,
         }  # fmt: skip
 
+    @property
+    def fp16(self) -> bool:
+        """Whether it trains in fp16 under a loss scaler, as on a device without bf16."""
+        return self.kind == "nf4-fp16"
+
+    def precision(self, device: str) -> dict[str, Any]:
+        """Return the arguments of `SFTConfig` that say in which dtype it trains."""
+        return {"bf16": device == "cuda" and not self.fp16, "fp16": device == "cuda" and self.fp16}
+
 
 SMALL = Row("small", 512, "lora")
 """For a CPU, where nothing is captured: it shows that the case runs."""
@@ -76,7 +87,8 @@ ROWS = {
         Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 2048, "full"),
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
         Row("small", 512, "lora", unpacked=(2, 4)), Row("qwen3-0.6b", 1024, "lora", unpacked=(2, 4)),
-        Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)),
+        Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)), Row("small", 512, "nf4-fp16", unpacked=(2, 4)),
+        Row("qwen3-0.6b", 1024, "nf4-fp16", unpacked=(2, 4)), Row("qwen3-8b", 1024, "nf4-fp16", unpacked=(2, 4)),
     )
 }  # fmt: skip
 
@@ -144,8 +156,8 @@ def _wait() -> None:
 
 def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any]:
     """Return the model of `row` for rows of up to so many tokens, and the adapters that a trainer is to put in."""
-    if row.kind in ("lora", "nf4"):
-        base = "nf4" if row.kind == "nf4" else "bf16"
+    if row.kind in ("lora", "nf4", "nf4-fp16"):
+        base = "bf16" if row.kind == "lora" else row.kind
         return build(LoraModel(row.model, base), layers=row.layers, positions=positions, seed=seed, device=device), None
     shape = replace(shape_of(row.model).cut_to(row.layers), weights=torch.bfloat16)
     model = build_model(shape, positions=positions, seed=seed, device=device)
@@ -159,6 +171,24 @@ def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any
     return model, LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=stacks
     )
+
+
+@contextlib.contextmanager
+def as_on_a_t4(row: Row) -> Iterator[None]:
+    """Let devices say, for rows in fp16, that their compute capability is 7.5; both sides choose by it."""
+    if not row.fp16:
+        yield
+        return
+    with attribute_set(torch.cuda, "get_device_capability", lambda device=None: (7, 5)):
+        yield
+
+
+def scalable(trainer: Any) -> Any:
+    """Return the trainer, its adapters in fp32 where stock would end in its first step: no kernel unscales bf16."""
+    for parameter in trainer.model.parameters() if trainer.args.fp16 else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return trainer
 
 
 def material(row: Row, device: str, seed: int) -> dict[str, Any]:
@@ -182,8 +212,8 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
             output_dir=folder, max_steps=LONG_RUN, learning_rate=1e-4, logging_steps=20, save_strategy="no",
-            report_to="none", seed=seed, disable_tqdm=True, bf16=device == "cuda", use_cpu=device != "cuda",
-            cuda_graph=SIDES[side], **row.arguments,
+            report_to="none", seed=seed, disable_tqdm=True, use_cpu=device != "cuda", cuda_graph=SIDES[side],
+            **row.precision(device), **row.arguments,
         )  # fmt: skip
         trainer = FastSFTTrainer(args=args, callbacks=[watch, EndsAfter(steps)], **given)
         trainer.train()

@@ -3,7 +3,8 @@
 The sides are stock and ours at its defaults. Ours compiles where the steps that are left pay for it, so each length is
 a run of its own, and so are the first steps of a long run, in which everything is on. Inductor's and Triton's caches
 are empty (``cold``) or as the cold long run left them (``warm``). Stock compiles nothing: its shorter runs are the
-first steps of the longest.
+first steps of the longest. Rows named ``nf4-fp16`` train in fp16 on a device that says it is a T4: they show what is
+chosen there, not how fast one is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.captured import ROWS, SMALL, Row, material
+from benchmarks.captured import ROWS, SMALL, Row, as_on_a_t4, material, scalable
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -72,14 +73,15 @@ def measure_run(row: Row, side: str, length: Length, device: str, seed: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             output_dir=folder, max_steps=LONG_RUN if length.long else last, learning_rate=1e-4, logging_steps=10,
-            save_strategy="no", report_to="none", seed=seed, disable_tqdm=True, bf16=device == "cuda",
-            use_cpu=device != "cuda", **row.arguments,
+            save_strategy="no", report_to="none", seed=seed, disable_tqdm=True, use_cpu=device != "cuda",
+            **row.precision(device), **row.arguments,
         )  # fmt: skip
         callbacks = [watch, EndsAfter(last)]
-        trainer = (SFTTrainer if side == "stock" else FastSFTTrainer)(args=args, callbacks=callbacks, **given)
-        watch.begin = time.perf_counter()
-        trainer.train()
-        total = time.perf_counter() - watch.begin
+        with as_on_a_t4(row):
+            trainer = (SFTTrainer if side == "stock" else FastSFTTrainer)(args=args, callbacks=callbacks, **given)
+            watch.begin = time.perf_counter()
+            scalable(trainer).train()
+            total = time.perf_counter() - watch.begin
     found: dict[str, Any] = {
         "seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer),
         "step_seconds": (watch.seconds[last] - watch.seconds.get(last // 2, 0.0)) / (last - last // 2),

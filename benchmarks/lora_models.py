@@ -29,12 +29,17 @@ class LoraModel:
 
     shape: str
     base: str
-    """``bf16``, ``fp32`` or ``nf4`` (bitsandbytes, double quantisation)."""
+    """``bf16``, ``fp32``, ``nf4`` (bitsandbytes, double quantisation) or ``nf4-fp16`` (for devices without bf16)."""
     layers: int | None = None
 
     @property
     def name(self) -> str:
         return f"{self.shape} {'NF4 QLoRA' if self.base == 'nf4' else f'{self.base} LoRA'}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is not in four bits; 4-bit products are computed in it too."""
+        return {"fp32": torch.float32, "nf4-fp16": torch.float16}.get(self.base, torch.bfloat16)
 
 
 MODELS = {
@@ -57,10 +62,9 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
     from peft import LoraConfig, get_peft_model
 
     shape = shape_of(model.shape).cut_to(layers)
-    dtype = torch.float32 if model.base == "fp32" else torch.bfloat16
-    base = build_model(replace(shape, weights=dtype), positions=positions, seed=seed, device=device)
-    if model.base == "nf4":
-        quantise(base, device)
+    base = build_model(replace(shape, weights=model.dtype), positions=positions, seed=seed, device=device)
+    if model.base.startswith("nf4"):
+        quantise(base, device, model.dtype)
     config = LoraConfig(
         r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
     )
@@ -72,7 +76,7 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
     return peft
 
 
-def quantise(model: Any, device: str) -> None:
+def quantise(model: Any, device: str, compute_dtype: torch.dtype = torch.bfloat16) -> None:
     """Replace the projections of the decoder by bitsandbytes' NF4 layers with double quantisation, in place."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -81,7 +85,7 @@ def quantise(model: Any, device: str) -> None:
             if type(child) is not nn.Linear:
                 continue
             layer = Linear4bit(
-                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=torch.bfloat16,
+                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute_dtype,
                 quant_type="nf4", compress_statistics=True, device="meta",
             )  # fmt: skip
             layer.weight = Params4bit(

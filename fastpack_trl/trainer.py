@@ -21,6 +21,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
@@ -84,6 +85,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         check_given(given)
         super().__init__(*args, **kwargs)
         self._fastpack_quantize(self.model)  # where nobody has moved the model
+        run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
             run.keep(SyncFreeStep(self.model))  # before accelerate wraps the model
         choose_attention(run, by_name=isinstance(given["model"], str))

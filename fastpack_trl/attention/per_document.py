@@ -35,6 +35,8 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 _flash_cpu, _flash_cpu_backward = (found(path) for path in NEEDS["per_document on the CPU"])
 _HAS_FLASH_CPU = not lacks("per_document on the CPU")
+FLASH_CAPABILITY = (8, 0)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class PerDocumentLayer(NamedTuple):
@@ -47,6 +49,8 @@ class PerDocumentLayer(NamedTuple):
     """Per window: (max_seqlen, max_seqlen) additive float mask of the band; (2, 2) where no segment exceeds it."""
     compiled: Any = None
     """The same row for a compiled layer, where one call per document cannot be part of a graph."""
+    repeats: bool = False
+    """Key heads are repeated for the queries of their group: no kernel of the device takes fewer of them."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend segment by segment.
@@ -64,7 +68,9 @@ class PerDocumentLayer(NamedTuple):
         # made again for such a row.
         alone = not torch.compiler.is_compiling() and self.cu_seqlens.shape[0] == 2
         if plain and (alone or query.device.type != "cpu"):
-            return _native_sdpa(query, key, value, self.cu_seqlens, band, window, scale)
+            # The kernels that take a mask take no groups of heads.
+            repeats = self.repeats or (query.is_cuda and band is not None)
+            return _native_sdpa(query, key, value, self.cu_seqlens, band, window, scale, repeats)
         softcap = softcap or NO_SOFTCAP
         out: Tensor = _attention(
             query, key, value, self.cu_seqlens, sinks, band, window, scale, softcap, self.max_seqlen
@@ -93,10 +99,20 @@ class PerDocument(Backend):
         return calls if device != "cpu" else ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
-        return prepare(batch, features.windows, device)
+        return prepare(batch, features.windows, device, repeats=not has_grouped_kernel(features))
 
 
-def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> PerDocumentLayer:
+def has_grouped_kernel(features: ModelFeatures) -> bool:
+    """Return whether `scaled_dot_product_attention` has a fused kernel with fewer key heads: on CUDA, flash alone."""
+    if features.device_type != "cuda":
+        return True
+    capable = features.capability is None or features.capability >= FLASH_CAPABILITY
+    return capable and features.compute_dtype in FLASH_DTYPES
+
+
+def prepare(
+    batch: PackedBatch, windows: frozenset[int], device: torch.device, *, repeats: bool = False
+) -> PerDocumentLayer:
     """Build the layers' view of `batch`; at most one band per window."""
 
     def build() -> PerDocumentLayer:
@@ -111,16 +127,20 @@ def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -
                 else torch.zeros(band.shape, device=device).masked_fill_(~band, -torch.inf)
             )
         lengths = torch.tensor((0, *batch.segment_lengths), dtype=torch.int32)
-        return PerDocumentLayer(lengths.cumsum(0, dtype=torch.int32), batch.bucketed_max_seqlen, bands)
+        ends = lengths.cumsum(0, dtype=torch.int32)
+        return PerDocumentLayer(ends, batch.bucketed_max_seqlen, bands, repeats=repeats)
 
     return batch.derive(("per_document", device), build)
 
 
 def _native_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, band: Tensor | None, window: int, scale: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, band: Tensor | None, window: int, scale: float,
+    repeats: bool,
+) -> Tensor:  # fmt: skip
     """Call `scaled_dot_product_attention` per segment, with torch's own autograd: for devices with a fused kernel."""
     outs = []
+    if repeats and query.shape[1] != key.shape[1]:
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     bounds = cu_seqlens.tolist()  # a host tensor: no device is asked
     for start, end in pairwise(bounds):
         mask = corner(band, end - start, window)

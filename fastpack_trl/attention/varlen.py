@@ -31,8 +31,7 @@ from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 MAX_HEAD_DIM = 256
-LEAST_CAPABILITY = (8, 0)
-DTYPES = (torch.bfloat16, torch.float16)
+LEAST_CAPABILITY, DTYPES = per_document.FLASH_CAPABILITY, per_document.FLASH_DTYPES
 _HEAD_ALIGNMENT = 8
 # The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
 # elements with an int32.

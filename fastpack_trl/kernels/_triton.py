@@ -12,6 +12,8 @@ on_device_of = torch.cuda.device_of
 """A context manager: Triton launches on the current device, which is not that of a layer on another one."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_CAPABILITY = (8, 0)
+"""Of the devices that Triton supports; those before have no conversions of bf16 either."""
 
 
 @lru_cache(maxsize=1)
@@ -20,7 +22,14 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@lru_cache
+def is_supported(device: torch.device) -> bool:
+    """Return whether Triton has support for a CUDA device."""
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Return whether a kernel may take these tensors: on CUDA, contiguous or not, in fp32, bf16 or fp16."""
     given = [tensor for tensor in tensors if tensor is not None]
-    return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in given) and has_triton()
+    covered = all(tensor.is_cuda and tensor.dtype in DTYPES and is_supported(tensor.device) for tensor in given)
+    return covered and has_triton()

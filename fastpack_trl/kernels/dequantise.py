@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import DTYPES, has_triton
+from fastpack_trl.kernels._triton import DTYPES, has_triton, is_supported
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def _covers(packed: Tensor, state: Any) -> bool:
     return (
         packed.is_cuda
         and has_triton()
+        and is_supported(packed.device)
         and packed.shape[0] > 1  # (1, n) is a transposed layout of old checkpoints
         and state.dtype in DTYPES
         and state.absmax.dtype == (torch.uint8 if nested else torch.float32)

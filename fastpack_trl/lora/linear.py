@@ -24,6 +24,7 @@ from fastpack_trl.lora.projection import lora_projection, low_rank
 from fastpack_trl.lora.report import LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
+from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
 
 logger = logging.get_logger(__name__)
@@ -388,6 +389,8 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
     if has_hooks(base) or hasattr(base, "_hf_hook"):
         return "hooks on the base layer"
+    if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
+        return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
     if kind is LoraLinear and type(base.weight.data) is not Tensor:
         return f"weights of type {type(base.weight.data).__name__}"
     return ""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from accelerate.logging import get_logger
 
+from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.measured_speed import measured, what_trains
@@ -39,6 +40,8 @@ def moe(run: Run) -> Iterator[None]:
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"
     faster, note = measured(run.device.type, what_trains(model)) if present else (True, "")
+    if present and run.device.type == "cuda" and not is_supported(run.device):
+        faster, note = False, "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
     if not why and not faster and setting == "auto" and not quantised:
         why = note
     if why and quantised:

@@ -1,0 +1,269 @@
+"""Devices without bf16 (T4): what is chosen there, and training under the loss scaler of fp16, as stock's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_material import adapted
+from old_device import T4, add_scaler, forced_capability
+from quantised_material import quantised
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl.attention.backends import choose
+from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel, prepare
+from fastpack_trl.attention.reference import NO_WINDOW
+from fastpack_trl.kernels._triton import is_supported
+from fastpack_trl.lora import linear
+from fastpack_trl.model import precision
+from fastpack_trl.model.facts import read_features
+from fastpack_trl.model.precision import emulates_bf16, fit_precision, unscales_bf16
+from fastpack_trl.moe.moe import moe
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.run import Run
+from fastpack_trl.step.cuda_graph import unavailable
+from fastpack_trl.testing import tiny_model
+
+CUDA = torch.device("cuda", 0)
+OVERFLOW = 2.0**40
+"""A loss scale with which gradients are infinite in fp16."""
+UNPACKED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+"""TRL's notebooks."""
+SKIPPING = {"packing": True, "optim": "adamw_torch"}
+
+
+class Overflows(TrainerCallback):
+    """Sets a loss scale that is too high at the end of a step, and notes the scale at the end of each."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.scales, self.trainer = after, [], None  # type: ignore[var-annotated]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        scaler = self.trainer.accelerator.scaler  # type: ignore[attr-defined]
+        self.scales.append(scaler.get_scale())
+        if state.global_step == self.after:
+            scaler.update(OVERFLOW)
+
+
+def run(cls: type[SFTTrainer], folder: Path, model: Any, *, device: str = "cpu", **more: Any) -> tuple[Any, Overflows]:
+    """Six steps of which the fourth overflows; the scale goes back to what it was."""
+    watch = Overflows(after=3)
+    fields = settings(
+        folder, fp16=True, max_steps=6, eval_strategy="no", use_cpu=device == "cpu", warmup_steps=0, **more
+    )
+    trainer = cls(
+        model.to(device), args=(FastSFTConfig if cls is FastSFTTrainer else SFTConfig)(**fields), callbacks=[watch],
+        train_dataset=make_dataset("text", 120), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    options = {"init_scale": 2.0**12, "backoff_factor": 2.0**-28}
+    if device == "cpu":
+        add_scaler(trainer, **options)
+    else:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cuda", **options)
+        for parameter in trainer.model.parameters():  # stock ends in its first step where adapters are in bf16
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    watch.trainer = trainer
+    trainer.train()
+    return trainer, watch
+
+
+def assert_same_run(ours: tuple[Any, Overflows], stock: tuple[Any, Overflows], rtol: float, norm: float) -> None:
+    """Losses within `rtol`, norms of gradients within `norm`, all that counts equal."""
+    assert ours[1].scales == stock[1].scales == [2.0**12] * 6
+    mine, theirs = figures(ours[0]), figures(stock[0])
+    assert [row.keys() for row in mine] == [row.keys() for row in theirs]
+    for step, (row, expected) in enumerate(zip(mine[:6], theirs[:6], strict=True), start=1):
+        for name in ("num_tokens", "learning_rate"):
+            assert row[name] == expected[name], (step, name)
+        assert row["loss"] == pytest.approx(expected["loss"], rel=rtol)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm, nan_ok=True)
+        assert (row["grad_norm"] - row["grad_norm"] == 0) == (step != 4)
+    # A fused optimizer leaves the step out on the device, where the schedule does not see it.
+    skipped = "fused" not in str(ours[0].args.optim.value)
+    assert (mine[3]["learning_rate"] == mine[4]["learning_rate"]) == skipped
+
+
+@pytest.mark.parametrize("more", [UNPACKED, {"packing": True, "gradient_accumulation_steps": 2}, SKIPPING])
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
+    lora: bool, more: dict[str, Any], tmp_path: Path
+) -> None:
+    runs = [
+        run(cls, tmp_path / cls.__name__, adapted("qwen3") if lora else tiny_model("qwen3"), **more)
+        for cls in (FastSFTTrainer, SFTTrainer)
+    ]
+    assert_same_run(*runs, rtol=5e-4, norm=5e-3)
+    report = runs[0][0].fastpack_report
+    on = {line.feature for line in report if line.status == "on"}
+    assert {"packed_attention", "sync_free", *(["lora"] if lora else [])} <= on
+    assert ("merge_accumulation" in on) == ("gradient_accumulation_steps" in more)
+    assert "the loss scaler of fp16 asks the device" in report["sync_free"].reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "grouped"),
+    [
+        (torch.float16, T4, False), (torch.bfloat16, T4, False), (torch.float16, (8, 0), True),
+        (torch.bfloat16, (9, 0), True), (torch.float32, (9, 0), False),
+    ],
+)  # fmt: skip
+def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_them(
+    dtype: torch.dtype, capability: tuple[int, int], grouped: bool
+) -> None:
+    features = replace(
+        read_features(tiny_model("qwen3")), device_type="cuda", capability=capability, compute_dtype=dtype
+    )
+    assert has_grouped_kernel(features) is grouped
+    choice = choose("auto", features)
+    assert (choice.path == "varlen") == (capability >= (8, 0) and dtype != torch.float32)
+    if choice.path == "per_document":
+        assert "calls a kernel per document" in choice.refuses_compile
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("window", [NO_WINDOW, 5])
+def test_repeated_heads_give_what_grouped_ones_do(window: int, device: str) -> None:
+    torch.manual_seed(0)
+    batch = PackedBatch.from_lengths((3, 17, 1, 9)).to(torch.device(device))
+    layer = prepare(batch, frozenset({window} - {NO_WINDOW}), torch.device(device))
+    drawn = [torch.randn(1, heads, 30, 8, device=device) for heads in (6, 2, 2)]
+    results = []
+    for repeats in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in drawn]
+        out = _native_sdpa(*leaves, layer.cu_seqlens, layer.bands.get(window), window, 0.3, repeats)
+        out.sin().sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for grouped, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, grouped)
+
+
+def test_graphs_and_kernels_of_triton_are_for_capability_8_on() -> None:
+    with forced_capability():
+        assert not is_supported(CUDA)
+        assert unavailable(CUDA) == "needs compute capability 8.0, this device has 7.5"
+        assert emulates_bf16(CUDA)
+        assert not emulates_bf16(torch.device("cpu"))
+    with forced_capability((8, 0)):
+        assert is_supported(CUDA)
+        assert not unavailable(CUDA)
+        assert not emulates_bf16(CUDA)
+
+
+def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = FastSFTTrainer(
+        tiny_model("qwen3_moe"), args=FastSFTConfig(**settings(tmp_path, eval_strategy="no")),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    fast = trainer.fastpack_run
+    fast.training = True
+    monkeypatch.setattr(Run, "device", property(lambda self: CUDA))
+    for capability, status in ((T4, "stock"), ((8, 0), "on")):
+        with forced_capability(capability), moe(fast):
+            assert fast.report["moe"].status == status
+    with forced_capability(), moe(fast):
+        assert "its kernels need compute capability 8.0" in fast.report["moe"].reason
+    fast.settings = replace(fast.settings, moe="on")
+    with forced_capability(), moe(fast):
+        assert fast.report["moe"].status == "on"
+
+
+def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "emulates_bf16", lambda device: True)
+    model = quantised("nf4", compute=torch.float16)
+    report = apply_lora(model, compute_dtype=torch.bfloat16)
+    assert not report.fast
+    assert "bf16 is emulated on this device" in str(report)
+    assert len(apply_lora(model, compute_dtype=torch.float16).fast) == 14
+    assert len(apply_lora(adapted("llama"), compute_dtype=torch.bfloat16).fast) == 14
+
+
+def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = settings(tmp_path, fp16=True, eval_strategy="no")
+    trainer = FastSFTTrainer(
+        quantised("nf4", compute=torch.float16), args=FastSFTConfig(**fields), train_dataset=make_dataset("text"),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    adapters = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert {p.dtype for p in adapters} == {torch.bfloat16}  # TRL's
+    assert fit_precision(trainer) == {}  # no scaler on a CPU
+    add_scaler(trainer)
+    assert unscales_bf16(torch.device("cpu"))
+    assert fit_precision(trainer) == {}
+    monkeypatch.setattr(precision, "unscales_bf16", lambda device: False)
+    assert fit_precision(trainer)["adapters"].startswith("28 bf16 -> fp32")
+    assert {p.dtype for p in adapters} == {torch.float32}
+
+
+def trained(kind: str) -> Any:
+    if kind == "nf4":
+        return quantised("nf4", nested=True, dtype=torch.float16)
+    return adapted("qwen3") if kind == "lora" else tiny_model("qwen3")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("more", [UNPACKED, {"packing": True}])
+@pytest.mark.parametrize("kind", ["nf4", "lora", "full"])
+def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    with forced_capability():
+        runs = [
+            run(cls, tmp_path / cls.__name__, trained(kind), device="cuda", **more)
+            for cls in (FastSFTTrainer, SFTTrainer)
+        ]
+    assert_same_run(*runs, rtol=1e-3, norm=2e-2)
+    report = runs[0][0].fastpack_report
+    assert report["packed_attention"].path == "per_document"
+    assert report["layer_compile"].status == "off"
+    assert "needs compute capability 8.0" in report["cuda_graph"].reason
+    if kind != "full":
+        assert report["lora"].path == "fast"
+
+
+@pytest.mark.cuda
+def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_path: Path) -> None:
+    assert not unscales_bf16(CUDA), "torch has the kernel now: `fit_precision` need not cast any more"
+    for cls, config in ((SFTTrainer, SFTConfig), (FastSFTTrainer, FastSFTConfig)):
+        fields = settings(tmp_path, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)
+        trainer = cls(
+            quantised("nf4", dtype=torch.float16).to("cuda"), args=config(**fields), train_dataset=make_dataset("text"),
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        if cls is SFTTrainer:
+            with pytest.raises(NotImplementedError, match="BFloat16"):
+                trainer.train()
+            continue
+        assert "bf16 -> fp32" in trainer.fastpack_report.facts["adapters"]
+        trainer.train()
+        assert len(trainer.state.log_history) >= 4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compute", [torch.float16, torch.float32])
+def test_the_compute_dtype_of_a_4_bit_base_under_bf16_autocast_is_peft_s_on_cuda(compute: torch.dtype) -> None:
+    """Below and above the number of rows up to which bitsandbytes multiplies in its own dtype."""
+    import copy
+
+    stock = quantised("nf4", nested=True, dtype=torch.float16, compute=compute)
+    stock = stock.base_model.model.model.layers[0].mlp.up_proj.cuda()
+    fast = copy.deepcopy(stock)
+    apply_lora(fast, compute_dtype=torch.bfloat16)
+    for rows in (1, 100, 512, 513, 3000):
+        results = []
+        for layer in (stock, fast):
+            torch.manual_seed(rows)
+            leaf = torch.randn(rows, 64, device="cuda", dtype=torch.float16).requires_grad_()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = layer(leaf)
+            out.float().sin().sum().backward()
+            results.append((out, leaf.grad))
+        for theirs, ours in zip(*results, strict=True):
+            assert ours.dtype == theirs.dtype, (rows, compute)
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
