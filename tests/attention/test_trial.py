@@ -78,10 +78,10 @@ def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch
     features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.prepare
     assert trial.failure(backend, features) == ""
 
-    def one_document(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+    def one_document(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
         return right(PackedBatch.from_lengths((batch.total_tokens,)), windows, device)
 
-    def without_window(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+    def without_window(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
         layer = right(batch, windows, device)
         return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
 
