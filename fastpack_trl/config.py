@@ -112,7 +112,7 @@ class Settings:
         metadata={
             "help": "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
             "step is faster and enough steps are left to pay for it), on, or off. Costs ten seconds to a minute per "
-            "kind at the first packed row; later runs find most of it in Inductor's cache."
+            "kind at the first packed row, by auto in the second step; later runs find most of it in Inductor's cache."
         },
     )
     cuda_graph: str = field(

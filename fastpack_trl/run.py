@@ -74,7 +74,9 @@ class Run:
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
         merged_tokens: of a row up to which micro-batches of a step run as one; 0 where they run one by one.
-        seconds: host time of what is done once before and in the first step, by name: ``compile``, ``proof``, ``plan``.
+        seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
+            it or in the second.
+        in_first_step: no optimizer step of this `train` has ended.
         waiting: each says whether something is still to be decided in the first steps.
         undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
     """
@@ -98,6 +100,7 @@ class Run:
         self.version = 0
         self.merged_tokens = 0.0
         self.seconds: dict[str, float] = {}
+        self.in_first_step = False
         self.waiting: list[Callable[[], bool]] = []
         self.undo: list[Callable[[], Callable[[], None]]] = []
 

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
@@ -83,10 +84,8 @@ def saved_bytes(
     known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     counted = [_Counted(level, known) for _ in layers]
     with layer_functions(layers, [(function, True) for function in counted]):
-        leaf, hidden = run(tokens)
-        totals = [0 if function.saved is None else function.saved.total for function in counted]
-        torch.autograd.grad(hidden.float().sum(), leaf)  # the level must also survive its backward pass
-    return totals
+        run(tokens)
+        return [0 if function.saved is None else function.saved.total for function in counted]
 
 
 def trace_levels(
@@ -111,7 +110,8 @@ def trace_levels(
         levels: those to measure, `KEEP` among them.
         room: bytes that a timed pass may take; its row is halved until it keeps no more.
         ample: returns whether there is so much memory for what `KEEP` keeps that no other level is likely to be needed:
-            then nothing is timed, and `CHECKPOINT` is measured in case it is all the same.
+            then nothing is timed, and of the others `CHECKPOINT` alone is measured, by its forward pass, in case it is
+            all the same.
 
     Returns:
         The costs, and for each level that this model cannot run, why.
@@ -120,8 +120,8 @@ def trace_levels(
     products: dict[Level, float] = {}
     seconds: dict[Level, float] = {}
     failed: dict[Level, str] = {}
-    base: tuple[float, float] | None = None
-    needed = set(levels) - {Level.OFFLOAD}
+    base: tuple[Products, float] | None = None
+    much, needed = False, set(levels) - {Level.OFFLOAD}
     # A hook on a parameter would see each gradient that is asked for.
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad and not p._backward_hooks]
     with training(model), users_hooks_off(model):
@@ -134,8 +134,11 @@ def trace_levels(
                     Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
                 ]
                 if level is Level.KEEP and ample(grown):
-                    timed_tokens, needed = None, {Level.KEEP, Level.CHECKPOINT}
-                flops = _products(layers, level, run, parameters)
+                    timed_tokens, much, needed = None, True, {Level.KEEP, Level.CHECKPOINT}
+                if much and base is not None:
+                    flops = Products(base[0].forward, base[0].total + base[0].forward)
+                else:  # the level must also survive its backward pass
+                    flops = _products(layers, level, run, parameters)
                 if timed_tokens is not None and level is Level.KEEP:
                     timed_tokens = _fitting(layers, run, _within(room, grown, timed_tokens), parameters)
                 timed = None if timed_tokens is None else _seconds(layers, level, run, timed_tokens, parameters)
@@ -146,7 +149,7 @@ def trace_levels(
                 continue
             growth[level] = grown
             base = base or (flops, timed or 0.0)
-            products[level] = max(0.0, flops - base[0]) / base[0]
+            products[level] = max(0.0, flops.total - base[0].total) / base[0].total
             recompute = products[level] if timed is None else max(0.0, timed - base[1]) / len(layers)
             if timed is None and level is not Level.KEEP:
                 recompute += _POINTWISE_SHARE
@@ -163,7 +166,7 @@ def _add_offload(
     seconds: dict[Level, float],
     copy_seconds: Callable[[int], float],
     timed_tokens: int | None,
-    base: tuple[float, float] | None,
+    base: tuple[Products, float] | None,
 ) -> None:
     """Add `OFFLOAD`, made from `CHECKPOINT`: no bytes kept, and what a copy takes longer than a layer's backward."""
     inputs = growth[Level.CHECKPOINT]
@@ -174,12 +177,6 @@ def _add_offload(
         layer = base[1] / len(inputs) * 2 / 3 + seconds[Level.CHECKPOINT]
         exposed = max(0.0, copy_seconds(inputs[-1].at(timed_tokens, timed_tokens)) - layer)
     seconds[Level.OFFLOAD] = (seconds[Level.CHECKPOINT] + exposed) * 1.02 or 1e-9
-
-
-def _pass(run: DecoderRun, tokens: int, parameters: Sequence[Tensor]) -> None:
-    """Run forward and backward, with the gradients of weights that a step computes; none is kept."""
-    leaf, hidden = run(tokens)
-    torch.autograd.grad(hidden.float().sum(), [leaf, *parameters], allow_unused=True)
 
 
 def _sdpa_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
@@ -200,14 +197,46 @@ _GROUPED_HEADS = {
 }
 
 
+class Products(NamedTuple):
+    """Operations of the matrix products of a pass."""
+
+    forward: float
+    total: float
+    """Of forward and backward, with what backward computes again."""
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up operations by torch's formulas. `FlopCounterMode` also follows the modules, in three times the time."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_GROUPED_HEADS).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        out = func(*args, **keywords)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            self.total += formula(*args, **keywords, out_val=out)
+        return out
+
+
 def _products(
     layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, parameters: Sequence[Tensor]
-) -> float:
-    """Return the operations of the matrix products of forward and backward at `level`."""
-    functions = layer_functions(layers, [(level_function(level), True)] * len(layers))
-    with functions, FlopCounterMode(display=False, custom_mapping=_GROUPED_HEADS) as counter:
-        _pass(run, PROBE_TOKENS[0], parameters)
-    return float(counter.get_total_flops())
+) -> Products:
+    with layer_functions(layers, [(level_function(level), True)] * len(layers)), _Counter() as counter:
+        leaf, hidden = run(PROBE_TOKENS[0])
+        forward = counter.total
+        _backward(leaf, hidden, parameters)
+    return Products(forward, counter.total)
+
+
+def _backward(leaf: Tensor, hidden: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Run backward with the gradients of weights that a step computes; none is kept."""
+    torch.autograd.grad(hidden.float().sum(), [leaf, *parameters], allow_unused=True)
 
 
 def _seconds(
@@ -223,7 +252,7 @@ def _seconds(
         for _ in range(3):
             _synchronize()
             start = time.perf_counter()
-            _pass(run, tokens, parameters)
+            _backward(*run(tokens), parameters)
             _synchronize()
             times.append(time.perf_counter() - start)
     return min(times[1:])

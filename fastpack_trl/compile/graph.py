@@ -73,11 +73,15 @@ class CompiledLayer:
         self._layer = _floats_as_constants(compiled(_separate_code(_run_layer, name)))
         with_checkpoint = compiled(_separate_code(_run_checkpointed, f"{name}_checkpointed"))
         self._with_checkpoint = _floats_as_constants(with_checkpoint)
+        self._traced: set[str] = set()
 
     def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
         """Run `call` with other hidden states; the layer's output, and what was recorded."""
         _mark_dynamic(hidden, call.kwargs)
         place = call.place
+        if place not in self._traced:
+            self._traced.add(place)
+            _mark_constant(call, hidden)
         forward = _forward_of(call.layer, checkpointed=place != "alone")
         if place == "outside":
             return self._with_checkpoint(
@@ -212,6 +216,27 @@ def _mark_dynamic(hidden: Tensor, kwargs: dict[str, Any]) -> None:
             for dim, length in enumerate(tensor.shape):
                 if length > 1 if name == "packed_layer" else dim == 1 and length == tokens:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _mark_constant(call: LayerCall, hidden: Tensor) -> None:
+    """Tell the compiler which sizes are those of the model, before it traces a call.
+
+    It would make symbols of them, then find each to be a constant at its first use with a parameter: of adapters that
+    were cast for the model (`apply_lora`), the rank stays a symbol to the end, and every shape is a formula in it.
+    """
+    mark = torch._dynamo.mark_static
+    for dim in (0, 2):
+        mark(hidden, dim)
+    for name, value in call.kwargs.items():
+        for tensor in _tensors(value) if name != "packed_layer" else ():
+            for dim in range(tensor.ndim):
+                if dim not in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
+                    mark(tensor, dim)
+    for module in call.layer.modules():
+        cast = getattr(module, "fastpack_cast", None)
+        if cast is not None:
+            mark(cast.a)
+            mark(cast.b)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -48,6 +48,7 @@ class Settings:
         verbose: print one line per compilation to stderr.
         hooked: layers that run as they are for a hook of the user.
         left: returns what is left of the run, after a row of that many tokens; None: compile whatever is left.
+        early: returns whether it is too early to decide.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Settings:
         on_change: Callable[[], None],
         verbose: bool,
         hooked: HookedLayers,
-        left: Callable[[int], StepsLeft] | None = None,
+        left: Callable[[int], StepsLeft] | None,
+        early: Callable[[], bool],
     ) -> None:
         import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
 
@@ -67,6 +69,7 @@ class Settings:
         self.verbose = verbose
         self.hooked = hooked
         self.left = left
+        self.early = early
         limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
         self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit, OSError)
 
@@ -115,6 +118,8 @@ class LayerKind:
             return stock(*args[:1])
         place = call.place
         if place not in self._tried:
+            if self._settings.early():
+                return stock(args[0])
             self._tried.add(place)
             self._decide(call, stock)
             if self.path == "eager":

@@ -35,6 +35,8 @@ def layer_compile(run: Run) -> Iterator[None]:
         run.model,
         measure=weighs,
         left=run.steps_left if weighs else None,
+        # The first step shows within seconds that the run works, and how long merged rows are.
+        early=(lambda: run.in_first_step) if weighs else None,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:

@@ -37,10 +37,12 @@ class CompiledLayers:
     Attributes:
         kinds: one `LayerKind` per kind of decoder layer, with its path, its reason and the seconds of compilation.
         hooked: layers that run as they are for a hook of the user.
+        waits: what has to pass before any kind is decided, as `reason` says it.
     """
 
     def __init__(self) -> None:
         self.kinds: list[LayerKind] = []
+        self.waits = ""
         self.hooked = HookedLayers({}, lambda: None)
 
     @property
@@ -68,7 +70,7 @@ class CompiledLayers:
         if found:
             layers = "1 layer runs" if len(found) == 1 else f"{len(found)} layers run"
             said.append(f"{layers} eager for {found[0]}: remove it to have them compiled")
-        return "; ".join([*said, *(f"{name} is compiled at its first packed row" for name in waiting)])
+        return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
 
     def _hooked(self) -> list[str]:
         """Return the hook of each layer that would be compiled without it."""
@@ -82,6 +84,7 @@ def compiled_layers(
     *,
     measure: bool = False,
     left: Callable[[int], StepsLeft] | None = None,
+    early: Callable[[], bool] | None = None,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
     _backend: str | Callable[..., Any] = "inductor",
@@ -108,6 +111,7 @@ def compiled_layers(
             Costs some fifteen layer steps.
         left: returns what is left of the run, after a row of that many tokens: layers are then compiled only where it
             can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
+        early: returns whether it is too early to decide: the layers run as they are. None: it never is.
         on_change: called with the yielded object whenever a kind was decided.
         verbose: print one line per compilation to stderr.
 
@@ -121,7 +125,8 @@ def compiled_layers(
     changed = (lambda: None) if on_change is None else partial(on_change, handle)
     names = {module: name for name, module in model.named_modules()}
     handle.hooked = HookedLayers({layer: names[layer] for layer in layers}, changed)
-    settings = Settings(_backend, measure, changed, verbose, handle.hooked, left)
+    settings = Settings(_backend, measure, changed, verbose, handle.hooked, left, early or (lambda: False))
+    handle.waits = ", after the first step" if early is not None else ""
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already

@@ -176,7 +176,8 @@ TABLE: tuple[Upstream, ...] = (
         "the processes that compile kernels start when the first graph is traced",
     ),
     Upstream(
-        ("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.maybe_mark_dynamic"), ("compile",),
+        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static")),
+        ("compile",),
         "layers run eager, named as unreadable",
     ),
     Upstream(

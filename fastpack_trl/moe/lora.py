@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -63,13 +63,16 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
             outer = adapter.wrappers[0]
             adapter.reason = _reason_for_peft(adapter)
             before = vars(outer).get("forward")
-            if before is not None and getattr(before, "func", None) is _forward:
+            if before is not None and getattr(before, "__func__", None) is _forward:
                 continue  # applied before
             if before is not None:
                 adapter.reason = "the wrapper's forward was replaced by somebody else"
                 continue
-            # On the instance: the class and everything that PEFT reads stay as they are.
-            outer.forward = partial(_forward, adapter)
+            # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
+            # asks for its function, which is the same in every layer; of another object it would ask for the identity.
+            outer._fastpack_expert_lora = adapter
+            stack.callback(delattr, outer, "_fastpack_expert_lora")
+            outer.forward = MethodType(_forward, outer)
             stack.callback(delattr, outer, "forward")
         yield found
 
@@ -98,9 +101,9 @@ def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
 
 
-def _forward(adapter: ExpertLora, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
-    outer = adapter.wrappers[0]
+    adapter: ExpertLora = outer._fastpack_expert_lora
     reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
     if reason != adapter.reason and not torch.compiler.is_compiling():
         adapter.reason = reason

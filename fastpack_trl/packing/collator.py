@@ -103,11 +103,11 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
         inputs, host = PackedInputs.empty(
             {
+                "cu_seqlens": (len(segments) + 1,),
                 "input_ids": (1, total_tokens),
                 "labels": (1, total_tokens),
                 "position_ids": (1, total_tokens),
                 "seq_idx": (1, total_tokens),
-                "cu_seqlens": (len(segments) + 1,),
                 "loss_positions": loss_positions.shape,
                 "loss_labels": loss_positions.shape,
             },

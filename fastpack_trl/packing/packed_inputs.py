@@ -67,6 +67,9 @@ class Block:
             # The views of one buffer share one count of edits; this alias has its own.
             parts[name] = parts[name].data
             watched[kept] = AsMade.of(parts[name], edited=name in self.edited)
+        # A compiled layer reads it, and its graph asks for a view's base and offset: merged and static rows have none,
+        # and would need a graph of their own. (The collator puts it at the start of the block.)
+        parts["cu_seqlens"] = parts["cu_seqlens"].data
         parts["packed_batch"] = PackedBatch(
             seq_lengths=self.seq_lengths,
             num_padding=self.num_padding,
@@ -123,7 +126,8 @@ class PackedInputs(dict[str, Any]):
         """Return a batch over one new block on the host, and the arrays through which to fill it.
 
         Args:
-            tensors: the shapes of ``input_ids``, ``labels`` and the tensors of `PackedBatch`, under its names.
+            tensors: the shapes of ``cu_seqlens``, first, of ``input_ids``, ``labels`` and the other tensors of
+                `PackedBatch`, under its names.
             seq_lengths: tokens of each document.
             num_padding: tokens of the tail.
             max_seqlen: tokens of the longest segment.

@@ -45,9 +45,9 @@ class StaticInputs:
         self.bucket, device = bucket, torch.device(device)
         row = (1, bucket.tokens)
         known = {
+            "cu_seqlens": (torch.int32, (bucket.segments + 1,)),  # first, as in a plain row: one graph serves both
             "position_ids": (torch.int64, row),
             "seq_idx": (torch.int32, row),
-            "cu_seqlens": (torch.int32, (bucket.segments + 1,)),
             "part_bounds": (torch.int32, (bucket.parts + 1,)),
             "loss_mask": (torch.bool, (bucket.loss_tokens,)),
         }

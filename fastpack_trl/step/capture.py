@@ -34,8 +34,8 @@ logger = get_logger(__name__)
 
 FEATURE = "cuda_graph"
 EAGER_STEPS = 2
-"""Optimizer steps before anything is recorded: in the first, layers are compiled and micro-batches run unmerged; in
-the second the optimizer has its states and merged rows their length."""
+"""Optimizer steps before anything is recorded: in the first, micro-batches run unmerged; in the second the optimizer
+has its states, merged rows have their length, and layers are compiled."""
 WARM_ROWS = 2
 """Rows of a bucket that run eager in its static shapes: the first loads and tunes kernels, which cannot be recorded."""
 LEAST_GAIN = 0.05

@@ -15,7 +15,7 @@ FACT = "first step"
 
 
 class FirstStep(TrainerCallback):
-    """Writes ``first step: 14.8 s (compile 12.9 s, proof 0.4 s, plan 0.6 s)`` among the report's figures.
+    """Writes ``first step: 5.1 s (proof 1.0 s, plan 1.2 s); compile 9.3 s in the second`` among the report's figures.
 
     Host time, since nothing waits for the device: on CUDA the last kernels of that step may still run. Compiling,
     proof and plan wait for the device themselves, so theirs are whole.
@@ -23,24 +23,36 @@ class FirstStep(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._start: float | None = time.perf_counter()
+        self._start = time.perf_counter()
+        self._known: set[str] = set()
+        self._ended = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._start is None:
+        run, facts = self._run, self._run.report.facts
+        if self._ended:
             return
-        seconds, self._start = time.perf_counter() - self._start, None
-        parts = ", ".join(f"{name} {taken:.1f} s" for name, taken in self._run.seconds.items() if taken >= 0.05)
-        self._run.report.facts[FACT] = f"{seconds:.1f} s ({parts})" if parts else f"{seconds:.1f} s"
+        self._ended = not run.in_first_step
+        parts = {name: taken for name, taken in run.seconds.items() if taken >= 0.05 and name not in self._known}
+        self._known |= parts.keys()
+        said = ", ".join(f"{name} {taken:.1f} s" for name, taken in parts.items())
+        if run.in_first_step:
+            run.in_first_step = False
+            seconds = time.perf_counter() - self._start
+            facts[FACT] = f"{seconds:.1f} s ({said})" if said else f"{seconds:.1f} s"
+        else:
+            facts[FACT] += f"; {said} in the second" if said else ""
 
 
 @contextmanager
 def first_step(run: Run) -> Iterator[None]:
     """Time the start of training, from here on."""
     run.seconds.clear()
+    run.in_first_step = True
     run.report.facts.pop(FACT, None)  # of a run before: the banner says what is known
     watch = FirstStep(run)
     run.trainer.add_callback(watch)
     try:
         yield
     finally:
+        run.in_first_step = False
         run.trainer.remove_callback(watch)

@@ -106,7 +106,7 @@ def test_steps_left_are_those_of_this_run_and_rows_those_that_run(tmp_path: Path
 def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where `auto` compiles at all."""
     given: list[Any] = []
-    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no", "max_steps": 2}
+    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no", "max_steps": 3}
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         given.append((kwargs["measure"], kwargs["left"] is not None))
@@ -124,10 +124,42 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for trainer in (auto, on):
         seconds, first = trainer.fastpack_run.seconds, trainer.fastpack_report.facts["first step"]
         assert seconds.keys() == {"compile", "proof"}
-        said = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05)
-        total = re.fullmatch(rf"([\d.]+) s{re.escape(f' ({said})' if said else '')}", first)
+        said = {name: f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05}
+        second = said.pop("compile", "") if trainer is auto else ""
+        first_ones, later = (
+            (f" ({', '.join(said.values())})" if said else ""),
+            f"; {second} in the second" if second else "",
+        )
+        total = re.fullmatch(rf"([\d.]+) s{re.escape(first_ones + later)}", first)
         assert total, first
-        assert float(total[1]) > sum(seconds.values()) - 0.05
+        assert float(total[1]) > sum(float(each.split()[1]) for each in said.values()) - 0.05
+
+
+def test_auto_decides_in_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one runs as the layers are; the report says what is to come, also of a run that ends before."""
+    backend, graphs = Counting(differentiate=True), []
+    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no"}
+    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
+    monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
+    defaults: Any = compiled_layers.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
+    monkeypatch.setitem(defaults, "_backend", backend)
+
+    class Graphs(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            graphs.append(backend.graphs)
+
+    fast = {"layer_compile": "auto"}
+    long = train(
+        FastSFTTrainer, tmp_path / "long", fast=fast, max_steps=3, trainer={"callbacks": [Graphs()]}, **options
+    )
+    assert graphs == [0, 1, 1], long.fastpack_report.table()
+    assert "compiled in" in long.fastpack_report["layer_compile"].reason
+    alone = train(FastSFTTrainer, tmp_path / "alone", fast=fast, max_steps=1, **options)
+    assert backend.graphs == 1
+    line = alone.fastpack_report["layer_compile"]
+    assert (line.path, line.reason) == (
+        "pending", "Qwen3DecoderLayer is compiled at its first packed row, after the first step",
+    )  # fmt: skip
 
 
 class Values(SimpleNamespace):
@@ -173,7 +205,7 @@ def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch:
 @pytest.mark.cuda
 def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, inductor: None) -> None:
     options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True}
-    short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=2, **options)
+    short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=3, **options)
     line = short.fastpack_report["layer_compile"]
     assert (line.status, line.path) == ("off", "eager"), line
     assert "not compiled: 2 steps left, 12 s would pay from" in line.reason
