@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
 from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.hooks import users_hooks_off
-from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""
@@ -218,7 +217,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         out = func(*args, **keywords)
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
         if formula is not None:
             self.total += formula(*args, **keywords, out_val=out)
         return out
