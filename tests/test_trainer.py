@@ -456,7 +456,7 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
     prepare = per_document.prepare
 
-    def leaking(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> Any:
+    def leaking(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
         whole = PackedBatch.from_lengths((batch.total_tokens,))
         return prepare(whole, windows, device)
 
