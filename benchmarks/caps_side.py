@@ -285,7 +285,7 @@ def rows_of(tokens: int, count: int, vocabulary: int, seed: int) -> Dataset:
 
 @contextlib.contextmanager
 def traced_once() -> Iterator[None]:
-    """Keep the costs that the first plan traces for all later ones: they are of the model, not of row or cap."""
+    """Keep the costs that the first plan inside traces for the later ones: rows of one cap differ in length only."""
     kept: list[Any] = []
 
     def trace(*args: Any, **kwargs: Any) -> Any:
@@ -355,21 +355,21 @@ def measure_side(
     with traced_once():
         for tokens in probes:
             side.run(tokens, **(DEEPEST if name == OURS else {}))
-        context = context_bytes()
-        found["context_gib"] = context / GIB
-        curve = side.curve("peak_gib") if device == "cuda" else None
-        for cap in sorted(caps):
-            key, side.cap = f"{cap:g}", cap
-            room = cap * GIB - context
-            if room <= resident:
-                found["largest"][key] = 0
-                found["too_small"][key] = f"weights {resident / GIB:.1f} GiB, CUDA {context / GIB:.1f} GiB"
-                continue
-            guess = longest if curve is None else curve.tokens(room * ROOM, longest)
-            found["predicted"][key] = guess
-            with capped(cap, context):
-                found["largest"][key] = largest_row(side.fits, guess, longest=longest)
-                if beside.get(cap):
-                    side.fits(beside[cap], **LONG)
-            so_far(side.rows)
+    context = context_bytes()
+    found["context_gib"] = context / GIB
+    curve = side.curve("peak_gib") if device == "cuda" else None
+    for cap in sorted(caps):
+        key, side.cap = f"{cap:g}", cap
+        room = cap * GIB - context
+        if room <= resident:
+            found["largest"][key] = 0
+            found["too_small"][key] = f"weights {resident / GIB:.1f} GiB, CUDA {context / GIB:.1f} GiB"
+            continue
+        guess = longest if curve is None else curve.tokens(room * ROOM, longest)
+        found["predicted"][key] = guess
+        with capped(cap, context), traced_once():
+            found["largest"][key] = largest_row(side.fits, guess, longest=longest)
+            if beside.get(cap):
+                side.fits(beside[cap], **LONG)
+        so_far(side.rows)
     return found
