@@ -49,9 +49,12 @@ class SavedBytes:
         self._alive.append(tensor.detach())  # no other tensor gets this address while we count
         self.total += tensor.untyped_storage().nbytes()
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> None:
+        """Keep nothing: a tensor that is saved by the operator that made it would keep its graph, that one the tensor.
+
+        Backward breaks the circle, and here there is none.
+        """
         self.see(tensor)
-        return tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -68,12 +71,12 @@ class _Counted:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, layer_keywords(function)])
         inner = level_function(self._level, saved.see)
-        with saved_tensors_hooks(saved.pack, _same):
+        with saved_tensors_hooks(saved.pack, _none):
             return inner(function, *args, **kwargs)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _none(packed: Any) -> Any:
+    raise AssertionError("a counted pass has no backward")
 
 
 def saved_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | 
     timed = [tokens for tokens in ran if tokens not in trace.PROBE_TOKENS]
     assert set(timed) == (set() if longest is None else {longest})
     assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
+
+
+@pytest.mark.parametrize("ample", [False, True])
+def test_nothing_that_the_trace_ran_is_alive_after_it(ample: bool) -> None:
+    """Its graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's."""
+    model = make("llama", lora=True, layers=2)
+    ran: list[Any] = []
+
+    def watched(tokens: int) -> tuple[Tensor, Tensor]:
+        leaf, hidden = decoder(model, 1)(tokens)
+        ran.extend((weakref.ref(leaf), weakref.ref(hidden)))
+        return leaf, hidden
+
+    with installed(model):
+        costs, _ = trace_levels(model, checkpointable_layers(model), watched, ample=lambda kept: ample)
+        assert len(costs.growth) >= 2
+        assert [run() for run in ran] == [None] * len(ran)
 
 
 class Products(TorchDispatchMode):

@@ -51,7 +51,7 @@ def test_the_allocator_gives_what_is_allocatable_and_no_more() -> None:
 
 @pytest.mark.cuda
 def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path) -> None:
-    fields = settings(tmp_path, use_cpu=False, bf16=True, max_steps=2, gradient_checkpointing=True)
+    fields = settings(tmp_path, use_cpu=False, bf16=True, max_steps=2, gradient_checkpointing=True, eval_strategy="no")
     trainer = FastSFTTrainer(
         tiny_model("llama"), args=FastSFTConfig(**fields), train_dataset=make_dataset("text"),
         processing_class=make_tokenizer(),
