@@ -26,7 +26,12 @@ class _History:
 
 
 class RecordingStreams:
-    """A `Streams` whose device is the CPU and whose memory is handed out again as soon as nothing refers to it."""
+    """A `Streams` whose device is the CPU and whose memory is handed out again as soon as nothing refers to it.
+
+    Attributes:
+        device_blocks: most blocks of device memory in use at a time, new or used again; None: no limit.
+        most_blocks: blocks in use after the allocation that left most of them; a test sets it back to 0.
+    """
 
     copier = COPIER
 
@@ -34,6 +39,7 @@ class RecordingStreams:
         self.device = torch.device("cpu")
         self.device_blocks, self.pinned_bytes = device_blocks, pinned_bytes
         self.host_bytes: int | None = None
+        self.most_blocks = 0
         self.clocks = {name: {COMPUTE: 0, COPIER: 0} for name in (COMPUTE, COPIER)}
         self._history: dict[int, _History] = {}
         self._blocks: list[Tensor] = []
@@ -70,14 +76,15 @@ class RecordingStreams:
 
     def device_memory(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         """The first block that nobody refers to, as a caching allocator does; old contents poisoned."""
+        live = self.live_blocks
+        if self.device_blocks is not None and live >= self.device_blocks:
+            raise torch.OutOfMemoryError(f"{live} blocks are in use")
+        self.most_blocks = max(self.most_blocks, live + 1)
         nbytes = int(torch.Size(shape).numel()) * torch.empty((), dtype=dtype).element_size()
         for block in self._blocks:
             if block.numel() >= nbytes and _references(block) == 1:
                 break
         else:
-            live = sum(_references(block) > 1 for block in self._blocks)
-            if self.device_blocks is not None and live >= self.device_blocks:
-                raise torch.OutOfMemoryError(f"{live} blocks are in use")
             block = torch.empty(max(nbytes, 64), dtype=torch.uint8)
             self._blocks.append(block)
         block.fill_(0xFF)
