@@ -43,8 +43,9 @@ SIDES: dict[str, dict[str, Any]] = {
     OURS: {},
 }  # fmt: skip
 """Fields that make each side. ``varlen`` is stock's trainer, its collator and attention replaced by this package's."""
-DEEPEST = {"activation_memory": "offload"}
-"""Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device."""
+DEEPEST = {"activation_memory": "offload", "cache_dequantized": "off"}
+"""Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device, and
+nothing for copies of weights."""
 DOCUMENT, MULTIPLE = 2048, 256
 STEP = 1 / 8
 """Resolution of the largest row, of its length."""
@@ -52,8 +53,9 @@ ROOM = 0.97
 """Of what a cap leaves, for the first row that is tried; the allocator's gaps need the rest."""
 STEPS, SLOW_STEPS, SLOW_SECONDS = 3, 2, 4.0
 """Steps of a row, of which the last two are timed, or the second where it took longer."""
-LONG = {"max_steps": LONG_RUN}
-"""Of the row that is timed beside another side's: what pays back in a long run is on in it."""
+LONG, BEFORE_LONG = {"max_steps": LONG_RUN}, 4
+"""Of the row that is timed beside another side's: what pays back in a long run is on in it; and the steps that run
+before those that are timed, beside the first one: layers are compiled in the second, graphs are recorded then."""
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
 _START_UP = 3.0  # seconds of a row beside its steps: data, trainer, plan
 
@@ -97,7 +99,7 @@ class Curve:
 
 
 def largest_row(
-    fits: Callable[[int], bool | None], guess: int, *, longest: int, step: float = STEP, tries: int = 6
+    fits: Callable[[int], bool | None], guess: int, *, longest: int, step: float = STEP, tries: int = 10
 ) -> int:
     """Return the tokens of the largest row that fits: from `guess` up until one does not, or down until one does.
 
@@ -132,9 +134,14 @@ def _multiple(tokens: float) -> int:
 
 
 class Watch(TrainerCallback):
-    """Notes the seconds of each step, the device's memory, and the plan."""
+    """Notes the seconds of each step, the device's memory, and the plan; ends the run.
 
-    def __init__(self) -> None:
+    Args:
+        steps: run before those that are timed, beside the first one.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.trainer: Any = None
         self.seconds: list[float] = []
         self.memory: dict[str, float | None] = {"peak_gib": None, "reserved_gib": None}
@@ -158,7 +165,7 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._start)
         if isinstance(self.trainer, FastSFTTrainer):
             self.plan = self.trainer.fastpack_memory
-        if len(self.seconds) >= (STEPS if self.seconds[-1] < SLOW_SECONDS else SLOW_STEPS):
+        if len(self.seconds) >= self.steps + (STEPS if self.seconds[-1] < SLOW_SECONDS else SLOW_STEPS):
             control.should_training_stop = True
 
 
@@ -192,13 +199,13 @@ class Side:
     def run(self, tokens: int, **more: Any) -> dict[str, Any]:
         """Train on rows of `tokens` tokens; return the figures, with ``failed`` where a step could not be run."""
         row: dict[str, Any] = {"cap_gib": self.cap, "tokens": tokens, **({"settings": more} if more else {})}
-        watch = Watch()
+        watch = Watch(BEFORE_LONG if more.get("max_steps") else 0)
         began = time.perf_counter()
         trained, failure = attempt(partial(self._train, watch, tokens, more))
         row |= {"failed": failure} if trained is None else trained
         row |= {"step_seconds": watch.seconds, **watch.memory}
         row["out_of_memory"] = failure is not None and any(sign in failure for sign in _OUT_OF_MEMORY)
-        timed = watch.seconds[1:][-2:]
+        timed = watch.seconds[1 + watch.steps :][-2:]
         row["tokens_per_second"] = tokens / median(timed) if trained is not None and timed else None
         del watch, trained
         free_memory(self.device)

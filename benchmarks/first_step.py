@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Watch(TrainerCallback):
     """Notes the seconds from `begin` to the end of some steps, at which the device has finished."""
 
     def __init__(self, steps: Sequence[int]) -> None:
-        self._steps = {1, max(steps) // 2, *steps}
+        self._steps = {1, 2, max(steps) // 2, *steps}  # layers are compiled in the second
         self.seconds: dict[int, float] = {}
         self.begin = 0.0
 
@@ -105,8 +105,11 @@ def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
             yield "fastpack", cache, Length((count,))
 
 
-def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: bool = True) -> list[dict[str, Any]]:
-    """Measure rows by name, each run in a process of its own.
+def measure(
+    rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: bool = True,
+    note: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure rows by name, each run in a process of its own; `note` gets what there is after each of them.
 
     Raises:
         UserError: a row that does not exist.
@@ -115,7 +118,8 @@ def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: b
     for name in rows:
         if name not in ROWS:
             raise UserError(f"there is no row {name!r}{did_you_mean(name, ROWS)} (rows: {', '.join(ROWS)})")
-        found = []
+        found: list[dict[str, Any]] = []
+        out.append({"row": name, "runs": found})
         with tempfile.TemporaryDirectory() as filled:
             for number, (side, cache, length) in enumerate(runs(steps)):
                 folder = Path(filled, "filled" if length.long or cache == "warm" else str(number))
@@ -123,7 +127,7 @@ def measure(rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: b
                 found[-1] |= _in_a_process(name, side, length, seed, folder)
                 if progress:
                     print(_line(name, found[-1]), flush=True)
-        out.append({"row": name, "runs": found})
+                note(out)
     return out
 
 
@@ -174,14 +178,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure_run(ROWS[args.rows[0]], args.side, length, device, args.seed)
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
-    rows = measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed)
+
+    def note(rows: list[dict[str, Any]], complete: bool = False) -> None:
+        """Write what there is: a run that is cut off leaves it."""
+        if args.json is not None:
+            record = make_record(
+                case="first_step", settings=settings, rows=rows, complete=complete, device=device,
+                threads=torch.get_num_threads(), seed=args.seed,
+            )  # fmt: skip
+            write_json(Path(args.json), record)
+
     settings = {"steps": args.steps, "long": LONG, "logging_steps": 10, "small": SMALL.name}
-    record = make_record(
-        case="first_step", settings=settings, rows=rows, complete=True, device=device,
-        threads=torch.get_num_threads(), seed=args.seed,
-    )  # fmt: skip
-    if args.json is not None:
-        write_json(Path(args.json), record)
+    note(measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed, note=note), complete=True)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,18 @@ class LayerCosts:
         """Return the bytes kept on the device between forward and backward."""
         return sum(self.growth[level][index].at(tokens, longest) for index, level in enumerate(levels))
 
-    def working_bytes(self, levels: Sequence[Level], tokens: int, longest: int) -> int:
-        """Return the bytes of the layer that is in its backward pass, beside what `bytes_of` counts."""
-        largest = max(growth.at(tokens, longest) for growth in self.growth[Level.KEEP])
-        recomputes = any(level is not Level.KEEP for level in levels)
-        return round(largest * (WORKING_SHARE if recomputes else WORKING_SHARE - 1))
+    def peak_bytes(self, levels: Sequence[Level], tokens: int, longest: int) -> int:
+        """Return the most that layers hold at once: in backward, what those before keep and what one works on.
+
+        The layers after it have freed theirs by then, so that kept ones at the end and recomputed ones at the beginning
+        need their memory one after the other.
+        """
+        kept = peak = 0.0
+        for index, level in enumerate(levels):
+            whole = self.growth[Level.KEEP][index].at(tokens, longest)
+            kept += self.growth[level][index].at(tokens, longest)
+            peak = max(peak, kept + whole * (WORKING_SHARE - 1 if level is Level.KEEP else WORKING_SHARE))
+        return round(peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Plan:
 
     Attributes:
         levels: first layer to last.
-        predicted: bytes kept and in work, at the largest row.
+        predicted: the most that is kept and in work at once, at the largest row.
         budget: bytes that there are for them.
         recompute: share of matrix-product operations done a second time, of those of a step without recompute.
     """
@@ -103,7 +110,7 @@ class Plan:
 
 def make_plan(costs: LayerCosts, levels: Sequence[Level], *, budget: int, tokens: int, longest: int) -> Plan:
     """Return the plan that has these levels."""
-    predicted = costs.bytes_of(levels, tokens, longest) + costs.working_bytes(levels, tokens, longest)
+    predicted = costs.peak_bytes(levels, tokens, longest)
     recompute = sum(costs.products[level] for level in levels) / len(levels)
     return Plan(tuple(levels), predicted, budget, recompute)
 
@@ -157,10 +164,10 @@ def worthwhile(costs: LayerCosts, tokens: int, longest: int, deepest: Level = Le
 
 
 def deeper(costs: LayerCosts, plan: Plan, *, tokens: int, longest: int, deepest: Level) -> Plan | None:
-    """Return the next plan with less memory: layers of the level that keeps most go one level down; None at the end."""
-    top = min(plan.levels)
-    below = [level for level in worthwhile(costs, tokens, longest, deepest) if level > top]
-    if not below:
-        return None
-    levels = [below[0] if level is top else level for level in plan.levels]
-    return make_plan(costs, levels, budget=plan.budget, tokens=tokens, longest=longest)
+    """Return the next plan with less memory: layers above a level go down to it; None at the end."""
+    for level in worthwhile(costs, tokens, longest, deepest):
+        levels = [max(level, own) for own in plan.levels]
+        below = make_plan(costs, levels, budget=plan.budget, tokens=tokens, longest=longest)
+        if below.predicted < plan.predicted:
+            return below
+    return None

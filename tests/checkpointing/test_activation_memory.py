@@ -223,7 +223,7 @@ def costs_of(layers: int, sizes: list[int], seconds: list[float]) -> LayerCosts:
 
 
 @examples(max_examples=200, deadline=None)
-@example(layers=3, sizes=[0, 0, 129, 193], steps=[0.0, 1.0, 0.0, 0.0], budget=675)  # only keeping everything fits
+@example(layers=3, sizes=[0, 0, 129, 193], steps=[0.0, 1.0, 0.0, 0.0], budget=675)  # all that is kept just fits
 @given(
     layers=st.integers(1, 6),
     sizes=st.lists(st.integers(0, 1000), min_size=4, max_size=4),
@@ -243,14 +243,13 @@ def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_
         return sum(costs.seconds[level] for level in levels)
 
     plan = choose_levels(costs, budget=budget, tokens=1, longest=1)
-    working = costs.working_bytes([Level.OFFLOAD], 1, 1)
-    assert plan.fits == (budget >= working or layers * sizes[0] + costs.working_bytes([Level.KEEP], 1, 1) <= budget)
+    assert plan.fits == (budget >= costs.peak_bytes([Level.OFFLOAD] * layers, 1, 1))
     assert list(plan.levels) == sorted(plan.levels, reverse=True)
     assert len(set(plan.levels)) <= 2
     if plan.fits:
         for level in Level:
             same = [level] * layers
-            fits = costs.bytes_of(same, 1, 1) + costs.working_bytes(same, 1, 1) <= budget
+            fits = costs.peak_bytes(same, 1, 1) <= budget
             assert not fits or cost(plan.levels) <= cost(same) + 1e-9
         more = choose_levels(costs, budget=budget + 500, tokens=1, longest=1)
         assert cost(more.levels) <= cost(plan.levels) + 1e-9
@@ -259,9 +258,19 @@ def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_
     seen = 0
     while below is not None:
         following = deeper(costs, below, tokens=1, longest=1, deepest=Level.OFFLOAD)
-        assert following is None or following.predicted <= below.predicted or below.levels[0] is Level.KEEP
+        assert following is None or following.predicted < below.predicted
         below, seen = following, seen + 1
         assert seen <= len(levels) + 1
+
+
+def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -> None:
+    costs = costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
+    keep, checkpoint, offload = Level.KEEP, Level.CHECKPOINT, Level.OFFLOAD
+    assert costs.peak_bytes([keep] * 4, 1, 1) == 400 + 50
+    assert costs.peak_bytes([checkpoint] * 4, 1, 1) == 40 + 150
+    assert costs.peak_bytes([offload] * 3 + [keep], 1, 1) == 150  # either of both, not their sum
+    assert costs.peak_bytes([offload] * 2 + [keep] * 2, 1, 1) == 200 + 50
+    assert costs.peak_bytes([checkpoint] * 3 + [keep], 1, 1) == 30 + 150
 
 
 def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs() -> None:

@@ -39,7 +39,7 @@ def test_a_short_run_is_not_compiled_and_told_from_when_on_it_would_pay(family: 
     layers = compiled(family, StepsLeft(50, 1), backend)
     assert (backend.graphs, layers.path, layers.unpaid) == (0, "eager", True)
     found = re.findall(
-        r"x (\d+) not compiled: 50 steps left, 12 s would pay from ([\d,]+) on; eager ([\d.]+) ms", layers.reason
+        r"x (\d+) not compiled: 50 steps left, 8 s would pay from ([\d,]+) on; eager ([\d.]+) ms", layers.reason
     )
     assert len(found) == len(layers.kinds), layers.reason
     for members, steps, milliseconds in found:
@@ -208,7 +208,7 @@ def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, indu
     short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=3, **options)
     line = short.fastpack_report["layer_compile"]
     assert (line.status, line.path) == ("off", "eager"), line
-    assert "not compiled: 2 steps left, 12 s would pay from" in line.reason
+    assert "not compiled: 2 steps left, 8 s would pay from" in line.reason
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "COMPILE_SECONDS", 0.0)
         long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
