@@ -94,16 +94,23 @@ class LossForward:
 
 
 def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
-    """Return weight (V, H) and bias (V,) of the head, or why they cannot be read as plain tensors of this process."""
+    """Return weight (V, H) and bias (V,) of the head, or why they cannot be read.
+
+    Under FSDP 2 they are DTensors but from the last norm, whose unit they belong to, to the end of backward.
+    """
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return f"the head {type(head).__name__} has no weight of (vocabulary, hidden) floating-point numbers"
     if hasattr(weight, "ds_id"):
         return "ZeRO-3 shards the head"
-    if hasattr(weight, "full_tensor"):
-        return "the head is a DTensor (FSDP2 or tensor parallel)"
     return weight, getattr(head, "bias", None)
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor of this process, gathered where it is a DTensor, as TRL's forward gathers its head."""
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def _inside(forward: Any) -> Any:
@@ -177,7 +184,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited = positions
         hidden = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(hidden, *head, next_tokens, mask=mask, loss_type=loss_type)
+        loss = compute(hidden, *map(_whole, head), next_tokens, mask=mask, loss_type=loss_type)
         aux_loss = None
         if kwargs.get("output_router_logits"):
             aux_loss = _balancing(outputs.router_logits, text_config.num_experts_per_tok, loss_batch)

@@ -252,16 +252,15 @@ def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], re
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda trainer: (vars(trainer), "is_fsdp_enabled", True), "FSDP may shard the head"),
+        (lambda trainer: (vars(trainer), "is_fsdp_enabled", True), "FSDP version 1 flattens the head"),
         (
             lambda trainer: (vars(trainer.model), "hf_device_map", {"a": 0, "b": "cpu"}),
             "the model is spread over 0, cpu",
         ),
         (lambda trainer: (vars(trainer.model.lm_head.weight), "ds_id", 3), "ZeRO-3 shards the head"),
-        (lambda trainer: (vars(trainer.model.lm_head.weight), "full_tensor", None), "the head is a DTensor"),
         (lambda trainer: (vars(trainer.accelerator.state), "parallelism_config", SEQUENCE), "sequence parallelism"),
     ],
-    ids=["fsdp", "devices", "zero3", "fsdp2", "sequence"],
+    ids=["fsdp1", "devices", "zero3", "sequence"],
 )
 def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
     change: Callable[[Any], tuple[dict[str, Any], str, Any]],
