@@ -140,6 +140,11 @@ class Run:
         return bool(self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Parameters are DTensors but while their unit runs: whole tensors then, of this process."""
+        return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
+
+    @property
     def packs(self) -> bool:
         """Batches are rows that the collator describes with a `PackedBatch`."""
         return self.plan.kind != "stock"

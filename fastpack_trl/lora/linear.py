@@ -316,13 +316,15 @@ def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute
 @dataclass(frozen=True, slots=True)
 class _Restore:
     module: Any
-    stock: type[nn.Module]
+    stock: Any
 
     def __call__(self) -> None:
-        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from", "fastpack_hooked"):
+        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from"):
             self.module.__dict__.pop(name, None)
-        if isinstance(self.module, FastLora):
+        # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
+        if type(self.module) is _fast_class(self.stock):
             self.module.__class__ = self.stock
+            self.module.__dict__.pop("fastpack_hooked", None)
 
 
 class _CastHook:
@@ -346,7 +348,7 @@ class _CastHook:
         todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
         for module in self.modules:
             pair = _pair(module)
-            if pair is None:
+            if pair is None or _is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
                 continue
             a, _, scaling = pair
             device = a.device.type
@@ -372,6 +374,11 @@ def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
 
 
+def _is_sharded(tensor: Any) -> bool:
+    """Return whether it is a DTensor: a parameter under FSDP 2 while its unit is not gathered."""
+    return hasattr(tensor, "full_tensor")
+
+
 def _backbones(model: nn.Module) -> list[Any]:
     base = text_model(model)
     return backbones(model) if hasattr(base, "get_input_embeddings") else []
@@ -391,6 +398,6 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
         return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
-    if kind is LoraLinear and type(base.weight.data) is not Tensor:
+    if kind is LoraLinear and type(base.weight.data) is not Tensor and not _is_sharded(base.weight):
         return f"weights of type {type(base.weight.data).__name__}"
     return ""

@@ -19,7 +19,7 @@ def lora(run: Run) -> Iterator[None]:
     why = "" if present else "the model has no LoRA layers"
     if setting == "off":
         why = "switched off"
-    elif run.is_sharded:
+    elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
     if why:
         run.say("lora", "stock" if present and setting != "off" else "off", "PEFT", why)

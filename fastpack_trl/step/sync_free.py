@@ -192,8 +192,7 @@ def why_stock_loss(run: Run) -> str:
         "label smoothing needs the full logits": trainer.label_smoother is not None and args.loss_type == "nll",
         "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
-        "FSDP version 1 flattens the head: set fsdp_version=2": trainer.is_fsdp_enabled
-        and not trainer.accelerator.is_fsdp2,
+        "FSDP version 1 flattens the head: set fsdp_version=2": trainer.is_fsdp_enabled and not run.is_fsdp2,
         "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and (zero3 is None or zero3()),
         f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
         step.forward.missing: bool(step.forward.missing),
