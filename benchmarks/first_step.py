@@ -107,7 +107,7 @@ def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
 
 def measure(
     rows: Sequence[str], *, steps: Sequence[int], seed: int, progress: bool = True,
-    note: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    note: Callable[[list[dict[str, Any]]], object] = lambda rows: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure rows by name, each run in a process of its own; `note` gets what there is after each of them.
 
@@ -168,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--steps", type=int, nargs="+", default=list(STEPS), help="lengths of runs (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="draw the record, or with --from another one")
+    parser.add_argument("--from", dest="record", metavar="FILE", help="measure nothing: a record to be drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--long", action="store_true", help=argparse.SUPPRESS)
@@ -179,17 +181,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
 
-    def note(rows: list[dict[str, Any]], complete: bool = False) -> None:
+    if args.record is not None:
+        _draw(json.loads(Path(args.record).read_text(encoding="utf-8")), args.plot, Path(args.record).name)
+        return
+
+    def note(rows: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
         """Write what there is: a run that is cut off leaves it."""
+        record = make_record(
+            case="first_step", settings=settings, rows=rows, complete=complete, device=device,
+            threads=torch.get_num_threads(), seed=args.seed,
+        )  # fmt: skip
         if args.json is not None:
-            record = make_record(
-                case="first_step", settings=settings, rows=rows, complete=complete, device=device,
-                threads=torch.get_num_threads(), seed=args.seed,
-            )  # fmt: skip
             write_json(Path(args.json), record)
+        return record
 
     settings = {"steps": args.steps, "long": LONG, "logging_steps": 10, "small": SMALL.name}
-    note(measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed, note=note), complete=True)
+    record = note(measure(args.rows or DEFAULT_ROWS, steps=args.steps, seed=args.seed, note=note), complete=True)
+    _draw(json.loads(json.dumps(record)), args.plot, "" if args.json is None else Path(args.json).name)
+
+
+def _draw(record: dict[str, Any], file: str | None, source: str) -> None:
+    if file is not None:
+        from benchmarks.first_step_plot import figure
+
+        figure(record, source).savefig(file)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.captured import ROWS, SMALL
-from benchmarks.first_step import LONG, STEPS, Length, measure_run, runs
+from benchmarks.first_step import LONG, STEPS, Length, main, measure_run, runs
+from benchmarks.first_step_plot import wall_times
+from fastpack_trl.measure.record import make_record
 
 
 def test_warm_runs_come_after_the_cold_one_that_fills_their_cache() -> None:
@@ -25,3 +30,25 @@ def test_a_run_of_two_steps_has_its_seconds_and_those_of_the_report(row: str) ->
     assert found["step_seconds"] == pytest.approx(found["seconds"][2] - found["seconds"][1])
     assert 0 < found["start_up"]["proof"] < found["seconds"][1]
     assert float(found["report"]["facts"]["first step"].split()[0]) == pytest.approx(found["seconds"][1], abs=0.1)
+
+
+def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ran = []
+    for side, cache, length in (("stock", "cold", Length((2, 3))), ("fastpack", "cold", Length((3,)))):
+        found = measure_run(ROWS[SMALL.name], side, length, "cpu", seed=0)
+        ran.append({"side": side, "cache": cache, "steps": max(length.steps), "long": length.long, **found})
+    ran += [ran[-1] | {"steps": 2, "seconds": {1: 0.5, 2: 0.75}}, {**ran[-1], "cache": "warm", "long": True}]
+    ran.append({"side": "fastpack", "cache": "warm", "steps": 2, "long": False, "failed": "not done within 1 s"})
+    record = make_record(
+        case="first_step", settings={}, rows=[{"row": SMALL.name, "runs": ran}], complete=True, device="cpu", threads=1,
+        seed=0,
+    )  # fmt: skip
+    file = tmp_path / "first_step.json"
+    file.write_text(json.dumps(record))
+    (row,) = json.loads(file.read_text())["rows"]
+    stock, ours = (dict(points) for _, _, points in wall_times(row["runs"]))
+    assert stock == ran[0]["seconds"]
+    assert ours == {1: ran[1]["seconds"][1], 2: 0.75, 3: ran[1]["seconds"][3]}
+    main(["--from", str(file), "--plot", str(tmp_path / "first_step.png")])
+    assert (tmp_path / "first_step.png").read_bytes().startswith(b"\x89PNG")
