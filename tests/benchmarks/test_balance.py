@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,8 +18,10 @@ from trl import pack_dataset
 
 from benchmarks import balance
 from benchmarks.document_lengths import CHAT, CostModel, chat_lengths, long_mix_lengths, pack
+from benchmarks.readme import RESULTS
 from fastpack_trl.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 TINY = CostModel("tiny-qwen3", lora=False)
 DEALINGS = (balance.stock, balance.even_sums, balance.side_by_side)
 
@@ -137,3 +141,32 @@ def test_more_ranks_wait_longer_and_dealing_helps(monkeypatch: pytest.MonkeyPatc
 def test_even_costs_leave_nothing_to_save() -> None:
     found = balance.cell(np.full(10, 3.0), ranks=4, accumulated=2, seeds=2)
     assert all(found[engine][key] == 0 for engine in balance.ENGINES for key in ("stock", "balanced", "saved"))
+
+
+def test_the_page_has_the_figures_of_the_record() -> None:
+    (file,) = RESULTS.glob("balance_cpu_*.json")
+    record = json.loads(file.read_text(encoding="utf-8"))
+    page = (ROOT / "docs/balance.md").read_text(encoding="utf-8")
+    assert file.name in page
+    assert balance.markdown(record, balance.SHOWN) in page
+    rows = [row for row in record["rows"] if row["attention_rate"] == balance.RATE]
+    for tokens in balance.TOKENS:
+        worth = [
+            sum(
+                cell[engine]["low"] >= balance.WORTH for row in rows for cell in row["cells"] if _is(row, tokens, model)
+            )
+            for model in balance.MODELS
+            for engine in balance.ENGINES
+        ]
+        assert f"| {tokens // 1024}k | {' | '.join(map(str, worth))} |" in page
+    for row in rows:
+        many = [found for found in row["cells"] if found["ranks"] >= 8 and row["tokens"] >= 32_768]
+        assert all(found[engine]["low"] >= balance.WORTH for found in many for engine in balance.ENGINES)
+    (chat,) = (row for row in rows if row["histogram"] == "chat" and _is(row, 4_096, balance.MODELS[0]))
+    for engine in balance.ENGINES:
+        saved = [f"{100 * found[engine]['saved']:.1f}" for found in chat["cells"] if found["ranks"] == 8]
+        assert f"{', '.join(saved)} % under {engine.upper()}" in page
+
+
+def _is(row: dict[str, Any], tokens: int, model: CostModel) -> bool:
+    return bool(row["tokens"] == tokens and row["model"] == model.name)
