@@ -51,6 +51,9 @@ RATES = (0.5, 0.6, 0.7)
 """Operations per second of flash attention over those of large products, on H100 and H200: the range, the middle in all
 cells and the ends in one."""
 RATE, RATE_CELL = 0.6, (8, 4)
+FULL = 0.98
+"""Filled share from which a row counts as full, where that cell is drawn from full rows only: what is saved there is
+due to attention, not to the rows that packing leaves partly empty."""
 SEEDS = 6
 """The fewest whose smallest and largest value are an interval of 95 %."""
 WORTH = 0.03
@@ -229,6 +232,7 @@ def measure(
         for row_tokens in tokens:
             rows = draw_rows(lengths, row_tokens, seed=row_tokens)
             filled = np.array([int(row.sum()) for row in rows])
+            full = filled >= FULL * row_tokens
             for model in models:
                 for rate in RATES:
                     cells = [(r, g) for r in ranks for g in accumulated] if rate == RATE else [RATE_CELL]
@@ -240,6 +244,7 @@ def measure(
                             "spread": _short(costs.std() / costs.mean()),
                             "spread_of_tokens": _short(filled.std() / filled.mean()),
                             "cells": [cell(costs, r, g, seeds) for r, g in cells],
+                            "full_rows": cell(costs[full], *RATE_CELL, seeds) if full.any() else None,
                         }
                     )  # fmt: skip
     return out
@@ -307,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "documents": documents_of(args.histograms), "chat_sigma": CHAT_SIGMA, "long_share": LONG_SHARE,
         "long_from": LONG_FROM, "long_to": LONG_TO, "seeds": args.seeds, "attention_rates": RATES,
         "operations": {model.name: model.per_token_and_pair() for model in MODELS},
-        "token_rates": {model.name: model.token_rate for model in MODELS},
+        "full": FULL, "token_rates": {model.name: model.token_rate for model in MODELS},
     }  # fmt: skip
     record = make_record(case="balance", settings=settings, rows=rows, complete=True, threads=1, seed=0)
     cells = [(r, g) for r in args.ranks for g in args.accumulated]

@@ -128,6 +128,7 @@ def test_more_ranks_wait_longer_and_dealing_helps(monkeypatch: pytest.MonkeyPatc
     (row,) = (row for row in rows if row["attention_rate"] == balance.RATE)
     cells = {(found["ranks"], found["accumulated"]): found for found in row["cells"]}
     assert row["spread"] > 0
+    assert row["full_rows"]["ddp"]["saved"] > 0
     for engine in balance.ENGINES:
         assert all(found[engine]["balanced"] < found[engine]["stock"] for found in cells.values())
         assert cells[8, 4][engine]["stock"] > cells[2, 4][engine]["stock"]
