@@ -263,9 +263,9 @@ class FastSFTConfig(Settings, SFTConfig):
             (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
             unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
             ``off``.
-        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, where a layer step
-            measured on the first packed row is faster, and the steps that are left pay for it), ``on`` (any device, not
-            measured), ``off``.
+        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, in the second step,
+            where a layer step measured on its first packed row is faster, and the steps that are left pay for it),
+            ``on`` (any device, in the first step, not measured), ``off``.
         cuda_graph: forward, loss and backward of a micro-batch recorded as one CUDA graph per size of rows, then
             replayed: ``auto`` (where steps become shorter by 5 % or more, and those that are left pay for it), ``on``
             (neither timed nor weighed), ``off``.
