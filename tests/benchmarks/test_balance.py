@@ -167,6 +167,11 @@ def test_the_page_has_the_figures_of_the_record() -> None:
     for engine in balance.ENGINES:
         saved = [f"{100 * found[engine]['saved']:.1f}" for found in chat["cells"] if found["ranks"] == 8]
         assert f"{', '.join(saved)} % under {engine.upper()}" in page
+    for row in (row for row in rows if row["histogram"] == "chat" and row["tokens"] >= 32_768):
+        (every,) = (cell for cell in row["cells"] if (cell["ranks"], cell["accumulated"]) == balance.RATE_CELL)
+        if row["model"] == balance.MODELS[1].name:
+            saved, of_full = (100 * found["ddp"]["saved"] for found in (every, row["full_rows"]))
+            assert f"{of_full:.1f} % instead of {saved:.1f} %" in page
 
 
 def _is(row: dict[str, Any], tokens: int, model: CostModel) -> bool:
