@@ -53,6 +53,11 @@ def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
     return a.dtype != dtype or scaling != 1
 
 
+def is_sharded(parameter: Any) -> bool:
+    """Return whether it is a DTensor: under FSDP 2, while its unit is not gathered."""
+    return hasattr(parameter, "full_tensor")
+
+
 def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 

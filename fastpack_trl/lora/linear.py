@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
-from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, needs_cast
+from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.projection import lora_projection, low_rank
@@ -348,7 +348,7 @@ class _CastHook:
         todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
         for module in self.modules:
             pair = _pair(module)
-            if pair is None or _is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
+            if pair is None or is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
                 continue
             a, _, scaling = pair
             device = a.device.type
@@ -374,11 +374,6 @@ def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
 
 
-def _is_sharded(tensor: Any) -> bool:
-    """Return whether it is a DTensor: a parameter under FSDP 2 while its unit is not gathered."""
-    return hasattr(tensor, "full_tensor")
-
-
 def _backbones(model: nn.Module) -> list[Any]:
     base = text_model(model)
     return backbones(model) if hasattr(base, "get_input_embeddings") else []
@@ -398,6 +393,6 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
         return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
-    if kind is LoraLinear and type(base.weight.data) is not Tensor and not _is_sharded(base.weight):
+    if kind is LoraLinear and type(base.weight.data) is not Tensor and not is_sharded(base.weight):
         return f"weights of type {type(base.weight.data).__name__}"
     return ""
