@@ -11,8 +11,10 @@ import torch
 from trl import SFTTrainer
 
 from benchmarks.instruments import instrument
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.measure.intervals import median_interval, summary
+from fastpack_trl.measure.long_run import LONG_RUN
 from fastpack_trl.measure.timing import Clock, CudaClock
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -47,6 +49,8 @@ class SteppedTrainer:
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ActivationMemory):  # installs its plan when `train` has switched that on
                 callback.on_train_begin(args, trainer.state, trainer.control)
+        if isinstance(trainer, FastSFTTrainer):  # no loop ends a step here, and `auto` weighs those that are left
+            trainer.state.max_steps, trainer.fastpack_run.in_first_step = LONG_RUN, False
         trainer.create_optimizer()
         self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
         trainer.optimizer = self.optimizer

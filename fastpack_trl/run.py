@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +72,7 @@ class Run:
         has_experts: the model has experts that transformers dispatches.
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
-        merged_tokens: of a row up to which micro-batches of a step run as one; 0 where they run one by one.
+        rows_of_step: rows that the micro-batches of the present step run as, merged or not; 0 before any.
         seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
             it or in the second.
         in_first_step: no optimizer step of this `train` has ended.
@@ -98,7 +97,7 @@ class Run:
         self.has_experts = False
         self.offloads = False
         self.version = 0
-        self.merged_tokens = 0.0
+        self.rows_of_step = 0
         self.seconds: dict[str, float] = {}
         self.in_first_step = False
         self.waiting: list[Callable[[], bool]] = []
@@ -177,11 +176,10 @@ class Run:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def steps_left(self, tokens: int) -> StepsLeft:
-        """Return what is left of a run that trains on rows of so many tokens before they are merged."""
-        state, rows = self.trainer.state, self.args.gradient_accumulation_steps
-        if self.merged_tokens >= 2 * tokens:
-            rows = math.ceil(rows / math.floor(min(rows, self.merged_tokens / tokens)))
+    def steps_left(self) -> StepsLeft:
+        """Return what is left of the run, in steps as the present one."""
+        state = self.trainer.state
+        rows = self.rows_of_step or self.args.gradient_accumulation_steps
         return StepsLeft(state.max_steps - state.global_step, rows)
 
     def changed(self) -> None:

@@ -168,6 +168,8 @@ def deeper(costs: LayerCosts, plan: Plan, *, tokens: int, longest: int, deepest:
     for level in worthwhile(costs, tokens, longest, deepest):
         levels = [max(level, own) for own in plan.levels]
         below = make_plan(costs, levels, budget=plan.budget, tokens=tokens, longest=longest)
-        if below.predicted < plan.predicted:
+        # Less at the peak, or at the end of forward, where the head has its own.
+        kept, before = (costs.bytes_of(one, tokens, longest) for one in (levels, plan.levels))
+        if below.predicted < plan.predicted or kept < before:
             return below
     return None

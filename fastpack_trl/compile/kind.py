@@ -48,7 +48,7 @@ class Settings:
         on_change: called whenever a kind was decided.
         verbose: print one line per compilation to stderr.
         hooked: layers that run as they are for a hook of the user.
-        left: returns what is left of the run, after a row of that many tokens; None: compile whatever is left.
+        left: returns what is left of the run; None: compile whatever is left.
         early: returns whether it is too early to decide.
     """
 
@@ -59,7 +59,7 @@ class Settings:
         on_change: Callable[[], None],
         verbose: bool,
         hooked: HookedLayers,
-        left: Callable[[int], StepsLeft] | None,
+        left: Callable[[], StepsLeft] | None,
         early: Callable[[], bool],
     ) -> None:
         import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
@@ -164,7 +164,7 @@ class LayerKind:
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left = self._settings.left(call.hidden.shape[1])
+        left = self._settings.left()
         cost = StartUpCost(COMPILE_SECONDS, MOST_SAVED * eager * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True

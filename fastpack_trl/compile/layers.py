@@ -83,7 +83,7 @@ def compiled_layers(
     model: nn.Module,
     *,
     measure: bool = False,
-    left: Callable[[int], StepsLeft] | None = None,
+    left: Callable[[], StepsLeft] | None = None,
     early: Callable[[], bool] | None = None,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
@@ -109,7 +109,7 @@ def compiled_layers(
         model: a transformers causal language model, plain or inside PEFT; not sharded.
         measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
             Costs some fifteen layer steps.
-        left: returns what is left of the run, after a row of that many tokens: layers are then compiled only where it
+        left: returns what is left of the run: layers are then compiled only where it
             can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
         on_change: called with the yielded object whenever a kind was decided.

@@ -8,7 +8,7 @@ from functools import partial
 
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.report import LoraReport
-from fastpack_trl.run import Run
+from fastpack_trl.run import SHARDED, Run
 
 
 @contextmanager
@@ -20,6 +20,10 @@ def cache_dequantized(run: Run) -> Iterator[None]:
             why = "every frozen weight of the fast LoRA layers is in the dtype of the run already"
             why = why if applied is not None and applied.fast else "no LoRA layer is fast"
             run.say("cache_dequantized", "off", "per use", why)
+        yield
+        return
+    if run.is_sharded:
+        run.say("cache_dequantized", "off", "per use", SHARDED)
         yield
         return
     copies, spare = applied.copies, partial(_drop, run, applied.copies)

@@ -63,16 +63,17 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
             outer = adapter.wrappers[0]
             adapter.reason = _reason_for_peft(adapter)
             before = vars(outer).get("forward")
-            if before is not None and getattr(before, "__func__", None) is _forward:
+            if before is not None and getattr(before, "__func__", None) is forward:
                 continue  # applied before
             if before is not None:
                 adapter.reason = "the wrapper's forward was replaced by somebody else"
                 continue
             # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
             # asks for its function, which is the same in every layer; of another object it would ask for the identity.
+            # Named as the attribute: a pickle of the model has it by name, and PEFT's where it is loaded.
             outer._fastpack_expert_lora = adapter
             stack.callback(delattr, outer, "_fastpack_expert_lora")
-            outer.forward = MethodType(_forward, outer)
+            outer.forward = MethodType(forward, outer)
             stack.callback(delattr, outer, "forward")
         yield found
 
@@ -101,7 +102,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
 
 
-def _forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
     adapter: ExpertLora = outer._fastpack_expert_lora
     reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)

@@ -143,9 +143,9 @@ class Merging:
             self._groups[id(batches[group[-1]])] = group
 
     @property
-    def row_tokens(self) -> float:
-        """Return the tokens up to which micro-batches are merged from the next step on; 0 where they are not."""
-        return 0.0 if self._ended else self.target
+    def rows(self) -> int:
+        """Return the rows that the micro-batches of the step run as."""
+        return len(self._groups) or len(self._step)
 
     def run(self, stock: _Step, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
@@ -238,7 +238,7 @@ class MergingTrainer(SFTTrainer):
         merging = self.fastpack_run.part(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
-        self.fastpack_run.merged_tokens = 0.0 if merging is None else merging.row_tokens
+        self.fastpack_run.rows_of_step = len(batches) if merging is None else merging.rows
         return batches, num_items_in_batch
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -26,7 +26,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, p
 from fastpack_trl.checkpointing import memory, trace
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import checkpointable_layers
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, worthwhile
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import DecoderRun, saved_bytes, trace_levels, training
 from fastpack_trl.model.facts import text_model
@@ -258,7 +258,8 @@ def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_
     seen = 0
     while below is not None:
         following = deeper(costs, below, tokens=1, longest=1, deepest=Level.OFFLOAD)
-        assert following is None or following.predicted < below.predicted
+        sizes_of = [costs.bytes_of(one.levels, 1, 1) for one in (below, following) if one is not None]
+        assert following is None or following.predicted < below.predicted or sizes_of[1] < sizes_of[0]
         below, seen = following, seen + 1
         assert seen <= len(levels) + 1
 
@@ -271,6 +272,17 @@ def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -
     assert costs.peak_bytes([offload] * 3 + [keep], 1, 1) == 150  # either of both, not their sum
     assert costs.peak_bytes([offload] * 2 + [keep] * 2, 1, 1) == 200 + 50
     assert costs.peak_bytes([checkpoint] * 3 + [keep], 1, 1) == 30 + 150
+
+
+def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None:
+    costs = costs_of(6, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
+    plan: Any = make_plan(costs, [Level.CHECKPOINT] * 5 + [Level.KEEP], budget=1000, tokens=1, longest=1)
+    last = []
+    while plan is not None:
+        last.append(plan.levels[-1])
+        assert set(plan.levels[:-1]) == {Level.CHECKPOINT}
+        plan = deeper(costs, plan, tokens=1, longest=1, deepest=Level.CHECKPOINT)
+    assert last == [Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT]
 
 
 def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs() -> None:

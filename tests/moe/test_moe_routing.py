@@ -199,6 +199,20 @@ def test_a_model_is_pickled_while_its_experts_are_ours(checkpointing: bool) -> N
         assert again.model.layers[0]._gradient_checkpointing_func.func is checkpoint
 
 
+def test_a_model_with_lora_on_its_experts_is_pickled_while_they_are_ours() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    model = get_peft_model(moe_model("qwen3_moe"), config)
+    with apply_moe(model):
+        logits = model(input_ids=input_ids(), use_cache=False).logits
+        again = pickle.loads(pickle.dumps(model))
+        copied = copy.deepcopy(model)
+    for one in (again, copied):
+        torch.testing.assert_close(one(input_ids=input_ids(), use_cache=False).logits, logits)
+
+
 def test_a_copy_of_the_model_has_stocks_checkpointing() -> None:
     model = moe_model("qwen3_moe")
     model.gradient_checkpointing_enable({"use_reentrant": False})
