@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,7 @@ from peft import get_peft_model
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.caps_search import Curve, largest_row
 from benchmarks.captured import Row, model_of
 from benchmarks.model_shapes import PAD
 from benchmarks.model_steps import shared_copy
@@ -28,7 +29,6 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.memory import ActivationMemory
-from fastpack_trl.checkpointing.plan import Growth
 from fastpack_trl.checkpointing.trace import trace_levels
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
@@ -46,91 +46,19 @@ SIDES: dict[str, dict[str, Any]] = {
 DEEPEST = {"activation_memory": "offload", "cache_dequantized": "off"}
 """Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device, and
 nothing for copies of weights."""
-DOCUMENT, MULTIPLE = 2048, 256
-STEP = 1 / 8
-"""Resolution of the largest row, of its length."""
+DOCUMENT = 2048
 ROOM = 0.97
 """Of what a cap leaves, for the first row that is tried; the allocator's gaps need the rest."""
 STEPS, SLOW_STEPS, SLOW_SECONDS = 3, 2, 4.0
 """Steps of a row, of which the last two are timed, or the second where it took longer."""
+ONE_STEP_SECONDS = 20.0
+"""A row whose first step takes longer has no other, and is timed by it: the rows before have loaded all kernels."""
 LONG, BEFORE_LONG = {"max_steps": LONG_RUN}, 4
 """Of the row that is timed beside another side's: what pays back in a long run is on in it; and the steps that run
 before those that are timed, beside the first one: layers are compiled in the second, graphs are recorded then."""
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
+_LEFT_BYTES = 2**20  # smaller ones may be constants that a library keeps
 _START_UP = 3.0  # seconds of a row beside its steps: data, trainer, plan
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Bytes, or seconds, of a row as a function of its tokens; never below what the longest measured row took."""
-
-    growth: Growth
-    points: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[int, int]]) -> Curve:
-        """Return the parabola through the last three points (masks and scores grow by the square), else the line.
-
-        Raises:
-            ValueError: fewer than two points.
-        """
-        points = sorted(points)[-3:]
-        if len(points) < 2:
-            raise ValueError(f"{len(points)} of the rows for a prediction could be run; two are needed")
-        if len(points) == 3:
-            parabola = Growth.through(points)
-            if parabola.per_pair > 0:
-                return cls(parabola, tuple(points))
-        (a, fa), (b, fb) = points[-2:]
-        slope = max(0.0, (fb - fa) / (b - a))
-        return cls(Growth(fb - slope * b, slope), tuple(points))
-
-    def at(self, tokens: int) -> int:
-        """Return the value at a row of so many tokens."""
-        return self.growth.at(tokens, tokens)
-
-    def tokens(self, limit: float, longest: int) -> int:
-        """Return the tokens of the largest row, at most `longest`, whose value is at most `limit`; 0 if none is."""
-        low, high = 0, longest // MULTIPLE
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.at(middle * MULTIPLE) <= limit else (low, middle - 1)
-        return low * MULTIPLE
-
-
-def largest_row(
-    fits: Callable[[int], bool | None], guess: int, *, longest: int, step: float = STEP, tries: int = 10
-) -> int:
-    """Return the tokens of the largest row that fits: from `guess` up until one does not, or down until one does.
-
-    Args:
-        fits: runs a row; None where it must not be run any more (no time).
-        guess: tokens of the first row.
-        longest: tokens that no row exceeds.
-        step: of the length, up or down.
-        tries: rows at most.
-
-    Returns:
-        0 where none of those that were run fits.
-    """
-    found, failed, tokens = 0, False, min(max(_multiple(guess), MULTIPLE), longest)
-    for _ in range(tries):
-        fitted = fits(tokens)
-        if fitted is None:
-            break
-        if fitted:
-            found = max(found, tokens)
-            tokens = max(_multiple(tokens * (1 + step)), tokens + MULTIPLE)
-        else:
-            failed = True
-            tokens = min(_multiple(tokens * (1 - step)), tokens - MULTIPLE)
-        if (found and failed) or not MULTIPLE <= tokens <= longest:
-            break
-    return found
-
-
-def _multiple(tokens: float) -> int:
-    return math.floor(tokens / MULTIPLE) * MULTIPLE
 
 
 class Watch(TrainerCallback):
@@ -165,7 +93,7 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._start)
         if isinstance(self.trainer, FastSFTTrainer):
             self.plan = self.trainer.fastpack_memory
-        if len(self.seconds) >= self.steps + (STEPS if self.seconds[-1] < SLOW_SECONDS else SLOW_STEPS):
+        if len(self.seconds) >= self.steps + steps_at(self.seconds[-1]):
             control.should_training_stop = True
 
 
@@ -193,6 +121,7 @@ class Side:
 
     def __post_init__(self) -> None:
         self._end_at = time.perf_counter() + self.seconds
+        self._before: frozenset[int] = frozenset()
         self._vocabulary = int(self.model.config.get_text_config().vocab_size)
         self._tokenizer = make_tokenizer(self._vocabulary)
 
@@ -201,14 +130,17 @@ class Side:
         row: dict[str, Any] = {"cap_gib": self.cap, "tokens": tokens, **({"settings": more} if more else {})}
         watch = Watch(BEFORE_LONG if more.get("max_steps") else 0)
         began = time.perf_counter()
+        self._before = frozenset(_device_storages() if self.device == "cuda" else ())
         trained, failure = attempt(partial(self._train, watch, tokens, more))
         row |= {"failed": failure} if trained is None else trained
         row |= {"step_seconds": watch.seconds, **watch.memory}
         row["out_of_memory"] = failure is not None and any(sign in failure for sign in _OUT_OF_MEMORY)
-        timed = watch.seconds[1 + watch.steps :][-2:]
+        timed = watch.seconds[1 + watch.steps :][-2:] or [s for s in watch.seconds if s >= ONE_STEP_SECONDS]
         row["tokens_per_second"] = tokens / median(timed) if trained is not None and timed else None
         del watch, trained
         free_memory(self.device)
+        if failure is not None and self.device == "cuda":
+            row["left_gib"] = self._drop_what_is_left()
         row["seconds"] = time.perf_counter() - began
         self.rows.append(row)
         self.note(self.rows)
@@ -234,6 +166,19 @@ class Side:
         done = [row for row in self.rows if row.get(key) and row["cap_gib"] is None and "failed" not in row]
         return Curve.through([(row["tokens"], round(row[key] * GIB)) for row in done])
 
+    def _drop_what_is_left(self) -> float:
+        """Free the device memory of the tensors of a row that failed; return the GiB that they had.
+
+        A forward pass that fails under `torch.autograd.graph.saved_tensors_hooks`, as TRL's offload has them, leaves
+        its graph and what it saved: a node and its output hold each other. A user's process ends there.
+        """
+        before = torch.cuda.memory_allocated()
+        for pointer, storage in _device_storages().items():
+            if pointer not in self._before and storage.nbytes() >= _LEFT_BYTES:
+                storage.resize_(0)
+        free_memory(self.device)
+        return (before - torch.cuda.memory_allocated()) / GIB
+
     def _likely_seconds(self, tokens: int) -> float:
         steps = [(row["tokens"], round(min(row["step_seconds"]) * 1e6)) for row in self.rows if row.get("step_seconds")]
         unique = list(dict(sorted(steps)).items())
@@ -241,7 +186,7 @@ class Side:
             step = Curve.through(unique).at(tokens) / 1e6
         except ValueError:
             return _START_UP
-        return _START_UP + step * (STEPS if step < SLOW_SECONDS else SLOW_STEPS)
+        return _START_UP + step * steps_at(step)
 
     def _train(self, watch: Watch, tokens: int, more: dict[str, Any]) -> dict[str, Any]:
         kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if self.name == OURS else (SFTTrainer, SFTConfig)
@@ -281,6 +226,19 @@ class Side:
             found["attention"] = trainer.fastpack_run.attention_path
             found["report"] = trainer.fastpack_report.to_dict()
         return found
+
+
+def steps_at(seconds: float) -> int:
+    """Return the steps of a row that takes `seconds` for one."""
+    if seconds < SLOW_SECONDS:
+        return STEPS
+    return SLOW_STEPS if seconds < ONE_STEP_SECONDS else 1
+
+
+def _device_storages() -> dict[int, torch.UntypedStorage]:
+    """Return the storages of all tensors on a device that Python knows, by address."""
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_cuda]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 def rows_of(tokens: int, count: int, vocabulary: int, seed: int) -> Dataset:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +23,7 @@ from transformers import TrainerCallback
 
 from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import build_model, shape_of
+from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -179,6 +178,10 @@ def as_on_a_t4(row: Row) -> Iterator[None]:
     if not row.fp16:
         yield
         return
+    if torch.cuda.is_available():
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # Triton 3.6 asks the same function: it has to compile for the real device
     with attribute_set(torch.cuda, "get_device_capability", lambda device=None: (7, 5)):
         yield
 
@@ -239,27 +242,13 @@ def measure(rows: Sequence[str], *, rounds: int, seed: int, progress: bool = Tru
         sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(rounds):
             for side in list(SIDES)[:: 1 if number % 2 == 0 else -1]:
-                found = _in_a_process(name, side, seed)
+                arguments = (name, "--side", side, "--seed", seed)
+                found = answer_of("benchmarks.captured", arguments, TIMEOUT)
                 sides[side].append(found)
                 if progress:
                     print(_line(name, side, found), flush=True)
         out.append({"row": name, "sides": sides})
     return out
-
-
-def _in_a_process(row: str, side: str, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "benchmarks.captured", row, "--side", side, "--seed", str(seed)]
-        command += ["--json", str(answer)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {TIMEOUT} s"}
-        if not answer.exists():
-            return {"failed": (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]}
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
 
 
 def _line(row: str, side: str, found: dict[str, Any]) -> str:

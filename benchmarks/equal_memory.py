@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 
 from benchmarks import captured
 from benchmarks.captured import Row, Watch, material
+from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -150,18 +149,8 @@ def measure(
 
 
 def _in_a_process(row: str, side: str, peak_gib: float, less_gib: float, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "benchmarks.equal_memory", row, "--side", side, "--seed", str(seed)]
-        command += ["--peak-gib", str(peak_gib), "--less-gib", str(less_gib), "--json", str(answer)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {TIMEOUT} s"}
-        if not answer.exists():
-            return {"failed": (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]}
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+    budget = ("--peak-gib", peak_gib, "--less-gib", less_gib)
+    return answer_of("benchmarks.equal_memory", (row, "--side", side, "--seed", seed, *budget), TIMEOUT)
 
 
 def _say(progress: bool, row: str, side: str, found: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 The sides are stock and ours at its defaults. Ours compiles where the steps that are left pay for it, so each length is
 a run of its own, and so are the first steps of a long run, in which everything is on. Inductor's and Triton's caches
 are empty (``cold``) or as the cold long run left them (``warm``). Stock compiles nothing: its shorter runs are the
-first steps of the longest. Rows named ``nf4-fp16`` train in fp16 on a device that says it is a T4: they show what is
+first steps of the longest, which ends after 100: what a longer one takes is the last step's time, as often as it has
+steps more, and drawn hollow. Rows named ``nf4-fp16`` train in fp16 on a device that says it is a T4: they show what is
 chosen there, not how fast one is.
 """
 
@@ -11,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.captured import ROWS, SMALL, Row, as_on_a_t4, material, scalable
+from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -32,7 +31,7 @@ from fastpack_trl.measure.record import make_record, write_json
 DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")
 STEPS = (20, 100, 500)
 LONG = 100
-"""Steps that are run of a long run; seconds a step are those of the second half of a run."""
+"""Steps that are run of a long run, and of stock's; seconds a step are those of the second half of a run."""
 TIMEOUT = 400
 
 
@@ -97,12 +96,13 @@ def _losses(trainer: Any) -> list[float]:
 
 
 def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
-    """Yield side, cache and length of each run; ``warm`` ones after the cold run that filled their cache."""
-    yield "stock", "cold", Length(tuple(sorted(steps)))
-    for cache in ("cold", "warm"):
-        yield "fastpack", cache, Length((LONG,), long=True)
-        for count in sorted(steps, reverse=True):
-            yield "fastpack", cache, Length((count,))
+    """Yield side, cache and length of each run; the ``warm`` one after the cold run that filled its cache."""
+    yield "stock", "cold", Length(tuple(sorted({min(count, LONG) for count in steps})))
+    yield "fastpack", "cold", Length((LONG,), long=True)
+    yield "fastpack", "warm", Length((LONG,), long=True)
+    for count in sorted(steps):
+        if count <= LONG:
+            yield "fastpack", "cold", Length((count,))
 
 
 def measure(
@@ -133,18 +133,8 @@ def measure(
 
 def _in_a_process(row: str, side: str, length: Length, seed: int, cache: Path) -> dict[str, Any]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "benchmarks.first_step", row, "--side", side, "--seed", str(seed)]
-        command += ["--json", str(answer), "--steps", *map(str, length.steps), *(["--long"] if length.long else [])]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | caches)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {TIMEOUT} s"}
-        if not answer.exists():
-            return {"failed": (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]}
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+    arguments = [row, "--side", side, "--seed", seed, "--steps", *length.steps, *(["--long"] if length.long else [])]
+    return answer_of("benchmarks.first_step", arguments, TIMEOUT, caches)
 
 
 def _line(row: str, run: dict[str, Any]) -> str:

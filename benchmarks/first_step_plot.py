@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastpack_trl.bench.plots import DPI, PHASE_COLOURS, STYLE, Figure, require_matplotlib
@@ -17,24 +18,33 @@ _LINES = {
 """Label, colour, line and marker of a side and cache."""
 
 
-def wall_times(runs: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[tuple[int, float]]]]:
-    """Yield side, cache and (steps, seconds from ``train()`` to the end of that step), in order.
+@dataclass(frozen=True, slots=True)
+class WallTimes:
+    """Seconds from ``train()`` to the end of a step, of one side and cache."""
 
-    Stock's are all of one run. Ours have a run for each length, whose last step counts; their first step is that of the
-    longest.
-    """
+    side: str
+    cache: str
+    measured: dict[int, float]
+    """By steps. Stock's are all of one run; ours of one for each length, the first step of the longest."""
+    beyond: dict[int, float]
+    """Of longer runs: those of the longest measured one and, for each step more, the time of its last ones."""
+
+
+def wall_times(runs: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Iterator[WallTimes]:
+    """Yield the times of each side and cache, with those of runs of `steps` steps that are longer than any measured."""
     for side, cache in _LINES:
         ran = [run for run in runs if (run["side"], run["cache"]) == (side, cache) and "seconds" in run]
-        whole = sorted((run for run in ran if not run["long"]), key=lambda run: run["steps"])
-        if not whole:
+        if not ran:
             continue
-        longest = {int(step): seconds for step, seconds in whole[-1]["seconds"].items()}
-        points = {1: longest[1]}
-        if side == "stock":
-            points |= longest
-        else:
-            points |= {run["steps"]: run["seconds"][str(run["steps"])] for run in whole}
-        yield side, cache, sorted(points.items())
+        longest = max(ran, key=lambda run: (run["long"], run["steps"]))
+        of_it = {int(step): seconds for step, seconds in longest["seconds"].items()}
+        lengths = {run["steps"]: run["seconds"][str(run["steps"])] for run in ran if not run["long"]}
+        last = longest["steps"]
+        measured = of_it if side == "stock" else {1: of_it[1]} | (lengths or {last: of_it[last]})
+        beyond = {
+            count: of_it[last] + (count - last) * longest["step_seconds"] for count in sorted(steps) if count > last
+        }
+        yield WallTimes(side, cache, dict(sorted(measured.items())), beyond)
 
 
 def figure(record: Mapping[str, Any], source: str = "") -> Figure:
@@ -54,11 +64,14 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
 
         made = New(figsize=(_PANEL * len(rows), _PANEL), dpi=DPI, layout="constrained")
         for axes, row in zip(made.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-            for side, cache, points in wall_times(row["runs"]):
-                label, colour, line, marker = _LINES[side, cache]
-                axes.plot(*zip(*points, strict=True), line, color=colour, marker=marker, markersize=4, label=label)
+            for times in wall_times(row["runs"], record["settings"]["steps"]):
+                label, colour, line, marker = _LINES[times.side, times.cache]
+                points = (times.measured | times.beyond).items()
+                axes.plot(*zip(*points, strict=True), line, color=colour, label=label)
+                for these, fill in ((times.measured, colour), (times.beyond, "white")):
+                    axes.scatter(these.keys(), these.values(), 16, fill, marker, edgecolors=colour, zorder=3)
             axes.set(title=row["row"], xlabel="optimizer steps", ylabel="seconds from train()", ylim=(0, None))
             axes.legend()
-        caption = f"{device_of(record)}, {record['date'][:10]}"
+        caption = f"{device_of(record)}, {record['date'][:10]}; hollow: from the time of the last steps"
         made.suptitle(f"{caption}; {source}" if source else caption, fontsize=7)
     return made

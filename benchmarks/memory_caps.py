@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.caps_side import OURS, ROOM, SIDES, STEP, STEPS, measure_side
+from benchmarks.caps_search import STEP
+from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, measure_side
 from benchmarks.captured import Row
+from benchmarks.own_process import answer_of
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.failures import attempt
@@ -99,18 +99,11 @@ def largest_of(found: Mapping[str, Any]) -> dict[str, int]:
 
 def _in_a_process(name: str, side: str, task: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        asked, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
+        asked = Path(folder) / "task.json"
         write_json(asked, task)
-        command = [sys.executable, "-m", "benchmarks.memory_caps", name, "--side", side]
-        command += ["--task", str(asked), "--json", str(answer)]
-        limit = task["seconds"] + _BUILD_SECONDS
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            failure = (done.stderr.strip() or f"exit code {done.returncode}")[-2000:]
-        except subprocess.TimeoutExpired:
-            failure = f"not done within {limit:g} s"
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
-        return found if found.get("complete") else {**found, "failed": found.get("failed") or failure}
+        arguments = (name, "--side", side, "--task", asked)
+        found = answer_of("benchmarks.memory_caps", arguments, task["seconds"] + _BUILD_SECONDS)
+        return found if found.get("complete") else {"failed": "it ended before its last row", **found}
 
 
 def _measure_here(name: str, side: str, asked: Path, answer: Path) -> None:
@@ -135,6 +128,7 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the record for people: largest rows, rates and memory by model, cap and side."""
     out = [f"{CASE}: largest packed row under a cap of device memory", *fact_lines(record)]
     out += [] if record["complete"] else ["INCOMPLETE: some processes have not run"]
+    out += ["a row in brackets is predicted: there was no time to run it"]
     for row in record["rows"]:
         out += ["", row["model"], *lines(row)]
     return "\n".join(out)
@@ -166,13 +160,21 @@ def lines(row: Mapping[str, Any], only: str | None = None) -> list[str]:
                 continue
             rows = [one for one in found["rows"] if one["cap_gib"] == float(cap)]
             best, timed = _row(rows, tokens), _row(rows, stock.get(cap))
-            beside = f"{tokens / stock[cap]:.2f}x" if cap in stock else "-"
-            cells.append([cap, side, f"{tokens:,}" if tokens else "none", beside])
+            beside = f"{tokens / stock[cap]:.2f}x" if tokens and cap in stock else "-"
+            cells.append([cap, side, _largest(found, cap, rows), beside])
             cells[-1] += [_figure(best, "tokens_per_second", ",.0f"), _figure(timed, "tokens_per_second", ",.0f")]
             cells[-1] += [_figure(best, "peak_gib", ".1f"), _figure(best, "reserved_gib", ".1f")]
             cells[-1] += [best.get("attention", "-"), _plan(best.get("plan"))]
             notes += [f"{side}, {cap} GiB, {one['tokens']:,} tokens: {_why(one)}" for one in rows if _why(one)]
     return [*(aligned(cells) if len(cells) > 1 else []), *notes]
+
+
+def _largest(found: Mapping[str, Any], cap: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tokens of the largest row; in brackets those that are predicted, where there was no time to run it."""
+    if tokens := found["largest"][cap]:
+        return f"{tokens:,}"
+    predicted = found.get("predicted", {}).get(cap)
+    return f"({predicted:,})" if predicted and any("skipped" in row for row in rows) else "none"
 
 
 def _row(rows: Sequence[Mapping[str, Any]], tokens: int | None) -> Mapping[str, Any]:

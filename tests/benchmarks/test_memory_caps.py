@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from benchmarks import caps_side, memory_caps
+from benchmarks.caps_search import MULTIPLE, Curve, largest_row
 from benchmarks.caps_side import (
     BEFORE_LONG,
     DEEPEST,
     LONG,
-    MULTIPLE,
     OURS,
     STEPS,
-    Curve,
-    largest_row,
     measure_side,
     rows_of,
 )
@@ -151,7 +149,11 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
 
     def fails(name: str, side: str, task: Any) -> dict[str, Any]:
         asked.append((name, side, task["beside"]))
-        return {"failed": "not done within 1 s", "largest": {"1": 0}, "too_small": {"1": "weights 2.0 GiB"}}
+        rows = [{"cap_gib": 2.0, "tokens": 1_024, "skipped": "not within 1 s"}]
+        return {
+            "failed": "not done within 1 s", "largest": {"1": 0, "2": 0}, "too_small": {"1": "weights 2.0 GiB"},
+            "predicted": {"2": 1_024}, "rows": rows,
+        }  # fmt: skip
 
     monkeypatch.setattr(memory_caps, "_in_a_process", fails)
     both = memory_caps.measure(["tiny"], sides=(OURS, "stock"), file=file, **options)
@@ -162,5 +164,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     assert line.split()[2:4] == ["256", "1.00x"]
     assert f"{OURS}: not done within 1 s" in text
     assert f"{OURS}, 1 GiB: does not fit: weights 2.0 GiB" in text
+    (line,) = [line for line in text.splitlines() if line.split()[:2] == ["2", OURS]]
+    assert line.split()[2:4] == ["(1,024)", "-"]
     with pytest.raises(UserError, match="'tinny'"):
         memory_caps.measure(["tinny"], **options)
