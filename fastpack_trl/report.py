@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from fastpack_trl._version import __version__
+
 logger = logging.getLogger(__name__)
 
 Status = Literal["on", "off", "stock"]
+WIDTH = 80
+"""Columns of the banner."""
+_ORDER: tuple[Status, ...] = ("on", "stock", "off")
+_STATUS = 7  # columns of the state
+_VERBOSE = "FASTPACK_VERBOSE"
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureLine:
-    """One row of the banner: ``packed_attention  on  per_document  cpu; window 128, sinks``."""
+    """One row of the banner: ``on  packed_attention  per_document: cpu; window 128, sinks``."""
 
     feature: str
     status: Status
@@ -75,20 +83,55 @@ class FeatureReport:
         return self.table()
 
     def table(self) -> str:
-        """Return the banner: one row per feature, then the figures."""
-        rows = [(line.feature, line.status, line.path, line.reason) for line in self.lines]
-        head = ("feature", "state", "path", "why")
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(3)]
+        """Return every feature with its reason, then the figures; at most `WIDTH` characters a line."""
+        width = max((len(line.feature) for line in self.lines), default=0)
+        return _page([_row(line, width) for line in self._sorted()], self.facts)
 
-        def text(row: tuple[str, str, str, str]) -> str:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            return "  ".join([*cells, row[3]]).rstrip()
+    def banner(self) -> str:
+        """Return what a run prints when it starts: as `table`, but features that are off are one line of names."""
+        shown = [line for line in self._sorted() if line.status != "off"]
+        off = [line.feature for line in self.lines if line.status == "off"]
+        if not shown or shown_whole():
+            return self.table()
+        width = max(len(line.feature) for line in shown)
+        rows = [_row(line, width) for line in shown]
+        if off:
+            rows.append(("off".ljust(_STATUS), f"{', '.join(off)} (why: --verbose or {_VERBOSE}=1)"))
+        return _page(rows, self.facts)
 
-        out = ["fastpack-trl", text(head), *map(text, rows)]
-        out += [f"{name}: {value}" for name, value in self.facts.items()]
-        return "\n".join(out)
+    def _sorted(self) -> list[FeatureLine]:
+        return sorted(self.lines, key=lambda line: _ORDER.index(line.status))
+
+
+def _row(line: FeatureLine, width: int) -> tuple[str, str]:
+    said = f"{line.path}: {line.reason}" if line.reason else line.path
+    return f"{line.status.ljust(_STATUS)}{line.feature.ljust(width)}  ", said
+
+
+def _page(rows: list[tuple[str, str]], facts: dict[str, Any]) -> str:
+    """Return the rows, each ``(head, text)``, wrapped under the end of its head."""
+    rows = rows + [(f"{name}: ", str(value)) for name, value in facts.items()]
+    out = [f"fastpack-trl {__version__}"]
+    for head, text in rows:
+        indent = len(head) if len(head) < WIDTH // 2 else _STATUS
+        out += textwrap.wrap(head + text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(out)
+
+
+def shown_whole() -> bool:
+    """Return whether ``FASTPACK_VERBOSE=1`` asks for the reasons of features that are off."""
+    return _is_set(_VERBOSE)
+
+
+def show_whole() -> None:
+    """Let banners of this process, and of those that it starts, show every feature: what ``--verbose`` means."""
+    os.environ[_VERBOSE] = "1"
 
 
 def disabled_by_environment() -> bool:
     """Return whether ``FASTPACK_DISABLE=1`` turns everything off: the stock trainer runs."""
-    return os.environ.get("FASTPACK_DISABLE", "").lower() in {"1", "true", "yes", "on"}
+    return _is_set("FASTPACK_DISABLE")
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}

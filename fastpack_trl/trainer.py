@@ -197,11 +197,11 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             yield
 
     def _fastpack_announce(self) -> None:
-        """Log the banner, once per content: `train` may be called many times."""
-        table = self.fastpack_report.table()
-        if self.is_world_process_zero() and table != self._fastpack_shown:
-            print(table, flush=True)
-        self._fastpack_shown = table
+        """Print the banner, once per content: `train` may be called many times."""
+        banner = self.fastpack_report.banner()
+        if self.is_world_process_zero() and banner != self._fastpack_shown:
+            print(banner, flush=True)
+        self._fastpack_shown = banner
 
     @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -406,7 +406,7 @@ def test_data_that_only_stock_can_train_on_is_left_to_it(tmp_path: Path) -> None
 def test_where_stock_packs_right_the_limit_of_padded_rows_takes_nothing_away(tmp_path: Path) -> None:
     ours = train(FastSFTTrainer, tmp_path, family="stablelm", packing=True, fast={"padded_rows_limit": 1})
     line = ours.fastpack_report["packed_attention"]
-    assert line.status == "off"
+    assert line.status == "stock"
     assert "stock keeps this model's documents apart, proven" in line.reason
 
 
@@ -445,7 +445,7 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
     assert report.facts["packing fill"].endswith("16 tokens")
     assert report["verify_packing"].reason.startswith("proven")
     del report.facts["first step"]  # known since
-    assert report.table() in printed
+    assert report.banner() in printed
     assert set(report.to_dict()) == {"features", "facts"}
     assert ours.fastpack_proof is not None
 

@@ -53,7 +53,12 @@ class PackedAttention:
 
     @property
     def path(self) -> str:
+        """The path's name, e.g. ``per_document``."""
         return self.choice.path
+
+    def __repr__(self) -> str:
+        """Return ``PackedAttention(path='per_document', reason='cpu; plain causal')``."""
+        return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
 @contextlib.contextmanager

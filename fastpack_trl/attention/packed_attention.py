@@ -19,6 +19,7 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import plan_batches, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
+from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
 
 logger = get_logger(__name__)
@@ -64,8 +65,11 @@ def plan_rows(run: Run) -> None:
     run.plan = plan_batches(trainer, choice.path, choice.flattens)
     if run.packs:
         run.say("packed_attention", "on", choice.path, choice.reason)
+    elif choice.path == "off":
+        status: Status = "off" if run.settings.packed_attention == "off" else "stock"
+        run.say("packed_attention", status, "stock", choice.reason)
     else:
-        run.say("packed_attention", "off", "stock", choice.reason if choice.path == "off" else run.plan.reason)
+        run.say("packed_attention", "off", "stock", run.plan.reason)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
     run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)

@@ -65,9 +65,6 @@ class AsyncCheckpointCallback(TrainerCallback):
         *,
         offload_budget_gib: float | None = None,
         keep_last_layers: int = 1,
-        _min_bytes: int = MIN_BYTES,
-        _streams: Callable[[torch.device], Streams] | None = None,
-        _say: Callable[[str], None] = logger.warning,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
@@ -76,8 +73,11 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.offload: Offload | None = None
         self.use: HostUse | None = None
         self.reason = ""
-        self._budget, self._keep, self._min_bytes = offload_budget_gib, keep_last_layers, _min_bytes
-        self._streams, self._say = _streams, _say
+        self._budget, self._keep = offload_budget_gib, keep_last_layers
+        # Set by tests on machines without a device, and by the feature `checkpoint_offload`.
+        self._min_bytes = MIN_BYTES
+        self._streams: Callable[[torch.device], Streams] | None = None
+        self._say: Callable[[str], None] = logger.warning
         self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
 

@@ -46,8 +46,8 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         mode,
         offload_budget_gib=run.settings.offload_budget_gib,
         keep_last_layers=run.settings.keep_last_layers,
-        _say=say,
     )
+    callback._say = say
     run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.trainer.add_callback(callback)
     run.offloads = True

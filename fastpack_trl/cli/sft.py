@@ -16,7 +16,9 @@ from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.recipe.arguments import SftArguments, make_parser, parse
 from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.train import train_parsed
+from fastpack_trl.report import show_whole
 
+_OF_THE_COMMAND = ("--traceback", "--verbose")
 # Set for the processes that we launch: they take the launch options of the YAML as done.
 _LAUNCHED = "FASTPACK_LAUNCHED"
 
@@ -30,10 +32,12 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         make_parser().print_help()
         return 0
+    if "--verbose" in argv:
+        show_whole()
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse([word for word in argv if word != "--traceback"], may_launch=not launched)
+        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], may_launch=not launched)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process

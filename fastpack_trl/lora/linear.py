@@ -291,8 +291,10 @@ def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute
         if isinstance(module, FastLora):
             report.already += 1
             continue
-        reason = _not_covered(module, compute_dtype)
-        if reason:
+        if hasattr(module, "parameter_name"):  # PEFT's ParamWrapper
+            report.on_parameters.append(name)
+            continue
+        if reason := _not_covered(module, compute_dtype):
             report.handed_over.setdefault(reason, []).append(name)
             continue
         stock: Any = type(module)

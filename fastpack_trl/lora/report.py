@@ -23,6 +23,7 @@ class LoraReport:
     Attributes:
         fast: names of the layers that have the fast forward.
         handed_over: names of the LoRA layers that stay PEFT's, by reason.
+        on_parameters: names of LoRA on stacked parameters, as of experts: those are `apply_moe`'s.
         copies: of frozen weights in the compute dtype.
         already: how many had the fast forward before.
         modules: the layers of `fast`.
@@ -30,6 +31,7 @@ class LoraReport:
 
     fast: list[str] = field(default_factory=list)
     handed_over: dict[str, list[str]] = field(default_factory=dict)
+    on_parameters: list[str] = field(default_factory=list)
     copies: FrozenCopies = field(default_factory=FrozenCopies)
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
@@ -46,9 +48,11 @@ class LoraReport:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        if not self.fast and not self.handed_over:
+        if not self.fast and not self.handed_over and not self.on_parameters:
             return f"{self.already} LoRA layers have the fast forward already" if self.already else "no LoRA layers"
         parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
+        if self.on_parameters:
+            parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         if self.copies.reason:
             parts.append(self.copies.reason)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -64,6 +65,15 @@ class MoeReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.revert()
+
+    def summary(self) -> str:
+        """Return the paths on one line, without names of modules: ``2 of 2 layers; LoRA on the experts of 2``."""
+        parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _others(self.layers)
+        if self.adapters:
+            ours = sum(adapter.path == NAME for adapter in self.adapters)
+            parts += [f"LoRA on the experts of {ours}"] * bool(ours)
+            parts += [f"LoRA on experts: {other}" for other in _others(self.adapters)]
+        return "; ".join([*parts, *self.warnings])
 
     def __str__(self) -> str:
         """Return one line per path and reason, with the number of layers."""
@@ -133,6 +143,12 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
     for adapter in adapters:
         adapter.installed = held
     return report
+
+
+def _others(layers: list[LayerPath]) -> list[str]:
+    """Return the paths that are not ours: ``["stock: 1 layer (no gate)"]``."""
+    counts = Counter((layer.path, layer.reason) for layer in layers if layer.path != NAME)
+    return [f"{path}: {count} layer{'s' * (count > 1)} ({reason})" for (path, reason), count in counts.items()]
 
 
 def _summary(layers: list[LayerPath]) -> list[str]:

@@ -182,6 +182,6 @@ def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> list[str
     for name, module in model.named_modules():
         parent, _, own = name.rpartition(".")
         if parent in inside and own in ("gate", "router") and hasattr(module, "lora_A"):
-            said = f"LoRA wraps the router ({name}): routing changes with the adapter; "
+            said = f"LoRA wraps the router ({own!r}): routing changes with the adapter; "
             return [said + "name target_modules and target_parameters instead of 'all-linear' unless that is meant"]
     return []

@@ -56,9 +56,9 @@ def moe(run: Run) -> Iterator[None]:
     with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
-        said = "; ".join([*str(applied).splitlines(), *[note] * bool(applied.active)])
+        said = "; ".join([applied.summary(), *[note] * bool(applied.active and note)])
         if applied.active:
             run.say("moe", "on", "fastpack", said)
         else:
-            run.say("moe", "stock", "stock", said)
+            run.say("moe", "stock", "stock", said.removeprefix("stock: "))
         yield

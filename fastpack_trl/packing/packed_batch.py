@@ -120,7 +120,7 @@ class PackedBatch:
     parts: tuple[Part, ...] = ()
     loss_mask: Tensor | None = None
     part_bounds: Tensor | None = None
-    _derived: _Derived = field(default_factory=_Derived, repr=False)
+    _derived: _Derived = field(init=False, default_factory=_Derived, repr=False)
 
     @classmethod
     def from_lengths(
@@ -248,7 +248,7 @@ class PackedBatch:
             # What the mapping around this batch holds is moved apart: no tensor of it is known here.
             edited = positions is not None and not positions.is_still(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
-        return replace(self, **converted, labels=labels, positions=positions, _derived=_Derived())
+        return replace(self, **converted, labels=labels, positions=positions)
 
 
 def rounded_length(tokens: int) -> int:

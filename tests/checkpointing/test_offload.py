@@ -260,7 +260,9 @@ def run(folder: Path, *, callbacks: list[Any] | None = None, model: Any = None, 
 
 
 def callback(**options: Any) -> AsyncCheckpointCallback:
-    return AsyncCheckpointCallback(**{"_min_bytes": 1, "_streams": HostStreams, **options})
+    made = AsyncCheckpointCallback(**options)
+    made._min_bytes, made._streams = 1, HostStreams
+    return made
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -88,7 +88,9 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     callbacks: list[TrainerCallback] = [caught]
     if streams is not None:  # every input, however small; on the CPU with streams that raise on what nothing orders
         make = CudaStreams if on_cuda else lambda device: RecordingStreams()
-        callbacks.append(AsyncCheckpointCallback(keep_last_layers=0, _min_bytes=1, _streams=make))
+        offload = AsyncCheckpointCallback(keep_last_layers=0)
+        offload._min_bytes, offload._streams = 1, make
+        callbacks.append(offload)
     args = settings(
         tmp_path, packing=True, max_length=sum(LENGTHS), max_steps=1, per_device_train_batch_size=1, eval_strategy="no",
         router_aux_loss_coef=COEFFICIENT, max_grad_norm=0.0, use_cpu=not on_cuda,
@@ -103,7 +105,7 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     assert report["packed_attention"].path == "per_document"
     assert "sinks" in report["packed_attention"].reason
     assert report["moe"].status == report["aux_loss"].status == "on"
-    assert "expert LoRA fastpack: 2 layers" in report["moe"].reason
+    assert "2 of 2 layers; LoRA on the experts of 2" in report["moe"].reason
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
     assert report["activation_memory"].path == ("stock" if level == "off" else level)

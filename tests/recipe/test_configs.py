@@ -209,9 +209,8 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     assert ("moe" in report) == experts
     if experts:
         assert report["moe"].path == "fastpack", report
-        said = [line.removeprefix("expert LoRA ") for line in report["moe"].reason.split("; ")]
-        assert sum(line.startswith("fastpack") for line in said) == 2, report  # the experts, and LoRA on them
-        assert not any(line.startswith("stock") for line in said), report
+        count = report["moe"].reason.partition(" of ")[0]
+        assert report["moe"].reason.startswith(f"{count} of {count} layers; LoRA on the experts of {count}"), report
     assert ("quantised experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
     assert ("aux_loss" in trainer.state.log_history[0]) == (experts and trainer.router_aux_loss_coef != 0)
     assert report["layer_compile"].reason.startswith("on cpu compiling takes longer")
