@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
@@ -30,7 +30,7 @@ from fastpack_trl.measure.record import make_record, write_json
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.moe.quantised import quantize_experts
 
-SIDES = {"eager": "off", "captured": "auto"}
+SIDES: dict[str, Literal["auto", "off"]] = {"eager": "off", "captured": "auto"}
 """Name and ``cuda_graph`` of each side."""
 WARMUP_STEPS, TIMED_STEPS, SPANS, PROFILED_STEPS = 40, 10, 3, 4
 LONGEST_DOCUMENT = 2048

@@ -219,10 +219,10 @@ def _measure_row(
 
 def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, tokenizer: Any) -> Any:
     if name in (OURS, PLANNED):
-        memory = "off" if name == OURS else "auto"
+        memory: dict[str, Any] = {"activation_memory": "off"} if name == OURS else {}
         trainer: Any = FastSFTTrainer(
             model,
-            args=FastSFTConfig(**arguments, activation_memory=memory),
+            args=FastSFTConfig(**arguments, **memory),
             train_dataset=documents,
             processing_class=tokenizer,
         )

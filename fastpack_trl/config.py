@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import SFTConfig
 
 from fastpack_trl.errors import did_you_mean, shown
 from fastpack_trl.model.preflight import check_counts
 
-PACKED_ATTENTION_CHOICES = (
+PackedAttentionPath = Literal[
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "flex", "xformers", "sdpa", "off",
-)  # fmt: skip
-SWITCH_CHOICES = ("auto", "on", "off")
-ACTIVATION_MEMORY_CHOICES = ("auto", "keep", "selective", "checkpoint", "offload", "off")
-CHECKPOINT_OFFLOAD_CHOICES = ("auto", "double_buffer", "single_buffer", "off")
-_CHOICES = {
-    "packed_attention": PACKED_ATTENTION_CHOICES,
-    "verify_packing": SWITCH_CHOICES,
-    "lora": SWITCH_CHOICES,
-    "cache_dequantized": SWITCH_CHOICES,
-    "moe": SWITCH_CHOICES,
-    "moe_quantize_experts": ("off", "on"),
-    "sync_free": SWITCH_CHOICES,
-    "checkpoint_offload": CHECKPOINT_OFFLOAD_CHOICES,
-    "activation_memory": ACTIVATION_MEMORY_CHOICES,
-    "merge_accumulation": SWITCH_CHOICES,
-    "layer_compile": SWITCH_CHOICES,
-    "cuda_graph": SWITCH_CHOICES,
-}
+]  # fmt: skip
+Switch = Literal["auto", "on", "off"]
+OnOff = Literal["off", "on"]
+ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
+CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
+PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
 
@@ -55,6 +46,29 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
+class _Choice(argparse.Action):
+    """An option that also takes ``true`` and ``false``, for whichever parser is made of the config (TRL's, ours)."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, choices: Iterable[str], **keywords: Any) -> None:
+        keywords["type"] = partial(_chosen, tuple(choices))
+        super().__init__(option_strings, dest, choices=tuple(choices), **keywords)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+
+
+def _chosen(choices: tuple[str, ...], text: str) -> str:
+    try:
+        return normalise_choice("", text, choices)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
+
+
+def _choice(text: str) -> dict[str, Any]:
+    """Return the metadata of an option with choices; the annotation names them."""
+    return {"help": text, "action": _Choice}
+
+
 def _number(name: str, value: object, hint: str) -> float:
     try:
         number = float("nan") if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
@@ -69,66 +83,66 @@ def _number(name: str, value: object, hint: str) -> float:
 class Settings:
     """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`."""
 
-    packed_attention: str = field(
+    packed_attention: PackedAttentionPath = field(
         default="auto",
-        metadata={
-            "help": "How packed documents are kept apart: auto, varlen, per_document, padded_rows, flash_attention_2, "
+        metadata=_choice(
+            "How packed documents are kept apart: auto, varlen, per_document, padded_rows, flash_attention_2, "
             "flash_attention_3, flash_attention_4, flex, xformers, sdpa or off. No extra memory except for sdpa "
-            "(total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit)."
-        },
+            "(total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
+        ),
     )
-    verify_packing: str = field(
+    verify_packing: Switch = field(
         default="auto",
-        metadata={
-            "help": "Prove when training starts that no packed document sees another, and stop where one does: auto "
+        metadata=_choice(
+            "Prove when training starts that no packed document sees another, and stop where one does: auto "
             "(when documents are packed), on or off (train whatever leaks). Costs a few forward and backward passes "
-            "over a few dozen tokens, once; with sliding windows two forward passes over up to 1,055 more."
-        },
+            "over a few dozen tokens, once; with sliding windows two forward passes over up to 1,055 more.",
+        ),
     )
-    lora: str = field(
+    lora: Switch = field(
         default="auto",
-        metadata={
-            "help": "LoRA projections without glue: auto, on, or off (PEFT's own forward). Saves memory and about a "
-            "third of the kernels of a LoRA layer; parameters and files are PEFT's."
-        },
+        metadata=_choice(
+            "LoRA projections without glue: auto, on, or off (PEFT's own forward). Saves memory and about a "
+            "third of the kernels of a LoRA layer; parameters and files are PEFT's.",
+        ),
     )
-    cache_dequantized: str = field(
+    cache_dequantized: Switch = field(
         default="auto",
-        metadata={
-            "help": "With LoRA, keep 4-bit base weights dequantised and fp32 ones cast, for the run: auto (where "
-            "activations leave the memory for it), on, or off. Costs 2 bytes per weight."
-        },
+        metadata=_choice(
+            "With LoRA, keep 4-bit base weights dequantised and fp32 ones cast, for the run: auto (where "
+            "activations leave the memory for it), on, or off. Costs 2 bytes per weight.",
+        ),
     )
-    moe: str = field(
+    moe: Switch = field(
         default="auto",
-        metadata={
-            "help": "Mixture-of-experts layers with tokens sorted once per layer and step: auto (in place of "
+        metadata=_choice(
+            "Mixture-of-experts layers with tokens sorted once per layer and step: auto (in place of "
             "grouped_mm), on (in place of any experts_implementation), or off. Saves memory; the routing plan takes 12 "
-            "bytes per token and chosen expert."
-        },
+            "bytes per token and chosen expert.",
+        ),
     )
-    layer_compile: str = field(
+    layer_compile: Switch = field(
         default="auto",
-        metadata={
-            "help": "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
+        metadata=_choice(
+            "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
             "step is faster and enough steps are left to pay for it), on, or off. Costs ten seconds to a minute per "
-            "kind at the first packed row, by auto in the second step; later runs find most of it in Inductor's cache."
-        },
+            "kind at the first packed row, by auto in the second step; later runs find most of it in Inductor's cache.",
+        ),
     )
-    cuda_graph: str = field(
+    cuda_graph: Switch = field(
         default="auto",
-        metadata={
-            "help": "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
+        metadata=_choice(
+            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
             "become shorter by a twentieth or more, and enough are left), on, or off. Costs the activations of one "
-            "micro-batch, held for the run, and half a second per graph."
-        },
+            "micro-batch, held for the run, and half a second per graph.",
+        ),
     )
-    moe_quantize_experts: str = field(
+    moe_quantize_experts: OnOff = field(
         default="off",
-        metadata={
-            "help": "Store frozen expert stacks in four bits (NF4): on or off. About 0.53 bytes per weight, and one "
-            "dense stack at a time while it is used. The model is loaded in its own dtype first. Needs bitsandbytes."
-        },
+        metadata=_choice(
+            "Store frozen expert stacks in four bits (NF4): on or off. About 0.53 bytes per weight, and one "
+            "dense stack at a time while it is used. The model is loaded in its own dtype first. Needs bitsandbytes.",
+        ),
     )
     padded_rows_limit: float = field(
         default=DEFAULT_PADDED_ROWS_LIMIT,
@@ -137,29 +151,29 @@ class Settings:
             "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
         },
     )
-    sync_free: str = field(
+    sync_free: Switch = field(
         default="auto",
-        metadata={
-            "help": "No device-to-host sync between two logs: auto, on or off. Costs 12 bytes of device memory per "
-            "micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is trained)."
-        },
+        metadata=_choice(
+            "No device-to-host sync between two logs: auto, on or off. Costs 12 bytes of device memory per "
+            "micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is trained).",
+        ),
     )
-    merge_accumulation: str = field(
+    merge_accumulation: Switch = field(
         default="auto",
-        metadata={
-            "help": "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
+        metadata=_choice(
+            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
             "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
-            "activations of the longer row; on CUDA only as far as free memory allows, split again when it runs out."
-        },
+            "activations of the longer row; on CUDA only as far as free memory allows, split again when it runs out.",
+        ),
     )
-    activation_memory: str = field(
+    activation_memory: ActivationMemory = field(
         default="auto",
-        metadata={
-            "help": "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint "
+        metadata=_choice(
+            "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint "
             "(their input), offload (their input, in host memory), auto (the least recompute that fits the memory, on "
             "CUDA) or off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto "
-            "costs a few passes over 2048 tokens, once."
-        },
+            "costs a few passes over 2048 tokens, once.",
+        ),
     )
     activation_memory_gib: float | None = field(
         default=None,
@@ -168,13 +182,13 @@ class Settings:
             "is free after model, gradients and optimizer state, less a tenth)."
         },
     )
-    checkpoint_offload: str = field(
+    checkpoint_offload: CheckpointOffload = field(
         default="auto",
-        metadata={
-            "help": "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a "
+        metadata=_choice(
+            "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a "
             "layer is recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens "
-            "x hidden x itemsize bytes of the device, costs as much host memory and two copies of it per step."
-        },
+            "x hidden x itemsize bytes of the device, costs as much host memory and two copies of it per step.",
+        ),
     )
     offload_budget_gib: float | None = field(
         default=None,
@@ -238,6 +252,12 @@ class Settings:
     def get(self, feature: str) -> Any:
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(Settings).items() if get_origin(hint) is Literal
+}
+"""Fields with choices, and those, as the annotations name them."""
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def run(args: Namespace) -> int:
     if lengths is not None:
         _check_positions(model, lengths)
     with ExitStack() as stack:
-        with preparing():  # a backend that is wrong for this model is a setting
+        with _naming_attn(), preparing():  # a backend that is wrong for this model is a setting
             # The probe's own padding says nothing about the data: no limit.
             attention = stack.enter_context(packed_attention(model, args.attn, padded_rows_limit=float("inf")))
         try:
@@ -110,6 +111,19 @@ def run(args: Namespace) -> int:
         return 0
     print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn, proof)}", file=sys.stderr)
     return 1
+
+
+@contextmanager
+def _naming_attn() -> Iterator[None]:
+    """Name the option of this command where a message names the field: ``packed_attention='flex'``.
+
+    Raises:
+        UserError: in place of the one inside.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"packed_attention='(\w+)'", r"--attn \1", str(error))) from error
 
 
 def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -151,7 +165,7 @@ def _load(args: Namespace) -> Any:
 
     name = str(Path(args.model).expanduser()) if Path(args.model).expanduser().is_dir() else args.model
     trust = {"trust_remote_code": args.trust_remote_code}
-    check_architecture(name, trust)
+    check_architecture(name, trust, "--model")
     with preparing():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **trust)
     if not args.adapter:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, naming_keys, shown
+from fastpack_trl.errors import UserError, naming_keys, shown
+from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
 from fastpack_trl.recipe.yaml import as_bool, check_entries, checked_value, load_config, member_types, set_environment
 
 if TYPE_CHECKING:
@@ -22,11 +24,6 @@ if TYPE_CHECKING:
 
     from fastpack_trl.config import FastSFTConfig
 
-EPILOG = (
-    "--config FILE reads a YAML whose keys are the options above; flags win over it. Options of `accelerate launch` "
-    "(num_processes, mixed_precision, ...) and accelerate_config are accepted in both, `env` (a mapping of environment "
-    "variables) in the YAML. --traceback shows the traceback of an error that is otherwise one line."
-)
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
 # These say which program is launched: that is ours to set.
@@ -78,12 +75,16 @@ def make_parser(prog: str | None = None) -> Any:
 
     class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
-            raise UserError(f"{message} (see `fastpack-trl sft --help`)")
+            # "argument --max_steps/--max-steps: ..." names an option twice.
+            said = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message)
+            raise UserError(f"{said} (see `fastpack-trl sft --help`)")
+
+        def format_help(self) -> str:
+            return write_help(self)
 
     parser = Parser(
         (ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig),
         prog=prog or "fastpack-trl sft",
-        epilog=EPILOG,
         allow_abbrev=False,
     )
     hints = _hints(parser)
@@ -145,8 +146,11 @@ def _split_flags(
             continue
         action = launch.get(name[2:])
         if action is None:
-            valid = {*known, *(f"--{option}" for option in launch)}
-            hint = did_you_mean(name, valid) or "; `fastpack-trl sft --help` lists the options"
+            command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
+            hint = (
+                meant(name, {*known, *command, *(f"--{option}" for option in launch)})
+                or "; `fastpack-trl sft --help` lists the options"
+            )
             raise UserError(f"unknown option {shown(name)}{hint}")
         launched.append(word)
         if action.nargs != 0 and not equals:
@@ -176,6 +180,8 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
 
 def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
     """Check the YAML values and make them the parser's defaults; return the options for `accelerate launch`."""
+    from fastpack_trl.config import _CHOICES, normalise_choice
+
     hints = _hints(parser)
     actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
@@ -187,13 +193,18 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         if name == "datasets":
             check_entries(value, path)
             values[name] = value
+        elif name in _CHOICES:
+            try:
+                values[name] = normalise_choice(name, value, _CHOICES[name])
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from error
         elif name in names:
             values[name] = checked_value(name, value, hints[name], actions[name], path)
         elif name in launch:
             words += _launch_words(name, value, launch[name], path)
         else:
             valid = {*names, *launch, "env"}
-            hint = did_you_mean(name, valid) or "; `fastpack-trl sft --help` lists the names"
+            hint = meant(name, valid) or "; `fastpack-trl sft --help` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)
     return words

@@ -96,8 +96,13 @@ def local_model(model: ModelConfig) -> str:
     return name
 
 
-def check_architecture(name: str, init: Mapping[str, Any]) -> None:
+def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_name_or_path") -> None:
     """Check by its ``config.json`` that the checkpoint is a causal language model.
+
+    Args:
+        name: folder or hub name.
+        init: keywords with which the model is loaded.
+        option: what the user gave the name to, for the message.
 
     Raises:
         UserError: no configuration there or on the hub, or an architecture without a language-model head.
@@ -110,7 +115,7 @@ def check_architecture(name: str, init: Mapping[str, Any]) -> None:
             name, revision=init.get("revision"), trust_remote_code=init.get("trust_remote_code", False)
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"model_name_or_path {name!r} cannot be used: {describe(error)}") from error
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}") from error
     architectures = config.architectures or []
     if not architectures:
         raise UserError(

@@ -79,7 +79,7 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
         (["--profile", "/dev/null/traces"], "--profile '/dev/null/traces' cannot be a folder"),
         (["--threads", "0"], "--threads 0"),
         (["--max_lenght", "3"], "unknown option '--max_lenght'; did you mean '--max_length'"),
-        (["--packed_attention", "varlne"], "packed_attention='varlne' is not available"),
+        (["--packed_attention", "varlne"], "--packed_attention: 'varlne' is not available"),
     ],
 )
 def test_a_wrong_option_is_one_line(

@@ -122,7 +122,7 @@ def test_cuda_that_is_not_there_is_an_error(
     ("model", "arguments", "parts"),
     [
         ("qwen3", ["--attn", "per_documnt"], ["'per_documnt' does not exist", "did you mean 'per_document'?"]),
-        ("falcon", ["--attn", "per_document"], ["per_document", "cannot be used here: falcon", "'auto'"]),
+        ("falcon", ["--attn", "per_document"], ["--attn per_document cannot be used here: falcon", "use --attn auto"]),
         ("qwen3", ["--lengths", "9"], ["--lengths 9 is one document", "9 1 14 6"]),
         ("qwen3", ["--lengths", "9", "0"], ["0 tokens", "1 or more"]),
         ("qwen3", ["--lengths", "9", "129"], ["129 tokens", "128 positions"]),

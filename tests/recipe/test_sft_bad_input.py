@@ -119,7 +119,7 @@ FLAGS = [
     (["--num_proceses", "2"], ["'--num_proceses'", "did you mean '--num_processes'?"]),
     (["--max_length", "abc"], ["--max_length", "'abc'", "int"]),
     (["--packing", "maybe"], ["--packing", "maybe", "true"]),
-    (["--packed_attention", "of"], ["packed_attention='of'", "did you mean 'off'?"]),
+    (["--packed_attention", "of"], ["--packed_attention: 'of' is not available", "did you mean 'off'?"]),
     (["--dtype", "float17"], ["--dtype", "'float17'", "float16"]),
     (["--max_length"], ["--max_length", "expected one argument"]),
     (["--num_processes"], ["'--num_processes' needs a value"]),

@@ -1,0 +1,117 @@
+"""The help of ``fastpack-trl sft``: our options first, in groups, then TRL's; and what was meant by a wrong name."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, Action, HelpFormatter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from fastpack_trl.errors import did_you_mean
+
+USAGE = "fastpack-trl sft --config FILE [--OPTION VALUE ...]"
+EPILOG = (
+    "--config FILE reads a YAML whose keys are the options above; flags win over it. Options of `accelerate launch` "
+    "(num_processes, mixed_precision, ...) and accelerate_config are accepted in both, `env` (a mapping of environment "
+    "variables) in the YAML."
+)
+COMMAND_OPTIONS: Mapping[str, str] = {
+    "--config FILE": "a YAML of settings; `fastpack-trl init NAME` writes one",
+    "--verbose": "the banner says why each feature is off (also: FASTPACK_VERBOSE=1)",
+    "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
+    "-h, --help": "this text",
+}
+"""Options of the command itself, which no dataclass has."""
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Packing, of fastpack-trl": ("packed_attention", "verify_packing", "padded_rows_limit"),
+    "Memory, of fastpack-trl": (
+        "activation_memory", "activation_memory_gib", "checkpoint_offload", "offload_budget_gib", "keep_last_layers",
+    ),
+    "LoRA and experts, of fastpack-trl": ("lora", "cache_dequantized", "moe", "moe_quantize_experts"),
+    "The step, of fastpack-trl": ("sync_free", "merge_accumulation", "layer_compile", "cuda_graph"),
+}  # fmt: skip
+"""Titles and fields of `Settings`; one that is in none of them comes under a title of its own."""
+_LONGEST = 50  # characters of choices beside the name of an option
+_ELSEWHERE: Mapping[str, str] = {
+    "model": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "attn": "packed_attention",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "output": "output_dir",
+    "resume": "resume_from_checkpoint",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "sample_packing": "packing",
+    "gradient_accumulation": "gradient_accumulation_steps",
+}
+"""Names that other tools and older versions of TRL give to an option."""
+
+
+def meant(name: str, valid: Iterable[str]) -> str:
+    """Return ``"; did you mean '--max_length'?"`` for a wrong option or key; empty if none is near."""
+    dashes = "--" if name.startswith("--") else ""
+    known = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
+    return f"; did you mean '{dashes}{known}'?" if known is not None else did_you_mean(name, valid)
+
+
+class _Formatter(HelpFormatter):
+    """One spelling of each option, its choices, and its default where it has one."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="fastpack-trl sft", width=80)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        shown = action.option_strings[0]
+        if action.nargs == 0:
+            return shown
+        choices = _listed(action)
+        return f"{shown} {{{choices}}}" if 0 < len(choices) < _LONGEST else f"{shown} {action.dest.upper()}"
+
+    def _expand_help(self, action: Action) -> str:
+        if action.option_strings[0].startswith("--no_"):
+            return f"--{action.dest} False"
+        text = (action.help or "").replace("%%", "%")
+        choices, default = _listed(action), getattr(action.default, "value", action.default)
+        if len(choices) >= _LONGEST and choices.split(",")[1] not in text:
+            text += f" One of {choices.replace(',', ', ')}."
+        return text if default in (None, SUPPRESS, "") else f"{text} (default: {default})"
+
+
+def _listed(action: Action) -> str:
+    return ",".join(map(str, action.choices or ()))
+
+
+def write_help(parser: Any) -> str:
+    """Return the help of TRL's parser in groups: the command's own options, ours, then a group per dataclass of TRL."""
+    formatter = _Formatter()
+    formatter.add_text(f"usage: {USAGE}")
+    formatter.add_text("Fine-tune with every option of `trl sft`, and those of fastpack-trl.")
+    formatter.start_section("Command")
+    for name, text in COMMAND_OPTIONS.items():
+        formatter.add_argument(Action([name], name, nargs=0, help=text))
+    formatter.end_section()
+    for title, actions in _groups(parser):
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    formatter.add_text(EPILOG)
+    return formatter.format_help()
+
+
+def _groups(parser: Any) -> Iterator[tuple[str, list[Action]]]:
+    from fastpack_trl.config import FastSFTConfig, Settings
+
+    ours = [field.name for field in fields(Settings)]
+    named = {name for names in GROUPS.values() for name in names}
+    left = {"More, of fastpack-trl": tuple(name for name in ours if name not in named)}
+    for title, names in {**GROUPS, **left}.items():
+        if actions := [action for name in names for action in parser._actions if action.dest == name]:
+            yield title, actions
+    for kind in parser.dataclass_types:
+        stock = [field.name for field in fields(kind) if field.name not in ours]
+        title = "Training, of TRL's SFTConfig" if kind is FastSFTConfig else f"{kind.__name__}, of TRL"
+        yield title, [action for action in parser._actions if action.dest in stock]
