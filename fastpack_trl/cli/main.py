@@ -31,6 +31,7 @@ class Command:
 
 COMMANDS = {
     "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
+    "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
     "sft": Command("fastpack_trl.cli.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
     "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other"),
     "doctor": Command(

@@ -147,6 +147,30 @@ def yaml_text(folder: Path | None = None) -> str:
     return re.sub(rf"(?m)^(\w+: ){DEFAULT_FOLDER}/(\S+)", moved, text)
 
 
+def make_for_sft(folder: Path = Path(DEFAULT_FOLDER)) -> str:
+    """Make the data and a random model for ``configs/quickstart.yaml``; those of an earlier quickstart are used.
+
+    Returns:
+        A line that says which.
+
+    Raises:
+        UserError: `folder` holds something else.
+    """
+    if (folder / "model").is_dir() and (folder / "data").is_dir():
+        return f"model and data: those in {folder}/"
+    if folder.exists() and not (folder / MARKER).is_file():
+        raise UserError(f"{folder} is there, and not of the quickstart, which keeps its files in it: move it away")
+    prepare_folder(folder, overwrite=False)
+    with _environment(folder / "cache"), _quiet():
+        from fastpack_trl.quickstart import phases
+
+        settings = Settings(folder, None, steps=0, lora_steps=0, compare_steps=0, seed=0, overwrite=False)
+        phases.make_inputs(folder, settings, test_every=TEST_EVERY)
+    (folder / "init").rename(folder / "model")
+    weights = "a small model of random weights, which learns little (`fastpack-trl quickstart` trains it first)"
+    return f"made {folder}/: docstrings of the standard library, and {weights}"
+
+
 def _run_all(settings: Settings) -> Any:
     from fastpack_trl.quickstart import phases
     from fastpack_trl.quickstart.report import Results

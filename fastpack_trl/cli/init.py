@@ -1,0 +1,98 @@
+"""``fastpack-trl init``: write one of the shipped YAML files here, or list them."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.recipe.configs import configs_folder
+
+QUICKSTART = "quickstart"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of ``fastpack-trl init``."""
+    add = parser.add_argument
+    add("name", metavar="NAME", nargs="?", help="which config to write; without a name they are listed")
+    add("--output", metavar="FILE", help="where to write it (default: NAME.yaml in this folder)")
+    add("--force", action="store_true", help="replace FILE if it is there")
+
+
+def run(args: Namespace) -> int:
+    """Write the config and name the commands that use it; ``quickstart`` gets the model and the data it needs.
+
+    Returns:
+        0
+
+    Raises:
+        UserError: no config of that name, a file that is there already, or one that cannot be written.
+    """
+    found = shipped()
+    if args.name is None:
+        print(_list(found))
+        return 0
+    name = args.name.removesuffix(".yaml").removeprefix("configs/")
+    if name not in found:
+        raise UserError(f"there is no config {name!r}{did_you_mean(name, found)} (configs: {', '.join(found)})")
+    file = Path(args.output or f"{name.replace('/', '-')}.yaml").expanduser()
+    _check(file, force=args.force)
+    if name == QUICKSTART:
+        from fastpack_trl.quickstart.run import make_for_sft
+
+        print(make_for_sft())
+    text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", file.name)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror or error}; name another --output") from error
+    print(f"written: {file} ({_about(found[name])})\n{_next(name, str(file))}")
+    return 0
+
+
+def shipped() -> Mapping[str, Path]:
+    """Return the YAML files that come with the package: ``{"quickstart": ..., "bench/qwen3-0.6b-full": ...}``."""
+    folder = configs_folder()
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (file.stem != QUICKSTART, len(file.parts), file.name))
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def _check(file: Path, *, force: bool) -> None:
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise UserError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    if file.exists() and not force:
+        raise UserError(f"{file} is there already: --force replaces it, --output names another file")
+
+
+def _about(file: Path) -> str:
+    """Return the first sentence of the comment that a file begins with."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line.removeprefix("# "))
+    return " ".join(lines).partition(". ")[0].rstrip(".")
+
+
+def _list(found: Mapping[str, Path]) -> str:
+    width = max(map(len, found)) + 2
+    rows = [
+        textwrap.fill(name.ljust(width) + _about(file), 80, subsequent_indent=" " * width, break_on_hyphens=False)
+        for name, file in found.items()
+    ]
+    return "\n".join([*rows, "", "fastpack-trl init NAME writes one of them here."])
+
+
+def _next(name: str, file: str) -> str:
+    lines = [] if name == QUICKSTART else ["yours to change: model_name_or_path, dataset_name, output_dir"]
+    if name.startswith("bench/"):
+        return "\n".join([*lines, f"measure: fastpack-trl bench --config {file}"])
+    return "\n".join(
+        [
+            *lines,
+            f"what would run here: fastpack-trl doctor --config {file}",
+            f"train: fastpack-trl sft --config {file}",
+        ]
+    )
