@@ -42,11 +42,14 @@ class LayerCosts:
         growth: per level that the model supports, one `Growth` per layer: bytes kept on the device.
         seconds: per level, of recompute and waiting for copies in one layer, in any common unit.
         products: per level, matrix-product operations of the recompute / those of the step without any.
+        working: what a layer's backward holds beside all that it keeps, where that is known to be more than
+            `WORKING_SHARE` says, e.g. for a stack of experts that is made dense.
     """
 
     growth: Mapping[Level, Sequence[Growth]]
     seconds: Mapping[Level, float]
     products: Mapping[Level, float]
+    working: Growth = Growth()
 
     @property
     def layers(self) -> int:
@@ -66,7 +69,8 @@ class LayerCosts:
         for index, level in enumerate(levels):
             whole = self.growth[Level.KEEP][index].at(tokens, longest)
             kept += self.growth[level][index].at(tokens, longest)
-            peak = max(peak, kept + whole * (WORKING_SHARE - 1 if level is Level.KEEP else WORKING_SHARE))
+            work = max(whole * (WORKING_SHARE - 1), self.working.at(tokens, longest))
+            peak = max(peak, kept + work + (0 if level is Level.KEEP else whole))
         return round(peak)
 
 

@@ -6,21 +6,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
+from fastpack_trl.checkpointing.counters import LiveBytes, ProductCounter, Products
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
 from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.hooks import users_hooks_off
-from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""
+WORKING_TOKENS = (64, 1024)
+"""Two that are far apart: what works most over few tokens, e.g. on weights, need not be what does over many."""
 
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, NotImplementedError)
 _POINTWISE_SHARE = 0.03  # of a step's products, where nothing was timed: element-wise work beside them
@@ -155,9 +157,10 @@ def trace_levels(
                 recompute += _POINTWISE_SHARE
             # Less kept is never faster: what a short run shows otherwise is noise.
             seconds[level] = max([recompute, *seconds.values()])
+        working = Growth() if much or Level.CHECKPOINT not in growth else working_bytes(layers, run, growth)
     if copy_seconds is not None and Level.CHECKPOINT in growth:
         _add_offload(growth, products, seconds, copy_seconds, timed_tokens, base)
-    return LayerCosts(growth, seconds, products), failed
+    return LayerCosts(growth, seconds, products, working), failed
 
 
 def _add_offload(
@@ -179,59 +182,38 @@ def _add_offload(
     seconds[Level.OFFLOAD] = (seconds[Level.CHECKPOINT] + exposed) * 1.02 or 1e-9
 
 
-def _sdpa_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count attention whose keys have fewer heads than its queries, which torch 2.11's own formula refuses."""
-    return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
-
-
-def _sdpa_backward_flops(_: Sequence[int], *shapes: Sequence[int], **__: Any) -> int:
-    """Count its backward: the scores again, and two products for each of forward's."""
-    query, key = shapes[:2]
-    return 2 * _sdpa_flops(*shapes) + 2 * query[0] * query[1] * query[2] * key[2] * query[3]
-
-
-_GROUPED_HEADS = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{end}"): formula
-    for kind in ("efficient", "flash", "cudnn")
-    for end, formula in (("", _sdpa_flops), ("_backward", _sdpa_backward_flops))
-}
-
-
-class Products(NamedTuple):
-    """Operations of the matrix products of a pass."""
-
-    forward: float
-    total: float
-    """Of forward and backward, with what backward computes again."""
-
-
-class _Counter(TorchDispatchMode):
-    """Adds up operations by torch's formulas. `FlopCounterMode` also follows the modules, in three times the time."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-        self._formulas = FlopCounterMode(display=False, custom_mapping=_GROUPED_HEADS).flop_registry
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        out = func(*args, **keywords)
-        formula = self._formulas.get(getattr(func, "overloadpacket", func))
-        if formula is not None:
-            self.total += formula(*args, **keywords, out_val=out)
-        return out
-
-
 def _products(
     layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, parameters: Sequence[Tensor]
 ) -> Products:
-    with layer_functions(layers, [(level_function(level), True)] * len(layers)), _Counter() as counter:
+    with layer_functions(layers, [(level_function(level), True)] * len(layers)), ProductCounter() as counter:
         leaf, hidden = run(PROBE_TOKENS[0])
         forward = counter.total
         _backward(leaf, hidden, parameters)
     return Products(forward, counter.total)
+
+
+def working_bytes(
+    layers: Sequence[GradientCheckpointingLayer], run: DecoderRun, growth: Mapping[Level, Sequence[Growth]]
+) -> Growth:
+    """Return the bytes that a checkpointed pass works with beside all that is kept, gradients of weights apart.
+
+    They are those of the last layer's backward, when all others have what they keep: gradients of activations, and
+    weights that are made for one use. Where even these passes find no memory, none are known.
+    """
+    points = []
+    for tokens in WORKING_TOKENS:
+        with layer_functions(layers, [(level_function(Level.CHECKPOINT), True)] * len(layers)), LiveBytes() as live:
+            try:
+                leaf, hidden = run(tokens)
+                torch.autograd.grad(hidden.float().sum(), leaf)
+            except torch.OutOfMemoryError:
+                return Growth()
+            del leaf, hidden
+        kept = sum(one.at(tokens, tokens) for one in growth[Level.CHECKPOINT])
+        points.append((tokens, live.peak - kept - growth[Level.KEEP][-1].at(tokens, tokens)))
+    (a, fa), (b, fb) = points
+    slope = max(0.0, (fb - fa) / (b - a))
+    return Growth(max(0.0, fb - slope * b), slope)
 
 
 def _backward(leaf: Tensor, hidden: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from decoder_material import decoder, installed
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -22,45 +22,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_material import figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora, apply_moe, packed_attention
-from fastpack_trl.checkpointing import memory, trace
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.checkpointing import counters, memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import DecoderRun, saved_bytes, trace_levels, training
-from fastpack_trl.model.facts import text_model
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels, training
 from fastpack_trl.testing import tiny_model
 
 MODELS = [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
 TRACED = (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT)
 HOST = {"streams": HostStreams, "min_bytes": 1}
-
-
-def decoder(model: Any, documents: int, *, packed: bool = True) -> DecoderRun:
-    """Runs the decoder on `documents` documents of equal length."""
-    base = text_model(model)
-
-    def run(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens * documents)[None] % 90
-        leaf = base.get_input_embeddings()(ids).detach().requires_grad_()
-        batch = PackedBatch.from_lengths((tokens,) * documents)
-        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
-        return leaf, base.base_model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)[0]
-
-    return run
-
-
-@contextlib.contextmanager
-def installed(model: Any, *, ours: bool = True) -> Iterator[None]:
-    """Put in place what the trainer has when it plans."""
-    with contextlib.ExitStack() as stack:
-        if ours:
-            stack.enter_context(packed_attention(model, "per_document"))
-            stack.enter_context(apply_moe(model))
-            stack.callback(apply_lora(model).revert)
-        yield
 
 
 @pytest.mark.parametrize(
@@ -108,7 +81,7 @@ def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deepe
     assert less.predicted < plan.predicted
 
 
-@pytest.mark.parametrize(("share", "longest"), [(2.0, 1024), (0.9, 512), (0.3, 256), (0.01, None)])
+@pytest.mark.parametrize(("share", "longest"), [(2.0, 960), (0.9, 480), (0.3, 240), (0.01, None)])
 def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | None) -> None:
     model = make("llama", lora=True, layers=2)
     layers, ran = checkpointable_layers(model), []
@@ -118,9 +91,9 @@ def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | 
         return decoder(model, 1)(tokens)
 
     with installed(model):
-        whole = saved_bytes(model, layers, Level.KEEP, decoder(model, 1), 1024)
-        costs, _ = trace_levels(model, layers, counted, timed_tokens=1024, room=1.25 * share * sum(whole))
-    timed = [tokens for tokens in ran if tokens not in trace.PROBE_TOKENS]
+        whole = saved_bytes(model, layers, Level.KEEP, decoder(model, 1), 960)
+        costs, _ = trace_levels(model, layers, counted, timed_tokens=960, room=1.25 * share * sum(whole))
+    timed = [tokens for tokens in ran if tokens not in (*PROBE_TOKENS, *WORKING_TOKENS)]
     assert set(timed) == (set() if longest is None else {longest})
     assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
 
@@ -487,4 +460,4 @@ def test_attention_of_grouped_heads_counts_as_with_repeated_ones() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].sum().backward()
         return counter.get_total_flops()
 
-    assert products(2, trace._GROUPED_HEADS) == products(4, None) > 0
+    assert products(2, counters._GROUPED_HEADS) == products(4, None) > 0
