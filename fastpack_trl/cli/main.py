@@ -151,10 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"{name}: error{_rank_note()}: {describe(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if show_traceback:
             traceback.print_exc()
-        print(f"{name}: interrupted", file=sys.stderr)
+        print(" ".join(filter(None, [f"{name}: interrupted{_rank_note()}", str(interrupt)])), file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as exit_request:  # argparse leaves this way after --help and --version
         return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

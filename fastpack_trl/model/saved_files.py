@@ -50,6 +50,11 @@ def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
     return asked, ""
 
 
+def newest_checkpoint(output_dir: str | None) -> Path | None:
+    """Return the newest complete checkpoint in `output_dir`; None where there is none."""
+    return next((folder for folder in _checkpoints(Path(str(output_dir))) if not checkpoint_fault(folder)), None)
+
+
 def _checkpoints(folder: Path) -> Iterator[Path]:
     """Yield the folders ``checkpoint-N`` in `folder`, the newest first."""
     found = {int(match[1]): child for child in folder.glob("checkpoint-*") if (match := _numbered(child))}

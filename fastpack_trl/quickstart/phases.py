@@ -90,12 +90,15 @@ def lora(folder: Path, yaml_file: Path, settings: Settings) -> tuple[Phase, Any]
 
 
 def answer_with_adapter(folder: Path, trained: Any, *, seed: int) -> dict[str, Any]:
-    """Load ``adapter/`` into fresh objects, compare its logits with the trained model's, and answer one question."""
+    """Load ``adapter/`` into fresh objects, compare its logits with the trained model's, and answer one question.
+
+    The same question is given to ``init/``, the model before any training.
+    """
     import json
 
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with (folder / "data" / "test.jsonl").open(encoding="utf-8") as file:
         question = json.loads(file.readline())["messages"][:1]
@@ -104,18 +107,29 @@ def answer_with_adapter(folder: Path, trained: Any, *, seed: int) -> dict[str, A
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         difference = (fresh(**prompt).logits - trained.eval()(**prompt).logits).abs().max().item()
-        set_seed(seed)
+    before, _ = _answer(AutoModelForCausalLM.from_pretrained(folder / "init").eval(), tokenizer, prompt, seed)
+    answer, new_tokens = _answer(fresh, tokenizer, prompt, seed)
+    print(f"Q: {question[0]['content']}\nbefore training: {before}\nafter:           {answer}")
+    print("(it began with random weights: it has learnt something of the style, and none of the facts)")
+    return {
+        "question": question[0]["content"],
+        "answer_before": before,
+        "answer": answer,
+        "new_tokens": new_tokens,
+        "max_logit_difference": difference,
+    }
+
+
+def _answer(model: Any, tokenizer: Any, prompt: Any, seed: int) -> tuple[str, int]:
+    """Return what the model says to the prompt, on one line, and the number of new tokens."""
+    import torch
+    from transformers import set_seed
+
+    set_seed(seed)
+    with torch.no_grad():
         # Sampled: the likeliest next word of a model this small is "the", over and over.
-        tokens = fresh.generate(
+        tokens = model.generate(
             **prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=0.7, top_k=40, repetition_penalty=1.2
         )
     new_tokens = tokens[0, prompt["input_ids"].shape[1] :]
-    answer = tokenizer.decode(new_tokens, skip_special_tokens=True).strip()
-    print(f"Q: {question[0]['content']}\nA: {answer}")
-    print("(random weights when this command began: it has learnt something of the style, and none of the facts)")
-    return {
-        "question": question[0]["content"],
-        "answer": answer,
-        "new_tokens": len(new_tokens),
-        "max_logit_difference": difference,
-    }
+    return " ".join(tokenizer.decode(new_tokens, skip_special_tokens=True).split()), len(new_tokens)

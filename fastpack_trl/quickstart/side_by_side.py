@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ FLOAT32_EPS = 2.0**-23
 # place, and the optimizer carries such differences on. 64 units (6e-5 at a loss of 8) leave room for that; documents
 # that see their neighbours move the loss of a single step by a hundred times as much.
 ROUNDING_UNITS = 64
+COMPARED_STEPS = 9  # of a run; later ones have carried the differences on for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,14 @@ class Comparison:
 
     @property
     def loss_difference(self) -> float:
-        """Largest absolute difference between any run's loss and the first stock run's, step by step.
+        """Largest absolute difference between any run's loss and the first stock run's, over its first nine steps.
 
-        Infinite where a loss is NaN or infinite, so that it is within no bound.
+        Infinite where any loss is NaN or infinite, so that it is within no bound.
         """
-        reference = self._reference
-        differences = [abs(a - b) for run in self.runs for a, b in zip(run.losses, reference, strict=True)]
-        return max(difference if math.isfinite(difference) else math.inf for difference in differences)
+        if not all(math.isfinite(loss) for run in self.runs for loss in run.losses):
+            return math.inf
+        pairs = (zip(run.losses, self._reference, strict=True) for run in self.runs)
+        return max(abs(a - b) for steps in pairs for a, b in list(steps)[:COMPARED_STEPS])
 
     @property
     def within_rounding(self) -> bool:
@@ -156,7 +159,8 @@ def train_side_by_side(
         )
         trainer = trainer_class(model=str(model), args=config, train_dataset=rows, callbacks=[ThroughputCallback()])
         trainer.remove_callback(PrinterCallback)  # takes the bar's place under `disable_tqdm`; a line per step
-        trainer.train()
+        with redirect_stdout(io.StringIO()):  # its banner: the runs before have shown it
+            trainer.train()
         bar.update(1)
         return SideRun.of(side, trainer)
 

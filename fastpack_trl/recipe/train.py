@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import naming_keys, preparing
+from fastpack_trl.model.saved_files import newest_checkpoint
 from fastpack_trl.recipe.arguments import SftArguments, parse
 from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
@@ -41,9 +43,34 @@ def train_parsed(arguments: SftArguments, callbacks: Sequence[TrainerCallback] |
         trainer.add_callback(progress)
         # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
         with preparing(finished=lambda: progress.training), naming_data(data_name(arguments.script, arguments.mixture)):
-            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+            try:
+                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
     _finish(trainer, arguments)
     return trainer
+
+
+def how_to_resume(arguments: SftArguments, step: int) -> str:
+    """Return what an interrupted run has saved, and the command that goes on from there.
+
+    Args:
+        arguments: of the run.
+        step: the optimizer steps it has made.
+    """
+    training, own = arguments.training, list(arguments.own)
+    checkpoint = newest_checkpoint(training.output_dir)
+    if checkpoint is None:
+        saves = training.save_strategy == "steps"
+        remedy = (
+            f"a save_steps below {training.save_steps:g}" if saves else "save_strategy=steps, with a small save_steps,"
+        )
+        return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
+    while "--resume_from_checkpoint" in own:
+        at = own.index("--resume_from_checkpoint")
+        del own[at : at + 2]
+    again = shlex.join(["fastpack-trl", "sft", *own, "--resume_from_checkpoint", "true"])
+    return f"at step {step}; go on from {checkpoint.name}: {again}"
 
 
 def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,36 @@ def test_resume_continues_at_the_checkpoint(material: Material) -> None:
     trainer = run("--config", path, "--max_steps", "3", "--resume_from_checkpoint", "true")
     assert trainer.state.global_step == 3
     assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_interrupted_run_says_how_to_go_on(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    from transformers import TrainerCallback
+
+    from fastpack_trl.recipe import train
+
+    class Interrupts(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    make = train.make_trainer
+    monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [Interrupts()]))
+    path = material.yaml(**({"save_strategy": "steps", "save_steps": 1} if saves else {}))
+    command = ["sft", "--config", str(path), "--learning_rate", "1e-4"]
+    assert main(command) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    if not saves:
+        assert line.startswith("fastpack-trl sft: interrupted at step 2, before any checkpoint: nothing to resume")
+        return
+    assert "interrupted at step 2; go on from checkpoint-2: fastpack-trl sft --config " in line
+    monkeypatch.setattr(train, "make_trainer", make)
+    again = shlex.split(line.rpartition("fastpack-trl ")[2])
+    assert again == [*command, "--resume_from_checkpoint", "true"]
+    assert main(again) == 0
+    assert "Training completed." in capsys.readouterr().out
 
 
 def saved_dataset(folder: Path, *, splits: bool) -> Path:

@@ -197,6 +197,7 @@ def arguments(*words: object) -> argparse.Namespace:
         (("--lora_steps", 0), "--lora_steps 0 is below 1"),
         (("--compare_steps", -1), "--compare_steps -1 is below 1"),
         (("--seed", -1), "--seed -1 is below 0"),
+        (("--seed", 2**32), "is above 4294967295"),
         (("--json", "no/such/folder/out.json"), "cannot be written"),
         (("--json", "."), "cannot be written"),
     ],
@@ -337,7 +338,14 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
 
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert found == json.loads((out / "quickstart.json").read_text(encoding="utf-8"))
-    assert all(promise["kept"] for promise in found["promises"])
+    kept = {promise["name"]: promise["kept"] for promise in found["promises"]}
+    assert kept == {
+        "full_loss_falls": None, "lora_loss_falls": None, "adapter_reloads": True, "losses_equal_stock": True,
+    }  # fmt: skip
+    assert "too short to promise: full fine-tune" in done.stdout
+    assert "before training: " in done.stdout
+    assert found["adapter"]["answer_before"] != found["adapter"]["answer"]
+    assert done.stdout.count("fastpack-trl 0.") == 2, "the banner, once for each of the two runs that are shown"
     assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 8
     assert found["full"]["last_loss"] < found["full"]["first_loss"]
     assert len(found["lora"]["held_out_loss"]) == 2
