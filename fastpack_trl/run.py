@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from trl import SFTTrainer
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.buckets import Bucket
@@ -102,6 +104,11 @@ class Run:
         self.in_first_step = False
         self.waiting: list[Callable[[], bool]] = []
         self.undo: list[Callable[[], Callable[[], None]]] = []
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes of the run, for what they decide together."""
+        return Ranks(int(self.trainer.accelerator.num_processes))
 
     @property
     def trainer(self) -> SFTTrainer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class LayerCall:
     kwargs: dict[str, Any]
     names: tuple[str, ...]
     """Outputs to be recorded inside of the layer (`recorded.py`)."""
+    hooks_outside: bool = False
+    """The hooks of the layer have run when this is called: those of FSDP 2 gather its parameters."""
 
     @property
     def place(self) -> str:
@@ -49,7 +51,7 @@ class LayerCall:
 
     def eagerly(self, hidden: Tensor) -> Any:
         """Run the layer as it is, under torch's checkpoint."""
-        forward = partial(_forward_of(self.layer, checkpointed=True), self.layer, **self.kwargs)
+        forward = partial(_forward_of(self, checkpointed=True), self.layer, **self.kwargs)
         return _not_compiled(forward, hidden, *self.rest)
 
     def for_trial(self) -> LayerCall:
@@ -82,7 +84,7 @@ class CompiledLayer:
         if place not in self._traced:
             self._traced.add(place)
             _mark_constant(call, hidden)
-        forward = _forward_of(call.layer, checkpointed=place != "alone")
+        forward = _forward_of(call, checkpointed=place != "alone")
         if place == "outside":
             return self._with_checkpoint(
                 call.names, call.checkpoint, forward, call.layer, hidden, call.rest, call.kwargs
@@ -91,7 +93,9 @@ class CompiledLayer:
         return run(hidden) if place == "alone" else call.checkpoint(run, hidden)
 
 
-def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+def packed_call(
+    layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks_outside: bool = False
+) -> LayerCall | None:
     """Return the call of a layer as one that may be compiled; None where the layer runs as it is.
 
     That is: without a packed row, in evaluation, without gradients, where attention is one kernel per document (which
@@ -114,7 +118,7 @@ def packed_call(layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict
         # The first layer over frozen embeddings would need a graph of its own otherwise.
         hidden = hidden.detach().requires_grad_()
     read = {name: value for name, value in kwargs.items() if name not in _UNREAD} | {"packed_layer": packed}
-    return LayerCall(layer, checkpoint, hidden, args[1:], read, names)
+    return LayerCall(layer, checkpoint, hidden, args[1:], read, names, hooks_outside)
 
 
 def is_plain(checkpoint: Any) -> bool:
@@ -185,13 +189,18 @@ def _call_impl(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer._call_impl(*args, **kwargs)
 
 
-def _forward_of(layer: Any, *, checkpointed: bool) -> Callable[..., Any]:
+def _forward_of(call: LayerCall, *, checkpointed: bool) -> Callable[..., Any]:
     """Return what runs inside of the checkpoint; without a checkpoint, the whole call of the layer."""
-    if checkpointed and "__call__" not in GradientCheckpointingLayer.__dict__:
-        # The forward of the class is the checkpoint here, and its own code lies beneath; hooks run outside.
-        forward: Callable[..., Any] = type(layer).forward.__wrapped__
-        return forward
-    return _call_impl
+    forward: Callable[..., Any] = type(call.layer).forward
+    if checkpointed and checkpoints_inside_hooks():
+        # The forward of the class is the checkpoint here, and its own code lies beneath.
+        return cast("Callable[..., Any]", forward.__wrapped__)  # type: ignore[attr-defined]
+    return forward if call.hooks_outside else _call_impl
+
+
+def checkpoints_inside_hooks() -> bool:
+    """Return whether transformers lays the checkpoint into the forward of a layer; older ones around its hooks."""
+    return "__call__" not in GradientCheckpointingLayer.__dict__
 
 
 def _separate_code(function: Any, name: str) -> Any:

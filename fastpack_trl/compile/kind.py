@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
+from fastpack_trl.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ On an H200 7 to 9 s were measured for dense layers, 13 s while other processes h
 kinds of gpt-oss; a fifth of that where Inductor's cache has the graph. That it has is known only afterwards: its key is
 made of the traced graph.
 """
+_MOST_ASKED = 20
+"""Steps after which a kind is left eager of which no process had a packed row."""
 MOST_SAVED = 0.4
 """Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
 
@@ -50,6 +54,8 @@ class Settings:
         hooked: layers that run as they are for a hook of the user.
         left: returns what is left of the run; None: compile whatever is left.
         early: returns whether it is too early to decide.
+        together: several processes weigh together, between steps (`LayerKind.agree`).
+        hooks_outside: the layers' own forwards are compiled, beneath their hooks.
     """
 
     def __init__(
@@ -61,6 +67,8 @@ class Settings:
         hooked: HookedLayers,
         left: Callable[[], StepsLeft] | None,
         early: Callable[[], bool],
+        together: bool = False,
+        hooks_outside: bool = False,
     ) -> None:
         import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
 
@@ -71,6 +79,8 @@ class Settings:
         self.hooked = hooked
         self.left = left
         self.early = early
+        self.together = together
+        self.hooks_outside = hooks_outside
         limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
         self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit, OSError)
 
@@ -90,6 +100,7 @@ class LayerKind:
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
         deciding: host seconds of all that came before a decision, measurements included.
         unpaid: it is not compiled because too few steps are left.
+        weighing: how far the processes have agreed; None where each decides for itself.
     """
 
     def __init__(self, layers: list[nn.Module], settings: Settings) -> None:
@@ -99,6 +110,7 @@ class LayerKind:
         self.reason = ""
         self.seconds = self.deciding = 0.0
         self.unpaid = False
+        self.weighing = _Weighing() if settings.together else None
         self._settings = settings
         self._tried: set[str] = set()
         self._graph: CompiledLayer | None = None
@@ -114,12 +126,15 @@ class LayerKind:
         """
         if self.path == "eager" or layer in self._settings.hooked:
             return stock(*args[:1])
-        call = packed_call(layer, checkpoint, args, kwargs)
+        call = packed_call(layer, checkpoint, args, kwargs, hooks_outside=self._settings.hooks_outside)
         if call is None:
             return stock(*args[:1])
         place = call.place
         if place not in self._tried:
             if self._settings.early():
+                return stock(args[0])
+            if self.weighing is not None and not self.weighing.pays:
+                self._time_eager(call, stock)
                 return stock(args[0])
             self._tried.add(place)
             self._decide(call, stock)
@@ -150,28 +165,71 @@ class LayerKind:
         with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
             if not first or self._pays(paths, call):
                 paths["compiled"] = partial(self._compiled, trial)
-                if self._compile(paths["compiled"], call) and self._settings.measured and first:
+                measured = self._settings.measured and first and not (self.weighing and self.weighing.agreed)
+                if self._compile(paths["compiled"], call) and measured:
                     self._choose(paths, call)
         self.deciding += time.perf_counter() - start
         self._settings.on_change()
 
+    def _time_eager(self, call: LayerCall, stock: LayerRun) -> None:
+        """Time an eager layer step, once, for the next `agree`."""
+        assert self.weighing is not None
+        if self.weighing.eager >= 0:
+            return
+        start, trial = time.perf_counter(), call.for_trial()
+        with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
+            try:
+                run = stock if trial is call else trial.eagerly
+                self.weighing.eager = median_times({"eager": run}, call.hidden, call.layer)["eager"]
+            except FAILURES as error:  # the compiled step will tell
+                close_frames(error)
+                self.weighing.eager = math.inf
+        self.deciding += time.perf_counter() - start
+
+    def agree(self, ranks: Ranks) -> None:
+        """Take the next step of the decision with all processes: each calls this between the same two steps.
+
+        The slowest of them is what the others wait for, so its times count.
+        """
+        weighing, settings = self.weighing, self._settings
+        assert weighing is not None
+        assert settings.left is not None
+        left = settings.left()
+        eager, compiled, rows = ranks.most([weighing.eager, weighing.compiled, left.rows])
+        weighing.asked += 1
+        if not weighing.pays and eager >= 0:
+            weighing.pays = eager == math.inf or self._pays_off(eager, left._replace(rows=int(rows)), "")
+            weighing.agreed = not weighing.pays
+        elif weighing.pays and compiled >= 0:
+            weighing.agreed = True
+            if compiled == math.inf and self.path != "eager":
+                self._give_up("another process could not compile it")
+            elif eager <= compiled:
+                self.path = "eager"
+        elif weighing.asked > _MOST_ASKED:
+            weighing.agreed = True
+            self._give_up(f"no packed row in {_MOST_ASKED} steps")
+        settings.on_change()
+
     def _pays(self, paths: dict[str, LayerRun], call: LayerCall) -> bool:
         """Return whether the steps that are left can pay for compiling, by an eager layer step; said where not."""
-        if self._settings.left is None:
+        if self._settings.left is None or self.weighing is not None:
             return True
         try:
             eager = median_times(paths, call.hidden, call.layer)["eager"]
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left = self._settings.left()
+        return self._pays_off(eager, self._settings.left(), f" {_per_row(call)}")
+
+    def _pays_off(self, eager: float, left: StepsLeft, of_what: str) -> bool:
         cost = StartUpCost(COMPILE_SECONDS, MOST_SAVED * eager * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
         self.path, self.unpaid = "eager", True
         self.reason = (
             f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
-            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms {_per_row(call)}"
+            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms{of_what}"
         )
         self._settings.say(f"layer_compile: {self.reason}")
         return False
@@ -200,15 +258,33 @@ class LayerKind:
         times = median_times(paths, call.hidden, call.layer)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
         self.reason += f"; {seen} {_per_row(call)}"
-        if times["eager"] <= times["compiled"]:
+        if self.weighing is not None:
+            self.weighing.eager, self.weighing.compiled = times["eager"], times["compiled"]
+        elif times["eager"] <= times["compiled"]:
             self.path = "eager"
 
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"
+        if self.weighing is not None:
+            self.weighing.compiled = math.inf
         said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
         self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
         logger.warning(f"layer_compile: {self.reason}")
         self._settings.on_change()
+
+
+@dataclass(slots=True)
+class _Weighing:
+    """What this process has measured for a decision of all; -1 s before."""
+
+    eager: float = -1.0
+    compiled: float = -1.0
+    """Infinite where it could not be compiled."""
+    pays: bool = False
+    """All have agreed that the steps that are left can pay for compiling."""
+    agreed: bool = False
+    """All have agreed on what the layers run as."""
+    asked: int = 0
 
 
 def _per_row(call: LayerCall) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.report import Status
@@ -31,18 +34,47 @@ def layer_compile(run: Run) -> Iterator[None]:
         run.say(FEATURE, status, layers.path, layers.reason)
 
     weighs = run.settings.layer_compile == "auto"
+    together = weighs and run.ranks.count > 1
     with compiled_layers(
         run.model,
         measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
         early=(lambda: run.in_first_step) if weighs else None,
+        together=together,
+        hooks_outside=run.is_fsdp2,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:
         tell(layers)
-        with run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds)):
+        between = _BetweenSteps(lambda: layers.agree(run.ranks)) if together else None
+        with run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds)), _added(run, between):
             yield
+
+
+class _BetweenSteps(TrainerCallback):
+    """Calls a function before each optimizer step but the first, in every process."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._begun = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._begun:
+            self._function()
+        self._begun = True
+
+
+@contextmanager
+def _added(run: Run, callback: TrainerCallback | None) -> Iterator[None]:
+    if callback is None:
+        yield
+        return
+    run.trainer.add_callback(callback)
+    try:
+        yield
+    finally:
+        run.trainer.remove_callback(callback)
 
 
 def why_not(run: Run) -> str:
@@ -56,7 +88,7 @@ def why_not(run: Run) -> str:
         "stock's batches have no packed metadata": not run.packs,
         f"{PADDED_ROWS} has another shape for every batch": run.attention_path == PADDED_ROWS,
         run.choice.refuses_compile: bool(run.choice.refuses_compile),
-        SHARDED: run.is_sharded,
+        SHARDED: run.is_sharded and not run.is_fsdp2,
         f"on {device} compiling takes longer than most runs; layer_compile='on' compiles": setting == "auto"
         and device == "cpu",
     }

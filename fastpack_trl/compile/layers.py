@@ -11,6 +11,9 @@ A checkpointed layer calls its checkpoint function with its own forward, above `
 below it in 5.23; so that function is wrapped as well (`model.checkpoint_seam`). The checkpoint is compiled together
 with the layer (what is computed again is then chosen per operator, and fused), unless it is not torch's plain one or
 saved-tensor hooks are around it: offloading needs the checkpoint at run time, and what it runs is compiled instead.
+
+Under FSDP 2 the hooks of a layer gather its parameters before it runs and part them again afterwards. They stay outside
+of the compiled function: there the layer gets a ``forward`` of its own (`_CallInHooks`), in the slot's place.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from typing import Any
 
 from torch import nn
 
+from fastpack_trl.compile.graph import checkpoints_inside_hooks
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 
@@ -72,6 +77,12 @@ class CompiledLayers:
             said.append(f"{layers} eager for {found[0]}: remove it to have them compiled")
         return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
 
+    def agree(self, ranks: Ranks) -> None:
+        """Go on with what is weighed together; see `LayerKind.agree`."""
+        for kind in self.kinds:
+            if kind.weighing is not None and not kind.weighing.agreed:
+                kind.agree(ranks)
+
     def _hooked(self) -> list[str]:
         """Return the hook of each layer that would be compiled without it."""
         layers = [layer for kind in self.kinds if kind.path != "eager" for layer in kind.members]
@@ -85,6 +96,8 @@ def compiled_layers(
     measure: bool = False,
     left: Callable[[], StepsLeft] | None = None,
     early: Callable[[], bool] | None = None,
+    together: bool = False,
+    hooks_outside: bool = False,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
     _backend: str | Callable[..., Any] = "inductor",
@@ -106,12 +119,15 @@ def compiled_layers(
     module hook of the user, also a global one, is on it or inside.
 
     Args:
-        model: a transformers causal language model, plain or inside PEFT; not sharded.
+        model: a transformers causal language model, plain or inside PEFT.
         measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
             Costs some fifteen layer steps.
         left: returns what is left of the run: layers are then compiled only where it
             can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
+        together: several processes weigh together: `CompiledLayers.agree` is called between steps, by each of them.
+        hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
+            parameters of a layer before it runs; the model may be sharded meanwhile.
         on_change: called with the yielded object whenever a kind was decided.
         verbose: print one line per compilation to stderr.
 
@@ -125,7 +141,10 @@ def compiled_layers(
     changed = (lambda: None) if on_change is None else partial(on_change, handle)
     names = {module: name for name, module in model.named_modules()}
     handle.hooked = HookedLayers({layer: names[layer] for layer in layers}, changed)
-    settings = Settings(_backend, measure, changed, verbose, handle.hooked, left, early or (lambda: False))
+    settings = Settings(
+        _backend, measure, changed, verbose, handle.hooked, left, early or (lambda: False),
+        together, hooks_outside,
+    )  # fmt: skip
     handle.waits = ", after the first step" if early is not None else ""
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
@@ -135,7 +154,7 @@ def compiled_layers(
     for group in groups.values():
         kind = LayerKind(group, settings)
         handle.kinds.append(kind)
-        calls += [_Call(layer, kind) for layer in group]
+        calls += [(_CallInHooks if hooks_outside else _Call)(layer, kind) for layer in group]
     with contextlib.ExitStack() as stack:
         for call in calls:
             stack.enter_context(call.installed())
@@ -180,10 +199,13 @@ class _Call:
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.layer._call_impl, args, kwargs)
+
+    def _run(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layer
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            return layer._call_impl(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
-        return self.kind.run(layer, None, lambda *hidden: layer._call_impl(*hidden, *args[1:], **kwargs), args, kwargs)
+            return stock(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
+        return self.kind.run(layer, None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
 
     def checkpointed(self, inner: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the layer compiled, inside of its checkpoint or with it."""
@@ -192,3 +214,24 @@ class _Call:
             return inner(function, *args, **kwargs)
         stock = stock_checkpoint(self.layer)
         return self.kind.run(self.layer, stock, lambda *hidden: inner(function, *hidden, *args[1:]), args, keywords)
+
+
+class _CallInHooks(_Call):
+    """A layer's own ``forward``, which torch calls between the hooks; no copy travels with it: FSDP allows none.
+
+    Its class is looked up in each call: FSDP gives the layer another one meanwhile.
+    """
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(attribute_set(self.layer, "forward", self))
+            if checkpoints_inside_hooks():  # else a checkpoint runs what is here
+                stack.enter_context(checkpoint_wrapped(self.layer, self.checkpointed, Nesting.COMPILE))
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stock = partial(type(self.layer).forward, self.layer)
+        if checkpoints_inside_hooks():
+            return self._run(stock, args, kwargs)
+        return self.kind.run(self.layer, None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
