@@ -21,6 +21,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.model.loop import called
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
@@ -190,7 +191,9 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             stack.enter_context(packed_attention(run))
             for feature in AFTER_ATTENTION:
                 run.enter(stack, feature)
-            if announce:
+            if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
+                stack.enter_context(called(self, at_begin=self._fastpack_announce))
+            elif announce:
                 self._fastpack_announce()
             self._fastpack_entered = True
             stack.callback(setattr, self, "_fastpack_entered", False)

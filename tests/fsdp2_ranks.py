@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from compile_material import Counting, one_step, row, stop
@@ -17,8 +18,14 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.checkpointing import callback
+from fastpack_trl.checkpointing import checkpoint_offload as feature
+from fastpack_trl.checkpointing.levels import Level
+from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.kind import LayerKind
 from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.errors import PackingError
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.testing import tiny_model
@@ -27,15 +34,18 @@ FOLDER = sys.argv[1] if len(sys.argv) > 1 else "/tmp"
 GRAPHS = Counting(differentiate=True)
 
 
-def make(cls: Any, *, family: str = "qwen3", lora: bool = False, fast: dict[str, Any], **more: Any) -> Any:
+def make(
+    cls: Any, *, family: str = "qwen3", lora: bool = False, tied: bool = False, fast: dict[str, Any], **more: Any
+) -> Any:
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
     base |= {"gradient_checkpointing": False}
     args = settings(Path(FOLDER), **base | more)
     torch.manual_seed(0)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    config = FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args)
     return cls(
-        tiny_model(family), args=FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args),
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(), peft_config=adapters if lora else None,
+        tiny_model(family, tie_word_embeddings=tied), args=config, train_dataset=make_dataset("text"),
+        processing_class=make_tokenizer(), peft_config=adapters if lora else None,
     )  # fmt: skip
 
 
@@ -93,7 +103,43 @@ def agreed() -> None:
     assert sorted(paths) == [0.0, 1.0], (rank, late.path, late.reason)
 
 
-CASES = {"compiled": compiled, "agreed": agreed}
+def memory() -> None:
+    """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
+    for options, fast, levels in (
+        ({}, {"activation_memory": "selective"}, {Level.SELECTIVE}),
+        ({"lora": True}, {"activation_memory": "keep"}, {Level.KEEP}),
+        ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
+    ):
+        ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
+        plan = ours.fastpack_run.part(ActivationMemory)
+        assert plan is None, "kept after the run"
+        line = ours.fastpack_report["activation_memory"]
+        assert line.status == "on", line
+        assert line.path == " + ".join(map(str, sorted(levels))), line
+    for module in (feature, callback):
+        module.offload_unavailable = lambda device: ""  # type: ignore[assignment]
+    callback.CudaStreams = HostStreams  # type: ignore[misc,assignment]
+    callback.MIN_BYTES = 1  # type: ignore[misc]
+    ours, _ = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
+    assert ours.fastpack_report["checkpoint_offload"].status == "on"
+    assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()
+
+
+def proof() -> None:
+    """With windows and without; tied embeddings, which are in one unit with the head; a leak of stock's stops all."""
+    ours, _ = both(fast={"verify_packing": "on"}, tied=True)
+    assert ours.fastpack_report["verify_packing"].path == "proof", ours.fastpack_report.table()
+    assert ours.fastpack_proof.proven
+    with fsdp2(make(FastSFTTrainer, family="gpt_oss", lora=True, fast={"verify_packing": "on"})) as trainer:
+        trainer.train()
+    assert trainer.fastpack_proof.proven
+    assert trainer.fastpack_proof.not_exercised == ()
+    leaky = make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"})
+    with fsdp2(leaky) as trainer, pytest.raises(PackingError, match="packed_attention='auto'"):
+        trainer.train()
+
+
+CASES = {"proof": proof, "memory": memory, "compiled": compiled, "agreed": agreed}
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

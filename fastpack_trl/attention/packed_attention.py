@@ -113,7 +113,7 @@ def packed_attention(run: Run) -> Iterator[None]:
         if run.packs:
             _install(run, stack)
         elif run.training and run.trainer.padding_free:
-            prove_stock(run)
+            prove_stock(run, stack)
         elif run.training:
             run.say("verify_packing", "off", "not run", "a row is one document")
         yield
@@ -129,7 +129,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     if not run.training:
         return
     try:
-        prove(run, attention)
+        prove(run, attention, stack)
     except PackingError as error:
         if run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS:
             raise
@@ -137,7 +137,7 @@ def _install(run: Run, stack: ExitStack) -> None:
         run.choice = Choice(PADDED_ROWS, f"{run.choice.path} failed its proof: {error}")
         plan_rows(run)
         if run.packs:
-            prove(run, stack.enter_context(_installed(run)))
+            prove(run, stack.enter_context(_installed(run)), stack)
 
 
 @contextmanager

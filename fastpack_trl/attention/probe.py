@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.reach import Reach, measured_reach
-from fastpack_trl.model.facts import is_prompt_learning, text_model
+from fastpack_trl.model.facts import keeps_logits, text_model
+from fastpack_trl.model.sharded import embed, embeddings_put_in
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -119,6 +119,22 @@ class Probe:
         return packed, separate, losses
 
 
+class ShardedProbe(Probe):
+    """The same of a model that FSDP 2 has parted: every process runs each forward pass, of the whole model."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return embeddings as a leaf that takes a gradient."""
+        return embed(self.model, ids).requires_grad_()
+
+    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
+        if last < leaf.shape[1] and keeps_logits(self.model):
+            kwargs["logits_to_keep"] = last
+        ids = self.ids.new_zeros(leaf.shape[:2])
+        with torch.enable_grad(), embeddings_put_in(self.model, leaf):
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
+        return logits[-last:]
+
+
 def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
     """Return the windows and chunks of a model in tokens, by their name in the report."""
     chunk = getattr(text_model(model).config.get_text_config(), "attention_chunk_size", None)
@@ -152,9 +168,3 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
 def last_past(lengths: tuple[int, ...]) -> int:
     """Return the tokens at the end of such a row whose logits are compared: past the window, and the next document."""
     return PAST + lengths[-1]
-
-
-def keeps_logits(model: nn.Module) -> bool:
-    """Return whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
-    parameters = inspect.signature(type(text_model(model)).forward).parameters
-    return not is_prompt_learning(model) and "logits_to_keep" in parameters

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans
+from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, ShardedProbe, exceeds, last_past, lengths_past, spans
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.sharded import units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
@@ -138,7 +139,8 @@ def verify_packing(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
         stack.enter_context(_undisturbed(model))
-        probe = Probe(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
+        kind = ShardedProbe if units(model) else Probe
+        probe = kind(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
         past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
     # The losses of the second row count as those of the first.
@@ -212,7 +214,7 @@ def _past_windows(
     # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
     if not sizes or (not past and _compute_dtype(model) == torch.float16):
         return (), (), []
-    row = Probe(model, attention, past, seed) if past else probe
+    row = type(probe)(model, attention, past, seed) if past else probe
     try:
         packed, separate, losses = row.reach(last_past(past) if past else 1)
     except torch.OutOfMemoryError:

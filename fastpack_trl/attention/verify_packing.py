@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.attention.stock_leak import stock_leak
 from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.model.loop import called
+from fastpack_trl.model.sharded import part_up
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Run
@@ -25,8 +29,13 @@ _SHARDED = "parameters are sharded when training starts"
 _CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
-def prove(run: Run, attention: PackedAttention) -> None:
-    """Prove the attention that is installed on the model of `run`.
+def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> None:
+    """Prove the attention that is installed on the model of `run`; under FSDP 2 when training begins.
+
+    Args:
+        run: about to train.
+        attention: what is installed.
+        stack: closed at the end of the run.
 
     Raises:
         PackingError: the proof failed; names the remedy.
@@ -37,13 +46,37 @@ def prove(run: Run, attention: PackedAttention) -> None:
     if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
         run.say("verify_packing", "off", "not run", "each row is one document")
         return
+    _now_or_once_parted(run, stack, lambda: _prove(run, attention))
+
+
+def _prove(run: Run, attention: PackedAttention) -> None:
     proof = _proof(run, attention=attention)
     if proof is not None:
         run.say("verify_packing", "on", "proof", str(proof.raise_if_failed()))
 
 
-def prove_stock(run: Run) -> None:
+def _now_or_once_parted(run: Run, stack: ExitStack, prove: Callable[[], None]) -> None:
+    """Call `prove`: under FSDP 2 with the parameters in their places, on the whole model and in every process."""
+    if not run.is_fsdp2:
+        prove()
+        return
+
+    def together() -> None:
+        try:
+            prove()
+        finally:
+            part_up(run.model)
+
+    run.say("verify_packing", "on", "pending", "proven when FSDP has parted the parameters")
+    stack.enter_context(called(run.trainer, at_begin=together))
+
+
+def prove_stock(run: Run, stack: ExitStack) -> None:
     """Prove packed rows under stock's own attention. Where the model cannot be run, its source decides.
+
+    Args:
+        run: about to train.
+        stack: closed at the end of the run.
 
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
@@ -61,7 +94,11 @@ def prove_stock(run: Run) -> None:
         why = f"{_SHARDED}; by its source stock keeps this model's documents apart"
         run.say("verify_packing", "off", "not run", why)
         return
-    proof = _proof(run, implementation="off")
+    _now_or_once_parted(run, stack, lambda: _prove_stock(run, remedy))
+
+
+def _prove_stock(run: Run, remedy: str) -> None:
+    proof, setting = _proof(run, implementation="off"), run.settings.verify_packing
     if proof is None:
         return
     run.say("verify_packing", "on", "proof of stock", str(proof))
@@ -94,7 +131,7 @@ def _remedy(run: Run) -> str:
 def _due(run: Run) -> bool:
     if run.settings.verify_packing == "off":
         why = "switched off"
-    elif run.is_sharded:
+    elif run.is_sharded and not run.is_fsdp2:
         why = _SHARDED
     else:
         return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from fastpack_trl.checkpointing import memory
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.levels import Level
+from fastpack_trl.model.loop import called
+from fastpack_trl.model.sharded import part_up
 from fastpack_trl.run import Run
 
 
@@ -21,17 +23,52 @@ def activation_memory(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    planned, reason = _plan(run)
-    if planned is None:
+    reason = memory.why_not(run)
+    if reason:
         run.say(memory.FEATURE, "off", "stock", reason)
         yield
         return
+    with ExitStack() as stack:
+        if run.is_fsdp2:
+            run.say(memory.FEATURE, "on", "pending", "planned when FSDP has parted the parameters")
+            run.activations_left = 0  # `checkpoint_offload` is this plan's
+            stack.callback(setattr, run, "activations_left", None)
+            installed = stack.enter_context(ExitStack())
+            stack.enter_context(called(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
+        else:
+            _install(run, stack)
+        yield
+
+
+def _install_sharded(run: Run, installed: ExitStack) -> None:
+    """Plan and install when training begins: only then are the parameters in their places."""
+    installed.close()  # `train` may begin again by itself, with smaller batches
+    try:
+        planned = _install(run, installed)
+    finally:
+        part_up(run.model)
+    if planned is not None:
+        planned.on_train_begin(run.args, run.trainer.state, run.trainer.control)
+
+
+def _install(run: Run, stack: ExitStack) -> memory.ActivationMemory | None:
+    """Make the plan and keep it until `stack` closes."""
+    planned, reason = _plan(run)
+    if planned is None:
+        run.say(memory.FEATURE, "off", "stock", reason)
+        return None
     planned.report()
-    run.trainer.add_callback(planned)
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
     recomputes = run.settings.activation_memory == "auto" and not planned.plan.keeps_all
     run.activations_left = 0 if recomputes else planned.plan.left
     run.offloads = Level.OFFLOAD in planned.plan.levels
+    stack.enter_context(_kept(run, planned))
+    return planned
+
+
+@contextmanager
+def _kept(run: Run, planned: memory.ActivationMemory) -> Iterator[None]:
+    run.trainer.add_callback(planned)
     try:
         with run.keeping(planned):
             yield
@@ -47,16 +84,26 @@ def activation_memory(run: Run) -> Iterator[None]:
 
 
 def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
-    """Return the plan, or why there is none."""
-    setting = run.settings.activation_memory
-    reason = memory.why_not(run)
-    if reason:
-        return None, reason
+    """Return the plan, or why there is none; the same levels in every process, and none where one has no plan.
+
+    Raises:
+        ValueError: no plan can be made for what was asked for.
+    """
+    setting, why = run.settings.activation_memory, ""
+    planned: memory.ActivationMemory | None = None
     try:
         with run.taking("plan"):
-            return memory.plan_memory(run), ""
+            planned = memory.plan_memory(run)
     except memory.CANNOT_PLAN as error:
         why = f"no plan can be made: {type(error).__name__}: {error}"
         if setting != "auto":
             raise ValueError(f"activation_memory={setting!r}: {why}") from error
-        return None, why
+    levels = [float(level) for level in planned.plan.levels] if planned is not None else None
+    failed, *agreed = run.ranks.most(
+        [float(levels is None), *(levels or [0.0] * len(memory.checkpointable_layers(run.model)))]
+    )
+    if planned is None or failed:
+        return None, why or "no plan can be made in another process"
+    # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
+    planned.adopt([Level(int(level)) for level in agreed])
+    return planned, ""

@@ -19,8 +19,10 @@ from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.facts import backbones, text_model
+from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
+from fastpack_trl.model.facts import backbones, keeps_logits, text_model
 from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run
@@ -50,6 +52,7 @@ class ActivationMemory(TrainerCallback):
         layers: the decoder layers of its model.
         plan: what is installed when training begins.
         next_plan: the plan with less memory than the one given; None where there is none.
+        plan_at: the plan that has the levels given.
         offload: arguments of `offload_checkpoints`.
         notes: what fell back while the plan was made.
         asked: whether the user chose the level; else what a user's hooks see is as stock's checkpointing has it.
@@ -61,6 +64,7 @@ class ActivationMemory(TrainerCallback):
         layers: Sequence[GradientCheckpointingLayer],
         plan: Plan,
         next_plan: Callable[[Plan], Plan | None],
+        plan_at: Callable[[Sequence[Level]], Plan],
         offload: dict[str, Any],
         notes: Sequence[str] = (),
         asked: bool = False,
@@ -68,6 +72,7 @@ class ActivationMemory(TrainerCallback):
         self.plan = plan
         self._notes = list(notes)
         self._run, self._layers, self._next, self._offload = run, layers, next_plan, offload
+        self._plan_at = plan_at
         self._stack = contextlib.ExitStack()
         self._watches = [] if asked else [HookWatch(layer) for layer in layers]
         self._hooks: list[str] = []
@@ -76,6 +81,11 @@ class ActivationMemory(TrainerCallback):
         """What the last step that ran out of memory fell back to; empty where none did."""
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
+
+    def adopt(self, levels: Sequence[Level]) -> None:
+        """Take the levels that all processes have agreed on, before any is installed."""
+        if tuple(levels) != self.plan.levels:
+            self.plan = self._plan_at(levels)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the plan: checkpointing has just been switched on."""
@@ -149,8 +159,10 @@ def why_not(run: Run) -> str:
     keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
     own = run.settings.checkpoint_offload
     conflict = offload_conflict(args, run.trainer)
-    if not conflict and run.trainer.is_fsdp_enabled:
-        conflict = "FSDP shards the parameters: a plan would have to run the layers on one process"
+    if not conflict and run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
+        conflict = "activation_checkpointing of FSDP says what to keep"
+    if not conflict and run.is_fsdp2 and not checkpoints_inside_hooks():
+        conflict = "this transformers checkpoints around FSDP's hooks, which would gather a layer twice"
     if not conflict and not enabled:
         conflict = "gradient_checkpointing=False keeps all activations"
     if not conflict and keywords:
@@ -188,48 +200,60 @@ def largest_row(run: Run) -> tuple[int, int]:
 
 
 def decoder_run(run: Run) -> DecoderRun:
-    """Return a function that runs the decoder on one document of so many tokens, as a training step does."""
+    """Return a function that runs the decoder on one document of so many tokens, as a training step does.
+
+    Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
+    """
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings
-        leaf = embedding(ids).detach().requires_grad_()
         batch = PackedBatch.from_lengths((tokens,)).to(device)
-        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
+        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
+        if run.is_fsdp2:
+            leaf = torch.randn(1, tokens, embedding.embedding_dim, device=device).requires_grad_()
+            last = {"logits_to_keep": 1} if keeps_logits(run.model) else {}
+            with embeddings_put_in(run.model, leaf), accelerator.autocast():
+                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits
+        leaf = embedding(ids).detach().requires_grad_()
         with accelerator.autocast():
-            out = model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)
+            out = model(inputs_embeds=leaf.clone(), **kwargs)
         return leaf, out[0]
 
     return decode
 
 
 def memory_to_come(run: Run) -> int:
-    """Return the bytes of gradients and optimizer state that do not exist yet."""
+    """Return the bytes of gradients and optimizer state that do not exist yet, and what FSDP gathers in a step."""
     parameters = [p for p in run.model.parameters() if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in parameters if p.grad is None)
+    held = [local(p) for p in parameters]
+    gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
+    if run.is_fsdp2:
+        gradients += gathered_bytes(run.model, (run.compute_dtype or torch.float32).itemsize)
+        if run.args.gradient_accumulation_steps > 1:  # parted only at the end of the step
+            gradients += sum(4 * p.numel() for p in parameters)
     optimizer = run.trainer.optimizer
     if optimizer is not None and getattr(optimizer, "state", None):
         return gradients
     name = str(run.args.optim).lower()
     per_weight = 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else None
-    state = sum(p.numel() * (2 * p.element_size() if per_weight is None else per_weight) for p in parameters)
+    state = sum(own.numel() * (2 * own.element_size() if per_weight is None else per_weight) for own in held)
     return gradients + state
 
 
 def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Return the bytes for activations: the budget that was asked for, at most the free memory."""
+    """Return the bytes for activations: the budget that was asked for, at most the memory that every process has."""
     asked, device = run.settings.activation_memory_gib, run.device
     if device.type == "cuda":
         free = allocatable(device)
     else:
         free = psutil.virtual_memory().available
     there = max(0, int((free - memory_to_come(run)) * MARGIN))
-    if asked is None:
-        return there
-    if asked * GIB > there:
+    if asked is not None and asked * GIB > there:
         say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
-    return min(there, int(asked * GIB))
+    (least,) = run.ranks.least([there if asked is None else min(there, asked * GIB)])
+    return int(least)
 
 
 def offload_options(run: Run) -> dict[str, Any]:
@@ -259,7 +283,8 @@ def plan_memory(run: Run) -> ActivationMemory:
     cuda = device.type == "cuda"
     blocked = "" if "streams" in offload else offload_unavailable(device)
     copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
-    timed = min(tokens, TIMED_TOKENS) if cuda else None
+    # All processes run the parted model together: none of them may take a pass more for what its clock says.
+    timed = min(tokens, TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
     compiles = run.settings.layer_compile
     compiled = compiles == "on" or (compiles == "auto" and cuda)
@@ -291,4 +316,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     def less(plan: Plan) -> Plan | None:
         return deeper(costs, plan, deepest=deepest, **sizes)
 
-    return ActivationMemory(run, layers, plan, less, offload, said, asked=setting != "auto")
+    def at(levels: Sequence[Level]) -> Plan:
+        return make_plan(costs, levels, budget=budget, **sizes)
+
+    return ActivationMemory(run, layers, plan, less, at, offload, said, asked=setting != "auto")

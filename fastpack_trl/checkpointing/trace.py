@@ -17,6 +17,7 @@ from fastpack_trl.checkpointing.levels import Level, layer_functions, level_func
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
 from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.sharded import local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
@@ -64,12 +65,14 @@ def _storage(tensor: Tensor) -> int:
 class _Counted:
     """A layer's checkpoint function that counts what it keeps."""
 
-    def __init__(self, level: Level, known: set[int]) -> None:
-        self._level, self._known = level, known
+    def __init__(self, level: Level, known: set[int], layer: nn.Module) -> None:
+        self._level, self._known, self._layer = level, known, layer
         self.saved: SavedBytes | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, layer_keywords(function)])
+        # Parameters that FSDP has gathered for this call are no activations either.
+        gathered = list(self._layer.parameters())
+        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, layer_keywords(function), gathered])
         inner = level_function(self._level, saved.see)
         with saved_tensors_hooks(saved.pack, _same):
             return inner(function, *args, **kwargs)
@@ -83,8 +86,8 @@ def saved_bytes(
     model: nn.Module, layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, tokens: int
 ) -> list[int]:
     """Return the bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
-    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    counted = [_Counted(level, known) for _ in layers]
+    known = {_storage(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
+    counted = [_Counted(level, known, layer) for layer in layers]
     with layer_functions(layers, [(function, True) for function in counted]):
         run(tokens)
         return [0 if function.saved is None else function.saved.total for function in counted]

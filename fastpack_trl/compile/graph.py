@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpack_trl.compile import recorded
-from fastpack_trl.model.upstream import GradientCheckpointingLayer
+from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 # Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
@@ -196,11 +196,6 @@ def _forward_of(call: LayerCall, *, checkpointed: bool) -> Callable[..., Any]:
         # The forward of the class is the checkpoint here, and its own code lies beneath.
         return cast("Callable[..., Any]", forward.__wrapped__)  # type: ignore[attr-defined]
     return forward if call.hooks_outside else _call_impl
-
-
-def checkpoints_inside_hooks() -> bool:
-    """Return whether transformers lays the checkpoint into the forward of a layer; older ones around its hooks."""
-    return "__call__" not in GradientCheckpointingLayer.__dict__
 
 
 def _separate_code(function: Any, name: str) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from transformers import TrainerCallback
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.model.loop import called
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
 
@@ -47,34 +45,10 @@ def layer_compile(run: Run) -> Iterator[None]:
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:
         tell(layers)
-        between = _BetweenSteps(lambda: layers.agree(run.ranks)) if together else None
-        with run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds)), _added(run, between):
+        agree = (lambda: layers.agree(run.ranks)) if together else None
+        pending = run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
+        with pending, called(run.trainer, between_steps=agree):
             yield
-
-
-class _BetweenSteps(TrainerCallback):
-    """Calls a function before each optimizer step but the first, in every process."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._begun = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._begun:
-            self._function()
-        self._begun = True
-
-
-@contextmanager
-def _added(run: Run, callback: TrainerCallback | None) -> Iterator[None]:
-    if callback is None:
-        yield
-        return
-    run.trainer.add_callback(callback)
-    try:
-        yield
-    finally:
-        run.trainer.remove_callback(callback)
 
 
 def why_not(run: Run) -> str:

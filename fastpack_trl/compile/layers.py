@@ -25,11 +25,16 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.compile.graph import checkpoints_inside_hooks
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.kind import LayerKind, Settings
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import (
+    Nesting,
+    checkpoint_wrapped,
+    checkpoints_inside_hooks,
+    layer_keywords,
+    stock_checkpoint,
+)
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.ranks import Ranks

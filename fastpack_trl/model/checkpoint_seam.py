@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute in which transformers keeps the checkpoint function of a layer."""
@@ -71,6 +72,11 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 def stock_checkpoint(layer: nn.Module) -> Any:
     """Return the checkpoint function of `layer` without wrappers of ours; None where it has none."""
     return layer.__dict__.get(CHECKPOINT)
+
+
+def checkpoints_inside_hooks() -> bool:
+    """Return whether transformers lays the checkpoint into the forward of a layer; older ones around its hooks."""
+    return "__call__" not in GradientCheckpointingLayer.__dict__
 
 
 def layer_keywords(function: Any) -> dict[str, Any]:

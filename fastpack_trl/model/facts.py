@@ -329,3 +329,9 @@ def _masks_with_window(module: Any) -> bool:
         return "create_sliding_window_causal_mask" in inspect.getsource(module)
     except (OSError, TypeError):
         return True
+
+
+def keeps_logits(model: nn.Module) -> bool:
+    """Return whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
+    parameters = inspect.signature(type(text_model(model)).forward).parameters
+    return not is_prompt_learning(model) and "logits_to_keep" in parameters

@@ -1,0 +1,99 @@
+"""A model that FSDP 2 has parted: it runs as a whole and in all processes at once, and gathers its parameters itself.
+
+Its modules cannot be called one by one: the first unit that runs becomes the root of what is inside, and no parameter
+of the others is there. So embeddings are put in, and taken out, by a hook while the whole model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fastpack_trl.model.facts import text_model
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def part_up(model: nn.Module) -> None:
+    """Free what units keep gathered after a forward pass whose backward pass never comes."""
+    for unit in units(model):
+        unit.reshard()
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return what this process holds of a parameter: all of it, or its part of a DTensor."""
+    part = getattr(parameter, "to_local", None)
+    if part is None:
+        return parameter.detach()
+    with torch.no_grad():
+        held: Tensor = part()
+    return held
+
+
+def gathered_bytes(model: nn.Module, itemsize: int) -> int:
+    """Return the most bytes of gathered parameters, and of gradients that are not yet parted, at any time of a step.
+
+    Two decoder layers are gathered at a time, the present one and the next; embeddings, the last norm with the head and
+    what belongs to no unit may all be there beside them. A gradient is fp32 until it is parted.
+
+    Args:
+        model: as FSDP 2 parted it.
+        itemsize: of a gathered parameter.
+    """
+    sizes: list[int] = []
+    inside = {id(unit): _own(unit) for unit in units(model)}
+    for own in inside.values():
+        frozen = sum(p.numel() for p in own)
+        trained = sum(p.numel() for p in own if p.requires_grad)
+        sizes.append(itemsize * frozen + 4 * trained)
+    layers = [size for unit, size in zip(units(model), sizes, strict=True) if _is_layer(unit)]
+    return sum(sizes) - sum(layers) + 2 * max(layers, default=0)
+
+
+def _own(unit: Any) -> list[nn.Parameter]:
+    """Return the parameters of a unit that belong to no unit inside of it."""
+    theirs = {id(p) for inner in units(unit) if inner is not unit for p in inner.parameters()}
+    return [p for p in unit.parameters() if id(p) not in theirs]
+
+
+def _is_layer(unit: Any) -> bool:
+    return hasattr(unit, "gradient_checkpointing") and not hasattr(unit, "get_input_embeddings")
+
+
+@contextmanager
+def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
+    """Let the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
+    # A copy: some families scale their embeddings in place.
+    with _after_embedding(model, lambda output: leaf.to(output.device, copy=True)):
+        yield
+
+
+def embed(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the embeddings of `ids`, detached; the whole model runs for them, in every process."""
+    found: list[Tensor] = []
+
+    def take(output: Tensor) -> Tensor:
+        found.append(output.detach().clone())
+        return output
+
+    with torch.no_grad(), _after_embedding(model, take):
+        model(input_ids=ids, use_cache=False)
+    return found[0]
+
+
+@contextmanager
+def _after_embedding(model: nn.Module, change: Any) -> Iterator[None]:
+    embedding: Any = text_model(model).get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _module, _args, output: change(output))
+    try:
+        yield
+    finally:
+        handle.remove()
