@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp2 import fsdp2
 from peft import LoraConfig
 from ranks import leave
 from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -28,24 +30,34 @@ from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.errors import PackingError
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import Ranks
+from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else "/tmp"
+LINEAR = {"target_modules": "all-linear"}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GRAPHS = Counting(differentiate=True)
 
 
 def make(
-    cls: Any, *, family: str = "qwen3", lora: bool = False, tied: bool = False, fast: dict[str, Any], **more: Any
+    cls: Any,
+    *,
+    family: str = "qwen3",
+    lora: dict[str, Any] | None = None,
+    tied: bool = False,
+    callbacks: Sequence[Any] = (),
+    fast: dict[str, Any],
+    **more: Any,
 ) -> Any:
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
     base |= {"gradient_checkpointing": False}
     args = settings(Path(FOLDER), **base | more)
     torch.manual_seed(0)
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    adapters = None if lora is None else LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
     config = FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args)
     return cls(
         tiny_model(family, tie_word_embeddings=tied), args=config, train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(), peft_config=adapters if lora else None,
+        processing_class=make_tokenizer(), peft_config=adapters, callbacks=[one() for one in callbacks],
     )  # fmt: skip
 
 
@@ -64,7 +76,7 @@ def both(*, plugin: dict[str, Any] | None = None, **options: Any) -> tuple[Any, 
 def compiled() -> None:
     """Differentiated by AOT, whose graphs keep the gathered parameters; traced only, with LoRA and checkpoints."""
     compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
-    for options in ({}, {"gradient_checkpointing": True, "lora": True}):
+    for options in ({}, {"gradient_checkpointing": True, "lora": LINEAR}):
         GRAPHS.graphs, GRAPHS.differentiate = 0, not options
         # One mask: a kernel per document would make graphs that take a minute here.
         ours, _ = both(fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
@@ -107,7 +119,7 @@ def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, levels in (
         ({}, {"activation_memory": "selective"}, {Level.SELECTIVE}),
-        ({"lora": True}, {"activation_memory": "keep"}, {Level.KEEP}),
+        ({"lora": LINEAR}, {"activation_memory": "keep"}, {Level.KEEP}),
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
     ):
         ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
@@ -130,7 +142,7 @@ def proof() -> None:
     ours, _ = both(fast={"verify_packing": "on"}, tied=True)
     assert ours.fastpack_report["verify_packing"].path == "proof", ours.fastpack_report.table()
     assert ours.fastpack_proof.proven
-    with fsdp2(make(FastSFTTrainer, family="gpt_oss", lora=True, fast={"verify_packing": "on"})) as trainer:
+    with fsdp2(make(FastSFTTrainer, family="gpt_oss", lora=LINEAR, fast={"verify_packing": "on"})) as trainer:
         trainer.train()
     assert trainer.fastpack_proof.proven
     assert trainer.fastpack_proof.not_exercised == ()
@@ -139,7 +151,60 @@ def proof() -> None:
         trainer.train()
 
 
-CASES = {"proof": proof, "memory": memory, "compiled": compiled, "agreed": agreed}
+def experts() -> None:
+    """Trained, frozen beside LoRA on the attention, and with LoRA on their stacks."""
+    for targets in (None, {"target_modules": ["q_proj", "v_proj"]}, {"target_parameters": STACKS}):
+        options = {"gradient_checkpointing": targets is not None}
+        ours, _ = both(family="qwen3_moe", lora=targets, fast={"moe": "on", "verify_packing": "off"}, **options)
+        assert ours.fastpack_report["moe"].status == "on", ours.fastpack_report.table()
+        assert ours.fastpack_report["moe"].path == "fastpack", ours.fastpack_report.table()
+
+
+class HooksOneRank(TrainerCallback):
+    """Hooks the model of one process when the second step begins: its micro-batches must run one by one."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1 and dist.get_rank() == 0:
+            model.register_forward_hook(lambda *_: None)
+
+
+class Forwards(TrainerCallback):
+    """Counts the forward passes of each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.counts:
+            model.get_input_embeddings().register_forward_pre_hook(_Counts(self.counts))
+        self.counts.append(0)
+
+
+class _Counts:
+    __module__ = "transformers.test"  # no hook of the user
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    def __call__(self, *_: Any) -> None:
+        self._counts[-1] += 1
+
+
+def merged() -> None:
+    """Four micro-batches (three at the end of an epoch) as one row, as two where a row has room for so many, one by one where one rank must."""
+    more = {"gradient_accumulation_steps": 4, "max_steps": 4}
+    for fast, callbacks, expected in (
+        ({"merge_accumulation": "on"}, [], [1, 1, 1, 1]),
+        ({}, [], [2, 2, 2, 2]),
+        ({"merge_accumulation": "on"}, [HooksOneRank], [1, 4, 3, 4]),
+    ):
+        merging.CPU_ROW_NUMBERS = 2 * 48 * 32  # type: ignore[misc]
+        ours, _ = both(callbacks=[Forwards, *callbacks], fast=fast, lora=LINEAR, **more)
+        counted = next(one for one in ours.callback_handler.callbacks if isinstance(one, Forwards))
+        assert counted.counts == expected, (counted.counts, ours.fastpack_report.table())
+
+
+CASES = {"merged": merged, "experts": experts, "proof": proof, "memory": memory, "compiled": compiled, "agreed": agreed}
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

@@ -35,7 +35,7 @@ def moe(run: Run) -> Iterator[None]:
     why = "" if present else "the model has no experts that transformers dispatches"
     if setting == "off":
         why = "switched off"
-    elif run.is_sharded:
+    elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"

@@ -24,6 +24,7 @@ from fastpack_trl.errors import close_frames
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.sharded import local
 from fastpack_trl.model.user_code import (
     callback_between,
     hook_on_a_gradient,
@@ -73,6 +74,19 @@ def group_by_tokens(tokens: Sequence[int], limit: float) -> list[range]:
     return [*groups, range(start, len(tokens))] if tokens else []
 
 
+def group_by_count(count: int, size: int) -> list[range]:
+    """Group neighbours `size` at a time: ``5, 2`` -> 0-1, 2-3, 4."""
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def longest_row(run: Run) -> float:
+    """Return the tokens that a micro-batch has at most; infinite where rows may have any length."""
+    longest = run.args.max_length
+    if not run.args.packing and run.facts is not None and run.facts.longest:
+        longest = min(longest or math.inf, run.facts.longest)
+    return math.inf if longest is None else float(run.args.per_device_train_batch_size * longest)
+
+
 class MemoryLimit:
     """Tokens of a row that fit into the memory of a CUDA device, predicted from the first optimizer step.
 
@@ -97,7 +111,7 @@ class MemoryLimit:
     def predict(self, trainer: SFTTrainer) -> None:
         """Set `tokens`, at the beginning of a step: optimizer states are there, gradients are not. All ranks agree."""
         free = allocatable(self.device)
-        free -= sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+        free -= sum(local(p).nbytes for p in trainer.model.parameters() if p.requires_grad)
         tokens = max(0.0, _MEMORY_SHARE * free / self.bytes_per_token)
         if trainer.accelerator.num_processes > 1:
             tokens = float(trainer.accelerator.gather(torch.tensor([tokens], device=self.device)).min())
@@ -117,7 +131,10 @@ class Merging:
         self._run, device = run, run.device
         self.memory = MemoryLimit(device) if device.type == "cuda" else None
         self._zero = torch.zeros((), device=device)
-        self._ended = False
+        # FSDP gathers the parameters anew in each forward pass: all processes make as many. The token counts of their
+        # micro-batches differ, so there a group is a number of micro-batches.
+        self._in_step = run.is_fsdp2
+        self._planned = self._ended = False
         self._all_looked_at = False
         self._module_hooks: HookWatch | None = None
         self._step: list[Any] = []
@@ -130,16 +147,22 @@ class Merging:
         Without the number of tokens of the whole step each loss is a mean over its micro-batch: they cannot be merged.
         """
         self._step, self._groups = batches, {}
-        if self.memory is not None and self.memory.tokens is None and math.isfinite(self.memory.bytes_per_token):
+        if self.memory is not None and self.memory.tokens is None and self._planned:
             self.memory.predict(self._run.trainer)
+        self._planned = True
         fits = self.memory.tokens if self.memory is not None else math.inf
         if self._ended or len(batches) < 2 or num_items_in_batch is None or fits is None:
             return
         if not all(map(can_merge, batches)):
             self._run.report.remark(FEATURE, "micro-batches changed after collation run one by one")
             return
-        tokens = [sum(batch["packed_batch"].seq_lengths) for batch in batches]
-        for group in group_by_tokens(tokens, min(self.target, fits)):
+        limit = min(self.target, fits)
+        if self._in_step:
+            size = len(batches) if math.isinf(limit) else max(1, int(limit // longest_row(self._run)))
+            groups = group_by_count(len(batches), size)
+        else:
+            groups = group_by_tokens([sum(batch["packed_batch"].seq_lengths) for batch in batches], limit)
+        for group in groups:
             self._groups[id(batches[group[-1]])] = group
 
     @property
@@ -151,6 +174,8 @@ class Merging:
         """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
         if self._groups and inputs is self._step[0]:
             self._look_for_watchers()  # callbacks have begun the step
+        if self._in_step and self._step and inputs is self._step[0] and not self._run.ranks.all(bool(self._groups)):
+            self._groups = {}
         group = self._groups.get(id(inputs))
         if group is None and self._groups:
             return self._zero  # runs with the last of its group

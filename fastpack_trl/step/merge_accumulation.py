@@ -19,7 +19,7 @@ from fastpack_trl.model.user_code import (
     replaced_methods,
 )
 from fastpack_trl.run import MERGED_ROW_TOKENS, PADDED_ROWS, Run
-from fastpack_trl.step.accumulation import FEATURE, Merging
+from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 
 CPU_ROW_NUMBERS = 1 << 17
 """Hidden states (tokens x hidden size) of a row up to which ``auto`` merges on the CPU: 512 KiB in fp32.
@@ -73,7 +73,9 @@ def _why_not(run: Run) -> str:
         f"{PADDED_ROWS} pads each row to its longest document": attention == PADDED_ROWS,
         f"the dense mask of {attention} grows with the square of a row": attention == "sdpa" and setting == "auto",
         f"{own} may expect one micro-batch": bool(own),
-        "sharded parameters need as many forward passes on each rank": run.is_sharded,
+        "sharded parameters need as many forward passes on each rank": run.is_sharded and not run.is_fsdp2,
+        "max_length=None: FSDP needs as many forward passes on each rank, and rows may have any length": run.is_fsdp2
+        and math.isinf(longest_row(run)),
         "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
         watched: bool(watched),
         ALORA: is_invoked_once_per_row(trainer.model),

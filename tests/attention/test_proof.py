@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +209,15 @@ def test_where_the_proof_cannot_run_the_source_of_the_model_decides(tmp_path: Pa
         )
         trainer.is_fsdp_enabled = True
         if family == "qwen3":
-            start_proof.prove_stock(trainer.fastpack_run)
+            start_proof.prove_stock(trainer.fastpack_run, ExitStack())
             line = trainer.fastpack_report["verify_packing"]
             assert line.path == "not run"
             assert line.reason.startswith("parameters are sharded when training starts; by its source stock keeps")
         else:
             with pytest.raises(PackingError, match="gpt_oss makes its eager mask without position_ids; set packed_att"):
-                start_proof.prove_stock(trainer.fastpack_run)
+                start_proof.prove_stock(trainer.fastpack_run, ExitStack())
             trainer.args.verify_packing = "off"
-            start_proof.prove_stock(trainer.fastpack_run)
+            start_proof.prove_stock(trainer.fastpack_run, ExitStack())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
