@@ -1,6 +1,6 @@
-"""Tables and pictures of the README from the JSON files of their runs: ``python -m benchmarks.readme``.
+"""Tables and pictures of README and docs/benchmarks.md from the records: ``python -m benchmarks.readme``.
 
-Run in a checkout. Rewrites what stands between the marks; a test fails when README and files disagree.
+Run in a checkout. Rewrites what stands between the marks; a test fails when text and files disagree.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks.headline_table import LEGEND, gains_table
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
+from benchmarks.published import GUIDE, PUBLISHED, ROWS
 from benchmarks.readme_cells import made_by, ratio_cell
-from benchmarks.readme_training import activation_table, glance, lora_table
+from benchmarks.readme_runs import equal_memory_table, first_step_table, glance, memory_caps_table
+from benchmarks.readme_training import activation_table, lora_table
 from fastpack_trl.bench.views import device_of, no_gain
 from fastpack_trl.measure.tables import NOISE_CORES
 
@@ -25,6 +27,7 @@ GLOSSARY = (
     "`trl.SFTTrainer` as installed (sdpa), unless a table says otherwise."
 )
 ROOT = Path(__file__).parents[1]
+PAGE = "docs/benchmarks.md"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -40,8 +43,9 @@ def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
         for name, record in results.items():
             if record["case"] == case:
                 parts += [table(name, record) + _left_out(record), *_picture(name, record)]
+    parts += memory_caps_table(results)
     if len(parts) == 1:
-        parts = ["Not measured yet."]
+        parts = ["Nothing is measured."]
     parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
     return "\n\n".join([*parts, *without_gain(results)])
 
@@ -50,8 +54,8 @@ def _left_out(record: Mapping[str, Any]) -> str:
     """Return what the table of a record does not show: rows that were not reached, sides that did not run."""
     rows = record["rows"]
     skipped = sum(bool(row.get("skipped")) for row in rows)
-    said = f" Not measured yet: {skipped} of {len(rows)} rows, for want of time." if skipped else ""
-    said += "" if record["complete"] else " This run was stopped: rows after these are not measured yet."
+    said = f" Open: {skipped} of {len(rows)} rows, by the same command." if skipped else ""
+    said += "" if record["complete"] else " This run was stopped: rows after these are open."
     failed: dict[str, str] = {}
     for row in rows:
         sides = row.get("sides")
@@ -68,10 +72,19 @@ def is_published_table(record: Mapping[str, Any]) -> bool:
 
 
 def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
-    head = "**What others have published, and the same here.** Random weights in public shapes."
-    parts = ["\n".join([f"{head} {LEGEND}", "", gains_table(results.values(), every_row=True)])]
     command = "python -m benchmarks --case headline --scale full --device cuda --json FILE"
-    parts.append(f"`{command}` measures what is missing and goes on with its file where it stopped.")
+    quoted = [f"| {ROWS[row]} | {one.quoted} | {one.setting} |" for row, one in PUBLISHED.items()]
+    said = (
+        f"**What others have published**, quoted from {GUIDE}, on other hardware and against other code: none of it is "
+        "a figure of this package."
+    )
+    parts = [
+        said,
+        "\n".join(["| row | published | setting |", "| --- | --- | --- |", *quoted]),
+        f"Open here: `{command}` measures these rows and goes on with its file where it stopped.",
+    ]
+    if results:
+        parts = ["\n".join([f"{parts[0]} {LEGEND}", "", gains_table(results.values(), every_row=False)]), parts[2]]
     for name, record in results.items():
         packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl"))
         parts.append(f"{device_of(record)}, {packages}; `benchmarks/results/{name}`.")
@@ -81,7 +94,7 @@ def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
     picture = picture_names({name: record}).get(name)
-    return [] if picture is None else [f"![{record['case']}, {device_of(record)}]({FOLDER}/{picture})"]
+    return [] if picture is None else [f"![{record['case']}, {device_of(record)}]({Path(FOLDER).name}/{picture})"]
 
 
 def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -103,20 +116,29 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def with_numbers(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of the README with its numbers replaced.
+def with_numbers(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of `PAGE` with its numbers replaced.
 
     Raises:
-        ValueError: the README lacks a mark.
+        ValueError: it lacks a mark.
     """
-    return _between(_between(readme, BEGIN, END, numbers(results)), *GLANCE, glance(results))
+    return _between(page, BEGIN, END, numbers(results))
+
+
+def with_glance(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of the README with the rows at its top replaced.
+
+    Raises:
+        ValueError: it lacks a mark.
+    """
+    return _between(readme, *GLANCE, glance(results))
 
 
 def _between(text: str, begin: str, end: str, new: str) -> str:
     before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not (opened and closed):
-        raise ValueError(f"the README has no {begin} ... {end}: put both marks where its numbers belong")
+        raise ValueError(f"the page has no {begin} ... {end}: put both marks where its numbers belong")
     return f"{before}{begin}\n{new}\n{end}{after}"
 
 
@@ -244,6 +266,8 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "packed_attention": _packed_attention,
     "lora": lora_table,
     "activation_memory": activation_table,
+    "first_step": first_step_table,
+    "equal_memory": equal_memory_table,
     "moe": _moe,
     "host_overhead": _host_overhead,
     "collator": _collator,
@@ -251,11 +275,12 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
 
 
 def main() -> None:
-    """Rewrite the numbers of this checkout's README, and draw its pictures."""
-    path = ROOT / "README.md"
+    """Rewrite the numbers of this checkout's pages, and draw their pictures."""
     results = load_results()
     write_pictures(results, RESULTS, ROOT / FOLDER)
-    path.write_text(with_numbers(path.read_text(encoding="utf-8"), results), encoding="utf-8")
+    for page, fill in ((PAGE, with_numbers), ("README.md", with_glance)):
+        path = ROOT / page
+        path.write_text(fill(path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's tables of training steps with LoRA and of offloaded layer inputs, and the few rows at its top."""
+"""The tables of training steps with LoRA and of offloaded layer inputs."""
 
 from __future__ import annotations
 
@@ -96,37 +96,6 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
         lines.append(f"| {row['setting']}, {row['tokens']:,} | {' | '.join(over)} | {peaks} | {hidden} |")
     command = f"python -m benchmarks --case activation_memory --device {record['machine']['device']}"
     return "\n".join([*lines, "", made_by(name, record, command)])
-
-
-def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the longest row of each LoRA run on a GPU: recomputing as stock does, and every field at its default."""
-    columns = (
-        "training step | tokens | same recompute: over stock | over compiled | default: over stock | over compiled"
-    )
-    lines = [
-        f"| {columns} | peak, GiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    sides = ("stock", "tuned", "fastpack", "fastpack_plan")
-    for record in results.values():
-        if record["case"] != "lora" or record["machine"]["device"] != "cuda":
-            continue
-        timed = [(row, over) for row, over in _timed(record) if all(_ran(row, side) for side in sides)]
-        if not timed:
-            continue
-        row, found = max(timed, key=lambda pair: int(pair[0]["tokens"]))
-        over = [found[ours, other] for ours in sides[2:] for other in sides[:2]]
-        peaks = " / ".join(f"{_peak(row, side) / 2**30:.0f}" for side in sides)
-        lines.append(f"| {row['setting']}; {device_of(record)} | {row['tokens']:,} | {' | '.join(over)} | {peaks} |")
-    if len(lines) == 2:
-        return "Not measured yet."
-    note = (
-        "Times of *stock*, or of stock with *compiled* layers, over those of fastpack, with their intervals: above 1 "
-        "fastpack is faster. Stock has this package's packed attention here. *same recompute*: checkpointing as stock; "
-        "*default*: free memory is spent on keeping activations. Peaks: stock / compiled / same / default. Other "
-        "lengths, other features and where it does not help: [Numbers](#numbers)."
-    )
-    return "\n".join([*lines, "", note])
 
 
 def _ran(row: Mapping[str, Any], side: str) -> bool:

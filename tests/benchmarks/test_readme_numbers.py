@@ -1,4 +1,4 @@
-"""Every number of the README has the JSON file of its run behind it."""
+"""Every number of README and docs/benchmarks.md has the JSON file of its run behind it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ import pytest
 
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
-from benchmarks.readme import BEGIN, END, GLANCE, RESULTS, load_results, numbers, with_numbers, without_gain
+from benchmarks.readme import (
+    BEGIN,
+    END,
+    GLANCE,
+    PAGE,
+    RESULTS,
+    load_results,
+    numbers,
+    with_glance,
+    with_numbers,
+    without_gain,
+)
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_readme_and_results_agree() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_numbers(readme, load_results()) == readme, "run: python -m benchmarks.readme"
+@pytest.mark.parametrize(("page", "fill"), [(PAGE, with_numbers), ("README.md", with_glance)])
+def test_pages_and_results_agree(page: str, fill: Any) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert fill(text, load_results()) == text, "run: python -m benchmarks.readme"
 
 
 def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
@@ -33,7 +45,7 @@ def test_tables_say_what_they_do_not_show() -> None:
     for name, record in load_results().items():
         text = numbers({name: record})
         skipped = sum("skipped" in row for row in record["rows"])
-        assert (f"Not measured yet: {skipped} of {len(record['rows'])} rows" in text) == bool(skipped), name
+        assert (f"Open: {skipped} of {len(record['rows'])} rows" in text) == bool(skipped), name
         assert ("This run was stopped" in text) != record["complete"], name
         for row in record["rows"]:
             for side, figures in row["sides"].items() if isinstance(row.get("sides"), dict) else ():
@@ -69,32 +81,40 @@ def _kept_gib(side: dict[str, Any]) -> float:
 
 def test_without_results_nothing_is_claimed() -> None:
     text = numbers({})
-    assert text.startswith("Not measured yet.")
-    for name in ROWS:
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {ROWS[name]} |")]
-        assert "| not measured yet | - | - | - | - |" in line
-        assert name not in PUBLISHED or PUBLISHED[name].quoted in line
-    top = " and ".join(GLANCE)
-    expected = f"{GLANCE[0]}\nNot measured yet.\n{GLANCE[1]} a {BEGIN}\n{text}\n{END} b"
-    assert with_numbers(f"{top} a {BEGIN} 9x faster {END} b", {}) == expected
-    with pytest.raises(ValueError, match="put both marks"):
-        with_numbers(f"a {BEGIN} {END} b", {})
-    with pytest.raises(ValueError, match="put both marks"):
-        with_numbers("no marks", {})
+    assert text.startswith("Nothing is measured.")
+    for row, published in PUBLISHED.items():
+        assert f"| {ROWS[row]} | {published.quoted} | {published.setting} |" in text
+    assert with_numbers(f"a {BEGIN} 9x faster {END} b", {}) == f"a {BEGIN}\n{text}\n{END} b"
+    assert "times" not in with_glance(f"{GLANCE[0]} 9 times {GLANCE[1]}", {})
+    for fill in (with_numbers, with_glance):
+        with pytest.raises(ValueError, match="put both marks"):
+            fill("no marks", {})
 
 
-def test_pictures_of_the_readme_were_drawn_from_the_results() -> None:
+def test_the_top_of_the_readme_has_every_row_of_the_first_steps_with_its_ratio() -> None:
+    (record,) = [record for record in load_results().values() if record["case"] == "first_step"]
+    lines = [line for line in with_glance("".join(GLANCE), load_results()).splitlines() if " times** " in line]
+    assert len(lines) == len(record["rows"])
+    for line, row in zip(lines, record["rows"], strict=True):
+        stock, ours = (
+            next(run for run in row["runs"] if (run["side"], run["cache"], run["long"]) == key)["step_seconds"]
+            for key in (("stock", "cold", False), ("fastpack", "cold", True))
+        )
+        assert f"| {1000 * stock:,.0f} ms | {1000 * ours:,.0f} ms | **{stock / ours:.1f} times** |" in line
+
+
+def test_pictures_were_drawn_from_the_results() -> None:
     results = load_results()
     assert stale_pictures(results, RESULTS, ROOT / FOLDER) == [], "run: python -m benchmarks.readme"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"({FOLDER}/{picture})" in readme for picture in picture_names(results).values())
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert all(f"({Path(FOLDER).name}/{picture})" in page for picture in picture_names(results).values())
 
 
 def test_readme_names_rows_that_do_not_help() -> None:
     results = load_results()
     (table,) = without_gain(results)
     lines = table.splitlines()[4:]
-    no_table = ("attention", "everyday", "nf4")  # in the README
+    no_table = ("attention", "everyday", "nf4")
     shown = [record for record in results.values() if record["case"] not in no_table]
     weak = [found for record in shown for found in no_gain(record)]
     assert weak

@@ -1,0 +1,199 @@
+"""Tables of whole runs: steps and first steps beside stock, largest rows under a cap, 4-bit LoRA at equal memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.first_step_plot import WallTimes, wall_times
+from benchmarks.memory_caps import largest_of
+from fastpack_trl.bench.views import device_of
+
+WORK = {
+    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, not packed: 2 documents, 4 accumulated",
+    "qwen3-8b lora 2x4": "Qwen3-8B LoRA, not packed: 2 documents, 4 accumulated",
+    "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, packed rows of 4,096 tokens",
+}
+"""By row of the case ``first_step``."""
+_LONG = ("fastpack", "cold", True)
+
+
+def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the few rows at the top of the README, from the records of the case ``first_step``."""
+    lines = ["| one optimizer step | stock | fastpack | | peak memory |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, record in of_case(results, "first_step"):
+        for row in record["rows"]:
+            stock, ours = _run(row, ("stock", "cold", False)), _run(row, _LONG)
+            ratio = stock["step_seconds"] / ours["step_seconds"]
+            cells = [WORK[row["row"]], _ms(stock), _ms(ours), f"**{ratio:.1f} times**", _peaks(stock, ours)]
+            lines.append(f"| {' | '.join(cells)} |")
+        note = (
+            f"{device_of(record)}; LoRA of rank 16 on all projections, real text, each side at its defaults. *stock* "
+            "is `trl.SFTTrainer` as installed, with gradient checkpointing. Where it waits for the host, which "
+            "launches one kernel at a time, fastpack replays a step as one CUDA graph; it spends free memory on keeping "
+            f"activations. Record: `benchmarks/results/{name}`."
+        )
+        lines += ["", note]
+    return "\n".join(lines) if len(lines) > 2 else "Open."
+
+
+def first_step_table(name: str, record: Mapping[str, Any]) -> str:
+    """Return the seconds from ``train()`` on, by row and side."""
+    steps = record["settings"]["steps"]
+    head = (
+        f"**From `train()` on, {device_of(record)}.** Seconds to the end of a step, in a process of its own. The "
+        "caches of Inductor and Triton were empty, or filled by the run before. Layers are compiled in the second "
+        "step, in a run that is long enough for it. *~*: not run; from the longest measured run and the time of its last 50 steps."
+    )
+    columns = ["work", "side", "first step", "second step", *(f"{count} steps" for count in steps), "a step, ms"]
+    lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]
+    for row in record["rows"]:
+        for times in wall_times(row["runs"], steps):
+            lines.append(f"| {' | '.join([WORK[row['row']], *_wall_cells(times, row, steps)])} |")
+    rows = " ".join(f'"{row["row"]}"' for row in record["rows"])
+    command = f"python -m benchmarks.first_step {rows} --steps {' '.join(map(str, steps))} --json FILE"
+    apart = ", ".join(f"{_loss_difference(row):.1e}" for row in record["rows"])
+    said = (
+        f" Largest relative difference of a logged loss from stock's, in runs of as many steps: {apart}; stock's "
+        "packed documents of gpt-oss see each other."
+    )
+    return "\n".join([*lines, "", f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`.{said}"])
+
+
+def _loss_difference(row: Mapping[str, Any]) -> float:
+    """Return the largest relative difference of a loss, of runs of one length: they have one schedule of the rate."""
+    stock = _run(row, ("stock", "cold", False))
+    whole = [run for run in row["runs"] if run["side"] != "stock" and not run["long"]]
+    ours = next(run for run in whole if run["steps"] == stock["steps"])
+    pairs = zip(ours["losses"], stock["losses"], strict=True)
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+
+def _wall_cells(times: WallTimes, row: Mapping[str, Any], steps: Sequence[int]) -> Iterator[str]:
+    stock = times.side == "stock"
+    longest = _run(row, ("stock", "cold", False) if stock else ("fastpack", times.cache, True))
+    yield "stock" if stock else f"fastpack, {'empty' if times.cache == 'cold' else 'filled'} caches"
+    first, second = longest["seconds"]["1"], longest["seconds"]["2"]
+    yield f"{first:.1f}"
+    yield f"{second - first:.1f}"
+    for count in steps:
+        if count in times.measured:
+            yield f"{times.measured[count]:.1f}"
+        else:
+            yield f"~{times.beyond[count]:,.0f}" if count in times.beyond else "-"
+    yield f"{1000 * longest['step_seconds']:,.0f}"
+
+
+def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one table of the largest row of each side under each cap, of all records of the case."""
+    records = dict(of_case(results, "memory_caps"))
+    if not records:
+        return []
+    devices = ", ".join(dict.fromkeys(map(device_of, records.values())))
+    head = (
+        f"**The largest packed row under a cap of device memory, {devices}.** Torch's allocator has what a device of "
+        "that size leaves beside CUDA's context. Stock trains with gradient checkpointing, fastpack by its plan. "
+        "Rates are of three steps; *at stock's row*: fastpack's at the largest row of stock, in a long run. *plan*: "
+        "predicted / measured GiB of activations."
+    )
+    lines = [
+        head, "", "| model | GiB | stock: tokens | tokens/s | fastpack: tokens | tokens/s | at stock's row | plan |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    made = []
+    for name, record in records.items():
+        lines += [line for row in record["rows"] for line in _cap_lines(row)]
+        settings, models = record["settings"], " ".join(row["model"] for row in record["rows"])
+        caps = " ".join(f"{cap:g}" for cap in settings["caps_gib"])
+        command = (
+            f"python -m benchmarks.memory_caps {models} --sides stock fastpack --caps {caps} "
+            f"--seconds {settings['seconds']:g} --json FILE"
+        )
+        made.append(f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`.")
+    return ["\n".join([*lines, "", *made])]
+
+
+def _cap_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    stock, ours = row["sides"]["stock"], row["sides"]["fastpack"]
+    for cap, tokens in largest_of(ours).items():
+        theirs = largest_of(stock).get(cap)
+        best = _cap_row(ours, cap, tokens)
+        plan = best["plan"]
+        cells = [
+            row["model"], cap, f"{theirs:,}" if theirs else "none fits",
+            f"{_cap_row(stock, cap, theirs)['tokens_per_second']:,.0f}" if theirs else "-", f"{tokens:,}",
+            f"{best['tokens_per_second']:,.0f}", _beside(ours, cap, theirs),
+            f"{plan['predicted_gib']:.1f} / {plan['measured_gib']:.1f}",
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def _cap_row(side: Mapping[str, Any], cap: str, tokens: int | None, long: bool = False) -> Mapping[str, Any]:
+    found = [
+        row
+        for row in side["rows"]
+        if row["cap_gib"] == float(cap) and row["tokens"] == tokens and ("settings" in row) == long
+        and row.get("tokens_per_second")
+    ]  # fmt: skip
+    return found[-1] if found else {}
+
+
+def _beside(ours: Mapping[str, Any], cap: str, tokens: int | None) -> str:
+    row = _cap_row(ours, cap, tokens, long=True)
+    return f"{row['tokens_per_second']:,.0f}" if row else "-"
+
+
+def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
+    """Return both sides of 4-bit LoRA at the baseline's peak."""
+    head = (
+        f"**4-bit LoRA at equal memory, {device_of(record)}, torch {record['versions']['torch']}.** fastpack is given "
+        "the peak of stock with its layers compiled (*stock compiled*), and may not be over it. On torch 2.11 such "
+        "layers do not compute again what the autograd function of a 4-bit layer made, checkpointing or not."
+    )
+    lines = [
+        head, "", "| model, row | stock compiled, tokens/s | fastpack (same memory) | ratio | peaks, GiB |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        tokens = int(row["row"].split()[-1])
+        for pair in row["pairs"]:
+            base = pair["baseline"]
+            good = [run for run in pair["tries"] if "failed" not in run]
+            best = min(
+                good, key=lambda run: abs(median(base["step_seconds"]) / median(run["step_seconds"]) - pair["ratio"])
+            )
+            rates = [f"{tokens / median(run['step_seconds']):,.0f}" for run in (base, best)]
+            peaks = f"{base['peak_gib']:.1f} / {best['peak_gib']:.1f}"
+            lines.append(f"| {row['row']} | {' | '.join(rates)} | {pair['ratio']:.2f} | {peaks} |")
+    rows = " ".join(f'"{row["row"]}"' for row in record["rows"])
+    command = f"python -m benchmarks.equal_memory {rows} --json FILE"
+    return "\n".join([*lines, "", f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`."])
+
+
+def _ratio(base: Mapping[str, Any], run: Mapping[str, Any]) -> float:
+    return median(base["step_seconds"]) / median(run["step_seconds"])
+
+
+def of_case(results: Mapping[str, Mapping[str, Any]], case: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield name and record of each run of a case on a GPU."""
+    for name, record in results.items():
+        if record["case"] == case and record["machine"]["device"] == "cuda":
+            yield name, record
+
+
+def _run(row: Mapping[str, Any], key: tuple[str, str, bool]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(run for run in row["runs"] if (run["side"], run["cache"], run["long"]) == key)
+    return found
+
+
+def _ms(run: Mapping[str, Any]) -> str:
+    return f"{1000 * run['step_seconds']:,.0f} ms"
+
+
+def _peaks(*runs: Mapping[str, Any]) -> str:
+    return " / ".join(f"{run['peak_gib']:.1f}" for run in runs) + " GiB"
+
+
+def _packages(record: Mapping[str, Any]) -> str:
+    return ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl", "peft"))
