@@ -31,8 +31,8 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
         note = (
             f"{device_of(record)}; LoRA of rank 16 on all projections, real text, each side at its defaults. *stock* "
             "is `trl.SFTTrainer` as installed, with gradient checkpointing. Where it waits for the host, which "
-            "launches one kernel at a time, fastpack replays a step as one CUDA graph; it spends free memory on keeping "
-            f"activations. Record: `benchmarks/results/{name}`."
+            "launches one kernel at a time, fastpack replays a step as one CUDA graph. It spends free memory on "
+            f"keeping activations. Record: `benchmarks/results/{name}`."
         )
         lines += ["", note]
     return "\n".join(lines) if len(lines) > 2 else "Open."
@@ -44,7 +44,8 @@ def first_step_table(name: str, record: Mapping[str, Any]) -> str:
     head = (
         f"**From `train()` on, {device_of(record)}.** Seconds to the end of a step, in a process of its own. The "
         "caches of Inductor and Triton were empty, or filled by the run before. Layers are compiled in the second "
-        "step, in a run that is long enough for it. *~*: not run; from the longest measured run and the time of its last 50 steps."
+        "step, in a run that is long enough for it. *~*: not run; from the longest measured run and the time of its "
+        "last 50 steps."
     )
     columns = ["work", "side", "first step", "second step", *(f"{count} steps" for count in steps), "a step, ms"]
     lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]
