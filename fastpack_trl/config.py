@@ -20,6 +20,7 @@ PackedAttentionPath = Literal[
 ]  # fmt: skip
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
+SavesReport = Literal["on", "off"]
 ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
@@ -205,6 +206,14 @@ class Settings:
         },
     )
 
+    save_report: SavesReport = field(
+        default="on",
+        metadata=_choice(
+            "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the "
+            "config of the trackers of report_to: on or off. A few kilobytes."
+        ),
+    )
+
     def __post_init__(self) -> None:
         self.normalise()
 
@@ -307,6 +316,8 @@ class FastSFTConfig(Settings, SFTConfig):
             8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
             On CUDA only as far as memory allows, measured in the first step. Not with a callback of your own on
             ``on_substep_end`` or a hook on a parameter's gradient.
+        save_report: the report of the run as ``fastpack_report.json`` in `output_dir`, as a section of TRL's model
+            card, and as ``fastpack/...`` in the config of W&B, trackio, TensorBoard and others: ``on``, ``off``.
 
     Raises:
         ValueError: a value outside its choices, or a limit below 1.

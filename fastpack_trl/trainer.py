@@ -30,6 +30,7 @@ from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_
 from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
+from fastpack_trl.save_report import add_to_card, save_report
 from fastpack_trl.step.capture import CapturingTrainer
 from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.sync_free import SyncFreeStep
@@ -53,6 +54,8 @@ def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
 
 class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
+
+    One file more: ``fastpack_report.json`` in `output_dir`, which ``save_report="off"`` leaves out.
 
     `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs
     as stock, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1`` gives plain stock.
@@ -171,6 +174,12 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
+    @_documented_as(SFTTrainer.create_model_card)
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if not self._fastpack_disabled:
+            add_to_card(self.fastpack_run)
+
     @contextlib.contextmanager
     def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
         if self._fastpack_disabled or self._fastpack_entered:
@@ -191,6 +200,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             stack.enter_context(packed_attention(run))
             for feature in AFTER_ATTENTION:
                 run.enter(stack, feature)
+            if announce:
+                stack.enter_context(save_report(run))
             if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
                 stack.enter_context(called(self, at_begin=self._fastpack_announce))
             elif announce:

@@ -29,6 +29,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "LoRA and experts, of fastpack-trl": ("lora", "cache_dequantized", "moe", "moe_quantize_experts"),
     "The step, of fastpack-trl": ("sync_free", "merge_accumulation", "layer_compile", "cuda_graph"),
+    "The report, of fastpack-trl": ("save_report",),
 }  # fmt: skip
 """Titles and fields of `Settings`; one that is in none of them comes under a title of its own."""
 _LONGEST = 50  # characters of choices beside the name of an option

@@ -1,0 +1,149 @@
+"""The report of a run where people look later: a file beside the checkpoints, the model card, the tracker's config."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from fastpack_trl._version import REPOSITORY, __version__
+from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.run import Run
+
+logger = logging.getLogger(__name__)
+
+FILE = "fastpack_report.json"
+_CARD = "README.md"
+_TITLE = "### fastpack-trl"
+
+
+class MeasuredRate(TrainerCallback):
+    """Tokens per second between logs, as TRL's ``num_tokens`` counts them: of all processes.
+
+    What lies before the first log (compiling, warming up) is left out, and so is the time between two logs in which the
+    trainer evaluated or saved. Nothing is read from the device: a log has both numbers already.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 0.0
+        self._mark: tuple[float, float] | None = None
+
+    @property
+    def per_second(self) -> float | None:
+        """Return tokens per second; None where fewer than two logs were made."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Count from the log before, and begin anew."""
+        if logs is None or "loss" not in logs or "num_tokens" not in logs:
+            return
+        now = time.perf_counter(), float(logs["num_tokens"])
+        if self._mark is not None:
+            self.seconds += now[0] - self._mark[0]
+            self.tokens += now[1] - self._mark[1]
+        self._mark = now
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out what goes on until the next log."""
+        self._mark = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out what goes on until the next log."""
+        self._mark = None
+
+
+class _Saves(TrainerCallback):
+    def __init__(self, run: Run, trackers: ExitStack) -> None:
+        self._run, self._trackers = run, trackers
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trackers.close()  # the reporters stand before this callback, and have read the arguments
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and args.should_save:
+            _write(self._run, Path(args.output_dir), state.global_step)
+
+    on_train_end = on_save
+
+
+@contextmanager
+def save_report(run: Run) -> Iterator[None]:
+    """Save the report of a run while it trains: with each checkpoint, and at its end.
+
+    Trackers get it through transformers' own callbacks: what these read when training begins, the arguments as a
+    mapping, has it too.
+    """
+    if run.settings.save_report == "off":
+        yield
+        return
+    trainer, rate = run.trainer, MeasuredRate()
+    run.keep(rate)  # also afterwards: the model card may be written then
+    with ExitStack() as trackers:
+        trackers.enter_context(attribute_set(run.args, "to_dict", lambda: _with_report(run)))
+        callbacks = rate, _Saves(run, trackers)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        try:
+            yield
+        finally:
+            for callback in callbacks:
+                trainer.remove_callback(callback)
+
+
+def _with_report(run: Run) -> dict[str, Any]:
+    plain: dict[str, Any] = type(run.args).to_dict(run.args)
+    features = {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
+    return plain | {"fastpack/version": __version__} | features
+
+
+def _figures(run: Run, step: int) -> dict[str, Any]:
+    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    return {
+        "fastpack_trl": __version__,
+        "step": step,
+        "tokens_per_second": rate.per_second if rate is not None else None,
+        "proof": None if proof is None else proof.to_dict(),
+        **run.report.to_dict(),
+    }
+
+
+def _write(run: Run, folder: Path, step: int) -> None:
+    text = json.dumps(_figures(run, step), indent=2, default=str) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk: the run is worth more than its report
+        logger.warning(f"{FILE} was not written: {error.strerror or error}; save_report='off' leaves it out")
+
+
+def add_to_card(run: Run) -> None:
+    """Add a section to the model card that TRL has just written; none where the report is not saved.
+
+    Version, the features that are on, measured tokens per second, and the proof of packing.
+    """
+    card = Path(run.args.output_dir) / _CARD
+    if run.settings.save_report == "off" or not run.trainer.is_world_process_zero() or not card.is_file():
+        return
+    text = card.read_text(encoding="utf-8")
+    if _TITLE in text:
+        return
+    before, heading, after = text.partition("## Citations")
+    card.write_text(f"{before.rstrip()}\n\n{_section(run)}\n\n{heading}{after}".rstrip() + "\n", encoding="utf-8")
+
+
+def _section(run: Run) -> str:
+    on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
+    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    lines = [f"Trained with [fastpack-trl]({REPOSITORY}) {__version__}: {on or 'everything off, as stock'}.", ""]
+    if rate is not None and rate.per_second:
+        lines.append(f"- Speed: {rate.per_second:,.0f} tokens/s, between logs, of all processes.")
+    if proof is not None:
+        lines.append(f"- Packing: {proof}.")
+    return "\n".join([_TITLE, "", *lines]).rstrip()
