@@ -289,15 +289,6 @@ def test_every_config_is_in_the_table() -> None:
     assert set(re.findall(r"`((?:bench/)?[\w.-]+\.yaml)`", page)) == set(FILES)
 
 
-@pytest.mark.parametrize("page", ["README.md", "configs/README.md"])
-def test_the_commands_of_the_readme_parse(page: str) -> None:
-    found = [words for words in commands(ROOT / page) if words[0] == "sft" and "FILE" not in words]
-    assert any("--accelerate_config" in words for words in found)
-    for words in found:
-        arguments = parse([*words[1:], "--use_cpu"])
-        assert ("--accelerate_config" in words) == (arguments.launch[:1] == ["--config_file"])
-
-
 def test_the_readme_launches_by_hand_with_a_file_of_trl() -> None:
     from accelerate.commands.launch import launch_command_parser
 

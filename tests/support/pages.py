@@ -1,0 +1,97 @@
+"""Code blocks and commands of the pages: README, docs/, CONTRIBUTING, configs/README."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import shlex
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+NAMED = ("README.md", "CONTRIBUTING.md", "configs/README.md")
+PAGES = [*(ROOT / name for name in NAMED), *sorted(ROOT.glob("docs/*.md"))]
+
+
+class Block(NamedTuple):
+    """A fenced block. Two of the same text are one, whatever their pages."""
+
+    kind: str
+    text: str
+    page: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """Page and line, for people."""
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    name = str(page.relative_to(ROOT))
+    made = [Block(m[2], dedent(m[3]), name, text.count("\n", 0, m.start()) + 1) for m in found]
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(made), f"{name}: a block is not closed"
+    return made
+
+
+def all_blocks(*kinds: str) -> list[Block]:
+    """Return the blocks of all pages that are of these kinds, each text once."""
+    found = {block.text: block for page in reversed(PAGES) for block in reversed(blocks(page)) if block.kind in kinds}
+    return list(found.values())[::-1]
+
+
+def commands() -> dict[str, str]:
+    """Return the command lines of all console blocks: the line without comment -> where it is."""
+    found: dict[str, str] = {}
+    for block in all_blocks("console"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                found.setdefault(shlex.join(words), block.name)
+    return found
+
+
+def inline_commands() -> dict[str, str]:
+    """Return what stands as `fastpack-trl ...` in the text of the pages, unless it has a word to fill in."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text):
+            line = " ".join(command.split())
+            if not re.search(r"\b[A-Z]{3,}\b|\.\.\.|/\.\.", line):
+                found.setdefault(line, str(page.relative_to(ROOT)))
+    return found
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """Return the text before and after a diff without header."""
+    lines = diff.splitlines(keepends=True)
+    before = "".join(line[1:] if line.strip() else line for line in lines if not line.startswith("+"))
+    return before, "".join(line[1:] if line.strip() else line for line in lines if not line.startswith("-"))
+
+
+def free_names(source: str) -> list[str]:
+    """Return the names that a script reads and does not make itself, in order."""
+    tree = ast.parse(source)
+    made = set(dir(builtins))
+    read: dict[str, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                read.setdefault(node.id)
+            else:
+                made.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            made.add(node.name)
+    return [name for name in read if name not in made]

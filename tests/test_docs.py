@@ -1,0 +1,301 @@
+"""Every command and code block of the pages: run on the CPU with small local files, or listed here with the reason.
+
+A block is known by what it is, not by its page. A new one that nothing here runs or lists fails.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, free_names, inline_commands, sides
+from sft_material import make_tokenizer as byte_tokenizer
+from sft_material import save_model, write_jsonl, write_yaml
+from sft_material import settings as tiny_settings
+from trainer_material import TEMPLATE, make_dataset, make_tokenizer
+
+from fastpack_trl.cli.main import _parser, main
+from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.testing import tiny_model
+
+KINDS = {"python", "console", "diff", "yaml", "text", ""}
+"""``text`` is output, and a block without a kind a drawing: neither is run."""
+
+TINY: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none",
+    "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+SMALLER = {
+    '"Qwen/Qwen3-0.6B"': '"model"',
+    '"trl-lib/Capybara", split=': '"json", data_files="data.jsonl", split=',
+    "max_length=4096": "max_length=64",
+    '"max_length": 4096': '"max_length": 64',
+    'output_dir="out"': 'output_dir="out", **tiny',
+    '"output_dir": "out"': '"output_dir": "out", **tiny',
+    "compare(build)": "compare(build, pairs=2, progress=False)",
+}
+"""Text of a Python block -> what runs in its place."""
+
+RUN_ELSEWHERE = {
+    '"""The feature `deterministic`': "tests/test_feature_guide.py",
+    '"""Packed attention in plain torch': "tests/attention/test_toy_backend.py",
+}
+"""How a Python block begins -> the test that runs it."""
+
+OVERRIDES = "--max_steps 2 --max_length 64 --disable_tqdm true"
+SMALL_RUN = r"--config (configs/quickstart|my)\.yaml"
+RUN: dict[str, str] = {
+    rf"fastpack-trl sft {SMALL_RUN}( --output_dir \w+)?": OVERRIDES,
+    r"fastpack-trl init \w+": "",
+    r"fastpack-trl verify --model path/to/model( --attn \w+)?": "",
+    rf"fastpack-trl doctor {SMALL_RUN}": "",
+    rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+": f"--pairs 1 {OVERRIDES}",
+}
+"""Commands that run here, with what makes them small."""
+
+PARSED: dict[str, str] = {
+    r"fastpack-trl sft .*--(accelerate_config|num_processes) .*": "several processes",
+    r"fastpack-trl sft --config configs/.*": "needs a GPU: tests/recipe/test_configs.py trains these files in small",
+    r"fastpack-trl sft": "an option of a file, as above",
+    r"fastpack-trl sft --help": "tests/recipe/test_sft_bad_input.py and others read it",
+    r"fastpack-trl sft --config quickstart.yaml": "tests/cli/test_init.py trains the file that init writes",
+    r"fastpack-trl quickstart.*": "a minute: tests/quickstart/test_quickstart.py runs a miniature",
+    r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
+    r"fastpack-trl doctor": "reads the machine: tests/cli/test_doctor.py",
+    r"fastpack-trl verify.*": "as the one with a model that runs here",
+    r"fastpack-trl bench.* --(baseline|ablate|profile|isolate)\b.*": "more sides: tests/bench/test_bench_config.py",
+    r"fastpack-trl bench( --config \S+)?": "as the one with a file that runs here",
+    r"fastpack-trl bench --report .*": "tests/bench/test_bench_report.py",
+    r"fastpack-trl init": "tests/cli/test_init.py",
+    r"python -m benchmarks( .*)?": "minutes: tests/benchmarks/ runs each case in small",
+}
+"""Commands of ours that are parsed, and the reason why they do not run here."""
+
+LISTED: dict[str, str] = {
+    r"make [\w-]+( ARGS=.*)?": "installs",
+    r"(\S*/)?(python3? -m )?pip install .*": "installs",
+    r"(\S*/)?python3? -m (venv|build|twine) .*|(\S*/)?python3? -m build": "makes an environment, or needs the network",
+    r"accelerate launch .*": "several processes: tests/recipe/test_configs.py parses it",
+    r"torchrun .*": "several processes",
+    r"python benchmarks/several_gpus\.py .*": "several GPUs",
+    r"git (tag|push|clone) .*": "needs a repository",
+    r"(cd|rm -rf) .*": "a place of the shell",
+}
+"""Commands of others."""
+
+
+def matching(table: dict[str, str], line: str) -> str | None:
+    """Return the value of the first pattern that is the whole line."""
+    return next((value for pattern, value in table.items() if re.fullmatch(pattern, line)), None)
+
+
+def ours(line: str) -> str:
+    """Return the line with ``fastpack-trl`` of any environment as the bare name."""
+    return re.sub(r"^\S*/bin/fastpack-trl\b", "fastpack-trl", line)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with what the pages name: a model, data, ``my.yaml``, ``configs/``."""
+    place = tmp_path_factory.mktemp("pages")
+    save_model(place / "model")
+    quickstart = place / "quickstart-output"
+    tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    save_model(quickstart / "model", tokenizer=tokenizer)
+    for split, count in {"train": 24, "test": 4}.items():
+        write_jsonl(quickstart / "data" / f"{split}.jsonl", list(make_dataset("conversational", count)))
+    tiny_model("qwen3_moe").save_pretrained(place / "experts")
+    make_tokenizer().save_pretrained(place / "experts")
+    write_jsonl(place / "data.jsonl")
+    (place / "path" / "to").mkdir(parents=True)
+    (place / "path" / "to" / "model").symlink_to(place / "model")
+    (place / "configs").symlink_to(ROOT / "configs")
+    write_yaml(place / "my.yaml", tiny_settings(place / "model", place / "data.jsonl", place / "out"))
+    return place
+
+
+@pytest.fixture
+def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of one test, with all of `folder`."""
+    import datasets
+
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def _model() -> Any:
+    """A mixture of experts, in a folder with its tokenizer as any model of the hub."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained("experts")
+
+
+def _preferences() -> Any:
+    from datasets import Dataset
+
+    texts = make_dataset("prompt_completion", 8)
+    return Dataset.from_dict({"prompt": texts["prompt"], "chosen": texts["completion"], "rejected": texts["prompt"]})
+
+
+def _trainer() -> Any:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        _model(),
+        args=SFTConfig(output_dir="out", max_length=64, **TINY),
+        train_dataset=make_dataset("text"),
+        peft_config=LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+    )
+
+
+def _args() -> Any:
+    from trl import SFTConfig
+
+    return SFTConfig(output_dir="out", max_length=64, **TINY)
+
+
+def _imported(module: str, name: str = "") -> Callable[[], Any]:
+    from importlib import import_module
+
+    return lambda: getattr(import_module(module), name) if name else import_module(module)
+
+
+PRELUDE: dict[str, Callable[[], Any]] = {
+    "args": _args,
+    "dataset": lambda: make_dataset("text"),
+    "model": _model,
+    "preferences": _preferences,
+    "step": lambda: lambda: None,
+    "tiny": lambda: TINY,
+    "tokenizer": make_tokenizer,
+    "trainer": _trainer,
+    "torch": _imported("torch"),
+    "SFTConfig": _imported("trl", "SFTConfig"),
+    "SFTTrainer": _imported("trl", "SFTTrainer"),
+    "LoraConfig": _imported("peft", "LoraConfig"),
+}
+"""Names that a page takes for granted."""
+
+
+def run_python(source: str, name: str) -> dict[str, Any]:
+    """Run a block with what it takes for granted; return its names."""
+    for large, small in SMALLER.items():
+        source = source.replace(large, small)
+    needed = free_names(source)
+    unknown = [word for word in needed if word not in PRELUDE]
+    assert not unknown, f"{name} needs {', '.join(unknown)}: import it in the block, or add it to PRELUDE"
+    namespace: dict[str, Any] = {"__name__": "__main__", **{word: PRELUDE[word]() for word in needed}}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_of_a_kind_that_is_run_or_listed(page: Path) -> None:
+    assert {block.kind for block in blocks(page)} <= KINDS
+
+
+@pytest.mark.parametrize("block", all_blocks("python"), ids=lambda block: block.name)
+def test_a_python_block_runs(block: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile(block.text, block.name, "exec")
+    elsewhere = next((file for start, file in RUN_ELSEWHERE.items() if block.text.startswith(start)), None)
+    if elsewhere is None:
+        run_python(block.text, block.name)
+    else:
+        assert Path(block.page).name in (ROOT / elsewhere).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("block", all_blocks("diff"), ids=lambda block: block.name)
+def test_both_sides_of_a_diff_run_and_log_the_same(block: Block, here: Path) -> None:
+    before, after = (run_python(source, block.name)["trainer"] for source in sides(block.text))
+    assert type(before).__name__ != type(after).__name__
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (before, after)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=lambda block: block.name)
+def test_a_yaml_block_is_read_as_the_options_of_sft(block: Block, here: Path) -> None:
+    given = yaml.safe_load(block.text)
+    needed = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out"}
+    path = write_yaml(here / "block.yaml", {**needed, **given})
+    arguments = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    assert arguments.training.output_dir == {**needed, **given}["output_dir"]
+
+
+def test_every_command_is_run_parsed_or_listed() -> None:
+    tables = (RUN, PARSED, LISTED)
+    unknown = {
+        line: where for line, where in commands().items() if all(matching(t, ours(line)) is None for t in tables)
+    }
+    assert not unknown, "add each to RUN, or to PARSED or LISTED with the reason"
+
+
+RUNNING = [line for line in commands() if matching(RUN, line) is not None]
+
+
+@pytest.mark.parametrize("line", RUNNING)
+def test_a_command_runs(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = matching(RUN, line)
+    assert more is not None
+    code = main([*shlex.split(line)[1:], *shlex.split(more)])
+    assert code == 0, capsys.readouterr().err
+
+
+def parsed(line: str) -> None:
+    """Parse a command of ours as its own parser does."""
+    program, *words = shlex.split(line)
+    if program == "python":
+        from argparse import ArgumentParser
+
+        from benchmarks.command import add_arguments
+
+        parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        add_arguments(parser)
+        parser.parse_args(words[2:])
+        return
+    command, *rest = words
+    if command == "sft":
+        if rest and "--help" not in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
+            launch = parse([*rest, "--use_cpu"]).launch
+            assert ("--accelerate_config" in rest) == (launch[:1] == ["--config_file"])
+        return
+    args, unknown = _parser(command).parse_known_args(words)
+    assert args.command == command
+    if unknown:
+        assert command == "bench"
+        parse(["--config", args.config, *unknown, "--use_cpu"])
+
+
+WORDS = [*(ours(line) for line in commands()), *inline_commands()]
+
+
+@pytest.mark.parametrize("line", [line for line in dict.fromkeys(WORDS) if matching(PARSED, line) is not None])
+def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    parsed(line)
+
+
+def test_every_command_in_a_sentence_is_one_that_is_run_or_parsed() -> None:
+    every = RUN | PARSED
+    assert not {line: where for line, where in inline_commands().items() if matching(every, line) is None}
+
+
+def test_make_and_the_reasons_name_what_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in commands():
+        if target := re.fullmatch(r"make ([\w-]+).*", line):
+            assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
+    for reason in [*PARSED.values(), *LISTED.values(), *RUN_ELSEWHERE.values()]:
+        for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason):
+            assert (ROOT / path).exists(), reason
