@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -103,3 +104,62 @@ def test_tested_versions_are_within_the_promised_ranges() -> None:
 def test_version_is_in_the_changelog() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[{re.escape(fastpack_trl.__version__)}\]", changelog, re.MULTILINE)
+
+
+def test_the_address_of_the_repository_is_one() -> None:
+    from fastpack_trl._version import REPOSITORY
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Homepage"] == REPOSITORY
+    assert all(url.startswith(REPOSITORY) for url in project["urls"].values())
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"repository-code: {REPOSITORY}\n" in citation
+    assert f"version: {fastpack_trl.__version__}\n" in citation
+
+
+def test_templates_and_workflow_are_yaml_whose_commands_exist() -> None:
+    import yaml
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    files = sorted((ROOT / ".github").rglob("*.yml"))
+    assert {file.name for file in files} == {"bug.yml", "config.yml", "model.yml", "tests.yml"}
+    for file in files:
+        yaml.safe_load(file.read_text(encoding="utf-8"))
+        for target in re.findall(r"`?make ([\w-]+)", file.read_text(encoding="utf-8")):
+            assert f"\n{target}:" in makefile, target
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    """Run a command in `cwd` without our checkout on its path; return what it prints."""
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=cwd, env=outside)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist, and the wheel that was made from it; nothing is downloaded."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
+def test_what_is_built_installs_and_works_in_an_empty_folder(built: Path, tmp_path: Path, kind: str) -> None:
+    (file,) = built.glob(f"*.{kind}")
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "install", *options, "--target", site, file, cwd=empty)
+    where = {"PYTHONPATH": str(site)}
+    code = "import fastpack_trl; print(fastpack_trl.__version__, fastpack_trl.__file__)"
+    version, place = run(sys.executable, "-c", code, cwd=empty, **where).split()
+    assert (version, Path(place).parents[1]) == (fastpack_trl.__version__, site)
+    assert run(sys.executable, "-m", "fastpack_trl", "--version", cwd=empty, **where).split()[1] == version
+    run(sys.executable, "-m", "fastpack_trl", "init", "qwen3-8b-lora-8k", cwd=empty, **where)
+    assert (empty / "qwen3-8b-lora-8k.yaml").is_file()
+    assert not (site / "benchmarks").exists()
+    assert not (site / "tests").exists()
