@@ -123,11 +123,11 @@ class Watch(TrainerCallback):
             return
         _wait()
         self._profiler.stop()
-        self.profile = _figures(self._profiler.events() or ())
+        self.profile = profile_figures(self._profiler.events() or (), PROFILED_STEPS)
 
 
-def _figures(events: Any) -> dict[str, float]:
-    """Return, per step, calls that launch work, kernels, waits of the host, and the busy time of the device."""
+def profile_figures(events: Any, steps: int) -> dict[str, float]:
+    """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time."""
     from torch.autograd import DeviceType
 
     from fastpack_trl.bench.gaps import covered
@@ -141,10 +141,10 @@ def _figures(events: Any) -> dict[str, float]:
     waits = [e for e in events if e.device_type == DeviceType.CPU and e.name.endswith("Synchronize")]
     busy = covered((e.time_range.start, e.time_range.end) for e in device) / 1e6
     return {
-        "launches": len(launches) / PROFILED_STEPS,
-        "kernels": len(device) / PROFILED_STEPS,
-        "waits": len(waits) / PROFILED_STEPS,
-        "busy_seconds": busy / PROFILED_STEPS,
+        "launches": len(launches) / steps,
+        "kernels": len(device) / steps,
+        "waits": len(waits) / steps,
+        "busy_seconds": busy / steps,
     }
 
 

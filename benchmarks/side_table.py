@@ -1,0 +1,110 @@
+"""The table of a record of `benchmarks.side_by_side`: tokens per second by row and side, and what is behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from fastpack_trl.bench.views import device_of
+
+LOSS_BUDGET = 1e-3
+"""Relative, of a logged loss of a dense model in bf16; beyond it a time is not believed."""
+LEAKS = ("gpt-oss",)
+"""Models whose packed documents see each other under stock: their losses differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One side of one row: all its runs together."""
+
+    runs: Sequence[Mapping[str, Any]]
+    failed: str = ""
+
+    @property
+    def rates(self) -> list[float]:
+        """Return tokens per second of each timed step, at the mean tokens of its run's steps."""
+        return [
+            run["tokens"] / len(run["step_seconds"]) / seconds for run in self.runs for seconds in run["step_seconds"]
+        ]
+
+    @property
+    def rate(self) -> float:
+        return median(self.rates)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = quantiles(self.rates, n=4)
+        return low, high
+
+    @property
+    def peak(self) -> float | None:
+        """Return GiB."""
+        return max((run["peak_gib"] for run in self.runs if run["peak_gib"] is not None), default=None)
+
+
+def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+    """Return the sides of each row, in the order of the record."""
+    grouped: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for run in record["rows"]:
+        grouped.setdefault(run["row"], {}).setdefault(run["side"], []).append(run)
+    out: dict[str, dict[str, Cell]] = {}
+    for row, sides in grouped.items():
+        for side, entries in sides.items():
+            good = [run for run in entries if "step_seconds" in run]
+            bad = [str(run.get("failed") or run.get("skipped")) for run in entries if "step_seconds" not in run]
+            out.setdefault(row, {})[side] = Cell(good, bad[0].splitlines()[-1] if bad and not good else "")
+    return out
+
+
+def loss_difference(stock: Cell, other: Cell) -> float | None:
+    """Return the largest relative difference of a loss of the same step; None where no step is common."""
+    theirs, mine = (cell.runs[0]["losses"] if cell.runs else {} for cell in (stock, other))
+    apart = [abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in theirs.keys() & mine.keys()]
+    return max(apart, default=None)
+
+
+def believed(row: str, stock: Cell, other: Cell) -> bool:
+    """Return whether the losses of a side are stock's, or may differ since stock's documents see each other."""
+    apart = loss_difference(stock, other)
+    return row.startswith(LEAKS) or (apart is not None and apart <= LOSS_BUDGET)
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: a line per row and side."""
+    columns = (
+        "tokens/s",
+        "quartiles",
+        "over stock",
+        "loss from stock's",
+        "peak, GiB",
+        "kernels, ms",
+        "idle",
+        "launches",
+    )
+    head = ["row", "side", *columns, "first step, s"]
+    lines = [f"**Side by side, {device_of(record)}.**", "", f"| {' | '.join(head)} |"]
+    lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
+    for row, sides in cells(record).items():
+        for side, cell in sides.items():
+            lines.append(f"| {row} | {side} | {' | '.join(_cells(row, sides.get('stock'), cell))} |")
+    return "\n".join(lines)
+
+
+def _cells(row: str, stock: Cell | None, cell: Cell) -> list[str]:
+    if not cell.runs:
+        return [cell.failed or "-", *["-"] * 8]
+    low, high = cell.quartiles
+    apart = None if stock is None or not stock.runs else loss_difference(stock, cell)
+    over = "-"
+    if stock is not None and stock.runs and cell is not stock:
+        over = f"{cell.rate / stock.rate:.2f}" if believed(row, stock, cell) else "losses differ"
+    profile, step = cell.runs[0]["profile"], median(cell.runs[0]["step_seconds"])
+    return [
+        f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}", over, "-" if apart is None else f"{apart:.1e}",
+        "-" if cell.peak is None else f"{cell.peak:.1f}",
+        f"{1000 * profile['busy_seconds']:,.0f}" if profile else "-",
+        f"{max(0.0, 1 - profile['busy_seconds'] / step):.0%}" if profile else "-",
+        f"{profile['launches']:,.0f}" if profile else "-", f"{cell.runs[0]['first_step_seconds']:.1f}",
+    ]  # fmt: skip
