@@ -146,7 +146,7 @@ def measure_side(row: Row, name: str, device: str, seed: int) -> dict[str, Any]:
     logs = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
     first, last = logs[watch.warmup], logs[watch.warmup + TIMED]
     found = {
-        "step_seconds": watch.seconds, "tokens": last["num_tokens"] - first["num_tokens"],
+        "step_seconds": watch.seconds, "timed_tokens": last["num_tokens"] - first["num_tokens"],
         "warmup_steps": watch.warmup, "first_step_seconds": watch.first_step, "profile": watch.profile,
         "losses": {str(step): entry["loss"] for step, entry in logs.items()},
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,

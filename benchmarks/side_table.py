@@ -26,7 +26,9 @@ class Cell:
     def rates(self) -> list[float]:
         """Return tokens per second of each timed step, at the mean tokens of its run's steps."""
         return [
-            run["tokens"] / len(run["step_seconds"]) / seconds for run in self.runs for seconds in run["step_seconds"]
+            run["timed_tokens"] / len(run["step_seconds"]) / seconds
+            for run in self.runs
+            for seconds in run["step_seconds"]
         ]
 
     @property

@@ -40,7 +40,7 @@ def measured() -> Iterator[dict[str, Any]]:
 
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
     stock, ours = measured["stock"], measured["fastpack"]
-    assert stock["tokens"] == ours["tokens"] > 0
+    assert stock["timed_tokens"] == ours["timed_tokens"] > 0
     assert stock["warmup_steps"] == ours["warmup_steps"] == 2
     assert list(stock["losses"]) == list(ours["losses"]) == ["2", "4", "6"]
     for step, loss in stock["losses"].items():
@@ -58,7 +58,7 @@ def record_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def entry(side: str, seconds: float, loss: float = 2.0, row: str = "qwen3", **more: Any) -> dict[str, Any]:
     figures = {
-        "tokens": 1200, "step_seconds": [seconds] * 12, "losses": {"6": loss}, "profile": {}, "peak_gib": 1.0,
+        "timed_tokens": 1200, "step_seconds": [seconds] * 12, "losses": {"6": loss}, "profile": {}, "peak_gib": 1.0,
         "first_step_seconds": 1.0,
     }  # fmt: skip
     return {"row": row, "side": side, "round": 0, **figures, **more}
