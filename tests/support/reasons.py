@@ -1,0 +1,117 @@
+"""The reasons that the code can give for a fallback, read from its source: what the troubleshooting page lists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fastpack_trl"
+
+FUNCTIONS = {
+    "attention/backends.py": ["choose"],
+    "attention/flash_attention.py": ["refuses", "missing"],
+    "attention/xformers.py": ["refuses"],
+    "attention/flex.py": ["refuses"],
+    "attention/dense.py": ["refuses"],
+    "attention/varlen.py": ["refuses"],
+    "attention/per_document.py": ["refuses", "refuses_compile"],
+    "attention/packed_attention.py": ["plan_rows", "packed_attention", "_install"],
+    "attention/trial.py": ["_failure"],
+    "attention/verify_packing.py": ["prove", "_prove_stock", "_due", "_proof"],
+    "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
+    "packing/batching.py": ["_only_stock", "_rather_padded"],
+    "model/user_code.py": ["callback_between", "hook_on_a_gradient", "once_per_micro_batch"],
+    "trainer.py": ["_fastpack_collates"],
+    "lora/lora.py": ["lora"],
+    "kernels/dequantise.py": ["proven"],
+    "lora/linear.py": ["_not_covered", "_fastpack_adapter"],
+    "lora/cache_dequantized.py": ["cache_dequantized", "_drop"],
+    "lora/copies.py": ["keep_where_free", "keep_in"],
+    "moe/moe.py": ["moe"],
+    "moe/apply.py": ["_reason_for_stock"],
+    "moe/layout.py": ["not_covered"],
+    "moe/lora.py": ["_reason_for_peft"],
+    "checkpointing/memory.py": ["why_not", "largest_row", "budget_bytes", "go_deeper"],
+    "checkpointing/activation_memory.py": ["_plan"],
+    "checkpointing/buffers.py": ["_pin", "_page"],
+    "checkpointing/offloader.py": ["_fetch_before", "keeps_on_device"],
+    "checkpointing/checkpoint_offload.py": ["_why_off"],
+    "checkpointing/offload.py": ["offload_unavailable"],
+    "compile/layer_compile.py": ["why_not"],
+    "compile/kind.py": ["_decide", "agree", "_pays_off"],
+    "compile/hooked.py": ["_tell"],
+    "step/sync_free.py": ["why_stock_loss", "_remarks"],
+    "step/merge_accumulation.py": ["_why_not"],
+    "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
+    "step/aux_loss.py": ["aux_loss"],
+    "step/capture.py": ["_is_ordinary", "_is_due", "_record", "_judge", "_model_changed", "spare"],
+    "step/cuda_graph.py": ["unavailable", "why_not"],
+    "step/graph_device.py": ["lacks_room"],
+    "step/loss.py": ["head_of", "_read_constants"],
+}
+"""Module -> its functions that return or say a reason."""
+
+
+CONSTANTS = {
+    "run.py": ["SHARDED"],
+    "attention/verify_packing.py": ["_SHARDED"],
+    "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
+    "model/facts.py": ["ALORA"],
+    "trainer.py": ["_DISABLED"],
+}
+"""Module -> its constants that are a reason."""
+
+
+def template(node: ast.AST) -> str | None:
+    """Return a string of the source with ``...`` for what is filled in; None for what is no string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) or "..." for part in node.values)
+    return None
+
+
+def templates(node: ast.AST) -> Iterator[str]:
+    """Yield the strings below `node`, outermost only; not those of an exception that is raised."""
+    text = template(node)
+    if text is not None:
+        yield text
+        return
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Raise | ast.arguments):
+            yield from templates(child)
+
+
+def _functions(tree: ast.AST) -> dict[str, list[ast.FunctionDef]]:
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def given() -> dict[str, str]:
+    """Return the sentences in `FUNCTIONS` and `CONSTANTS` -> their module."""
+    found: dict[str, str] = {}
+    for module, names in FUNCTIONS.items():
+        functions = _functions(_parsed(PACKAGE / module))
+        for function in (function for name in names for function in functions[name]):
+            body = function.body[ast.get_docstring(function) is not None :]
+            texts = (text for node in body for text in templates(node))
+            found |= {text: module for text in texts if re.search(r"\w \w", text)}
+    for module, names in CONSTANTS.items():
+        made = {ast.unparse(node.targets[0]): node.value for node in _parsed(PACKAGE / module).body
+                if isinstance(node, ast.Assign)}  # fmt: skip
+        found |= {text: module for name in names for text in templates(made[name])}
+    return found
+
+
+def everywhere() -> set[str]:
+    """Return every string of the package."""
+    return {text for file in PACKAGE.rglob("*.py") for text in templates(_parsed(file))}
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
