@@ -141,7 +141,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the sdist, and the wheel that was made from it; nothing is downloaded."""
     pytest.importorskip("build")
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_fancy_pypi_readme")
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -163,3 +163,10 @@ def test_what_is_built_installs_and_works_in_an_empty_folder(built: Path, tmp_pa
     assert (empty / "qwen3-8b-lora-8k.yaml").is_file()
     assert not (site / "benchmarks").exists()
     assert not (site / "tests").exists()
+    (metadata,) = site.glob("fastpack_trl-*.dist-info/METADATA")
+    targets = re.findall(r"\]\(([^)]+)\)", metadata.read_text(encoding="utf-8"))
+    files = [target for target in targets if "/OWNER/fastpack-trl/" in target]
+    assert len(files) > 5
+    assert all(target.startswith("https://") for target in targets), targets
+    for target in files:
+        assert (ROOT / target.partition("/main/")[2].partition("#")[0]).exists(), target
