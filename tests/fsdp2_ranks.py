@@ -191,7 +191,7 @@ class _Counts:
 
 
 def merged() -> None:
-    """Four micro-batches (three at the end of an epoch) as one row, as two where that has room, one by one for a hook."""
+    """Four micro-batches (three at the end of an epoch) as one row, as two where that has room, or one by one."""
     more = {"gradient_accumulation_steps": 4, "max_steps": 4}
     for fast, callbacks, expected in (
         ({"merge_accumulation": "on"}, [], [1, 1, 1, 1]),

@@ -19,7 +19,6 @@ from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
 from fastpack_trl.model.facts import backbones, keeps_logits, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, local
@@ -161,8 +160,6 @@ def why_not(run: Run) -> str:
     conflict = offload_conflict(args, run.trainer)
     if not conflict and run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
         conflict = "activation_checkpointing of FSDP says what to keep"
-    if not conflict and run.is_fsdp2 and not checkpoints_inside_hooks():
-        conflict = "this transformers checkpoints around FSDP's hooks, which would gather a layer twice"
     if not conflict and not enabled:
         conflict = "gradient_checkpointing=False keeps all activations"
     if not conflict and keywords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,11 +33,16 @@ DecoderRun = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class SavedBytes:
-    """Bytes of the distinct storages that one layer call keeps, without parameters and what all layers share."""
+    """Bytes of the distinct storages that one layer call keeps, without parameters and what all layers share.
 
-    def __init__(self, known: set[int], shared: Sequence[Any]) -> None:
+    Args:
+        known: storages that were counted, or that are none of a layer's.
+        shared: storages that are none of this call's; may grow while it runs.
+    """
+
+    def __init__(self, known: set[int], shared: set[int]) -> None:
         self._seen = known
-        self._shared = {_storage(tensor) for tensor in tree_leaves(shared) if isinstance(tensor, Tensor)}
+        self._shared = shared
         self._alive: list[Tensor] = []
         self.total = 0
 
@@ -65,14 +70,19 @@ def _storage(tensor: Tensor) -> int:
 class _Counted:
     """A layer's checkpoint function that counts what it keeps."""
 
-    def __init__(self, level: Level, known: set[int], layer: nn.Module) -> None:
-        self._level, self._known, self._layer = level, known, layer
+    def __init__(self, level: Level, known: set[int]) -> None:
+        self._level, self._known = level, known
+        self._not_kept: set[int] = set()
         self.saved: SavedBytes | None = None
 
+    def see_parameters(self, layer: nn.Module, _args: Any) -> None:
+        """Leave out the parameters of a layer that FSDP has gathered: a forward pre-hook, which runs after FSDP's."""
+        self._not_kept.update(map(_storage, layer.parameters()))
+
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Parameters that FSDP has gathered for this call are no activations either.
-        gathered = list(self._layer.parameters())
-        saved = self.saved = SavedBytes(self._known, [args[1:], kwargs, layer_keywords(function), gathered])
+        beside = tree_leaves([args[1:], kwargs, layer_keywords(function)])
+        self._not_kept.update(_storage(tensor) for tensor in beside if isinstance(tensor, Tensor))
+        saved = self.saved = SavedBytes(self._known, self._not_kept)
         inner = level_function(self._level, saved.see)
         with saved_tensors_hooks(saved.pack, _same):
             return inner(function, *args, **kwargs)
@@ -87,8 +97,11 @@ def saved_bytes(
 ) -> list[int]:
     """Return the bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
     known = {_storage(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
-    counted = [_Counted(level, known, layer) for layer in layers]
-    with layer_functions(layers, [(function, True) for function in counted]):
+    counted = [_Counted(level, known) for _ in layers]
+    with ExitStack() as stack:
+        stack.enter_context(layer_functions(layers, [(function, True) for function in counted]))
+        for layer, function in zip(layers, counted, strict=True):
+            stack.callback(layer.register_forward_pre_hook(function.see_parameters).remove)
         run(tokens)
         return [0 if function.saved is None else function.saved.total for function in counted]
 
