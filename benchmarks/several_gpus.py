@@ -1,10 +1,12 @@
-"""Stock and ours under `accelerate launch`, one process per GPU: the losses of each step, and what the first one takes.
+"""Stock, stock compiled and ours under `accelerate launch`, one process per GPU: losses, step times, memory per rank.
 
     python benchmarks/several_gpus.py --json several_gpus.json
 
-Each side of each case is a launch of its own, trained by its own `train()` on the same rows in the same order. A record
-that exists is continued: what it holds already is not run again. ``--device cpu`` runs tiny shapes under gloo (DDP
-only: accelerate starts no FSDP on a CPU).
+Each side of each case is a launch of its own, trained by its own `train()` on the same rows in the same order; compiled
+is accelerate's regional compilation, by its flags. A step time is the median of the last steps, after all compiling. A
+case that resumes saves in the middle of a run, goes on from there with another model, and loads the result in one
+process. A record that exists is continued: what it holds already is not run again. ``--device cpu`` runs tiny shapes
+under gloo (DDP only: accelerate starts no FSDP on a CPU).
 """
 
 from __future__ import annotations
@@ -13,20 +15,27 @@ import argparse
 import faulthandler
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 SIDES = ("stock", "fastpack")
+"""Of which the losses are compared."""
+COMPILED = "stock compiled"
 STEPS = 14
+LAST = 6
+"""Steps at the end whose median is taken: ours measures in the second and compiles in the third."""
 PROCESSES = 2
 TOKENIZER_VOCABULARY = 8_192
 _FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+_COMPILE = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
 _LOGGED = {"losses": "loss", "gradient_norms": "grad_norm"}
 _LAST_LINES = 60
 _STUCK_AFTER = 100.0
@@ -47,36 +56,91 @@ class Case:
     budget: float | None = None
     """Largest relative difference of a logged loss from stock's; None where stock's documents see each other."""
     layers: int | None = None
+    bf16: bool = False
+    """Frozen weights are loaded in bf16; else in the shape's own dtype."""
+    micro_batches: int = 1
+    """Of an optimizer step."""
+    checkpoints: str = ""
+    """``full`` or ``sharded``: ours saves, resumes and is loaded in one process; no other side runs."""
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Return the sides that run."""
+        return (SIDES[1],) if self.checkpoints else (SIDES[0], COMPILED, SIDES[1])
 
 
 CASES = (
     Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=1e-3),
-    Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=1e-3),
-    Case("ddp full", "qwen3-0.6b", 4096, "none", budget=1e-3),
+    Case("fsdp2 8b lora", "qwen3-8b", 4096, "linear", fsdp=True, budget=5e-3, layers=12, bf16=True),
+    Case("fsdp2 full checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, budget=1e-3, layers=4, checkpoints="full"),
     Case("ddp lora", "qwen3-0.6b", 4096, "linear", budget=1e-3),
-    Case("ddp qwen3-moe", "qwen3-30b-a3b", 4096, "experts", budget=5e-3, layers=4),
+    Case("ddp full", "qwen3-0.6b", 4096, "none", budget=1e-3),
     Case("ddp gpt-oss", "gpt-oss-20b", 4096, "experts", layers=4),
+    Case("ddp 8b lora", "qwen3-8b", 4096, "linear", budget=5e-3, layers=12, bf16=True),
+    Case("fsdp2 full accumulated", "qwen3-0.6b", 1024, "none", fsdp=True, budget=1e-3, micro_batches=8),
+    Case("ddp full accumulated", "qwen3-0.6b", 1024, "none", budget=1e-3, micro_batches=8),
+    Case("fsdp2 sharded checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, layers=4, checkpoints="sharded"),
+    Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=1e-3),
+    Case("ddp qwen3-moe", "qwen3-30b-a3b", 4096, "experts", budget=5e-3, layers=4),
+    Case("fsdp2 qwen3-moe", "qwen3-30b-a3b", 4096, "experts", fsdp=True, budget=5e-3, layers=4),
 )
+"""From the most to the least important."""
 TINY = (
     Case("ddp full", "tiny-qwen3", 256, "none", budget=1e-3),
+    Case("ddp full accumulated", "tiny-qwen3", 64, "none", budget=1e-3, micro_batches=4),
     Case("ddp gpt-oss", "tiny-gpt-oss", 256, "experts"),
+    Case("ddp checkpoints", "tiny-qwen3", 64, "none", budget=1e-3, checkpoints="full"),
 )
 
 
 def train(case: Case, side: str, device: str, out: Path) -> None:
-    """Train one side in this rank; rank 0 writes its figures to `out`."""
+    """Train one side in this rank; rank 0 writes the figures of all ranks to `out`."""
     import torch
-    from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from accelerate.utils import gather_object
 
-    from benchmarks.lora_models import definitions
-    from benchmarks.model_shapes import build_model, shape_of
-    from fastpack_trl import FastSFTConfig, FastSFTTrainer
     from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 
-    class Watch(TrainerCallback):
-        """The end of each step, after the device."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    watch = _watch()
+    faulthandler.dump_traceback_later(_STUCK_AFTER, exit=False)  # to the log, which a failed side keeps the end of
+    # Ranks of one host: the launching process made the folder and takes it away.
+    options = {"output_dir": str(out.parent / "run"), "max_steps": LONG_RUN}
+    trainer = _trainer(case, side, device, options, [watch, EndsAfter(STEPS)])
+    watch.mark()
+    trainer.train()
+    figures = _figures(trainer)
+    if case.checkpoints:
+        figures["checkpoints"] = _resume(case, side, device, out.parent, figures["losses"])
+    faulthandler.cancel_dump_traceback_later()
+    peaks = gather_object([torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None])
+    if not trainer.is_world_process_zero():
+        return
+    assert trainer.accelerator.num_processes == PROCESSES, trainer.accelerator.num_processes
+    seconds = [end - begin for begin, end in pairwise(watch.marks)]
+    report = getattr(trainer, "fastpack_report", None)
+    figures |= {
+        "seconds_to_first_step": seconds[0],  # from the call of `train`
+        "step_ms": [1000 * one for one in seconds[1:]],
+        "last_step_ms": 1000 * statistics.median(seconds[-LAST:]),
+        "peak_gib": peaks,  # of each rank, after the first step
+        "sharded": bool(trainer.is_fsdp_enabled),
+        "report": report.to_dict() if report is not None else None,
+    }
+    out.write_text(json.dumps(figures), encoding="utf-8")
 
+
+def _figures(trainer: Any) -> dict[str, Any]:
+    log = trainer.state.log_history
+    return {name: [entry[key] for entry in log if key in entry] for name, key in _LOGGED.items()}
+
+
+def _watch() -> Any:
+    """Return a callback that notes the end of each step, after the device."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
         def __init__(self) -> None:
             self.marks: list[float] = []
 
@@ -87,47 +151,82 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.mark()
+            if len(self.marks) == 2 and torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
 
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return Watch()
+
+
+def _trainer(
+    case: Case, side: str, device: str, options: dict[str, Any], callbacks: Sequence[Any] = (), seed: int = 0
+) -> Any:
+    """Return the trainer of a side, of a model with random weights."""
+    import torch
+    from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.lora_models import definitions
+    from benchmarks.model_shapes import build_model, shape_of
+    from fastpack_trl import FastSFTConfig, FastSFTTrainer
+
     shape = shape_of(case.shape).cut_to(case.layers)
+    if case.bf16 and device == "cuda":
+        shape = replace(shape, weights=torch.bfloat16)
     vocabulary = min(TOKENIZER_VOCABULARY, int(shape.fields["vocab_size"]))
-    tokenizer, documents = definitions(case.tokens * PROCESSES * (STEPS + 4), vocabulary, case.tokens)
-    model = build_model(shape, positions=case.tokens, seed=0, device=device)
-    config, trainer_class = (SFTConfig, SFTTrainer) if side == "stock" else (FastSFTConfig, FastSFTTrainer)
-    watch = Watch()
-    faulthandler.dump_traceback_later(_STUCK_AFTER, exit=False)  # to the log, which a failed side keeps the end of
-    with tempfile.TemporaryDirectory() as folder:
-        args = config(
-            output_dir=folder, max_length=case.tokens, packing=True, per_device_train_batch_size=1, max_steps=LONG_RUN,
-            logging_steps=1, bf16=device == "cuda", use_cpu=device == "cpu", save_strategy="no", report_to="none",
-            disable_tqdm=True, seed=0, learning_rate=2e-5 if case.lora == "none" else 2e-4,
-        )  # fmt: skip
-        trainer = trainer_class(
-            model=model,
-            args=args,
-            train_dataset=documents,
-            processing_class=tokenizer,
-            peft_config=_lora(case, model),
-            callbacks=[watch, EndsAfter(STEPS)],
-        )
-        watch.mark()
-        trainer.train()
-    faulthandler.cancel_dump_traceback_later()
-    if not trainer.is_world_process_zero():
-        return
-    assert trainer.accelerator.num_processes == PROCESSES, trainer.accelerator.num_processes
-    seconds = [end - begin for begin, end in pairwise(watch.marks)]
-    report = getattr(trainer, "fastpack_report", None)
-    figures = {
-        **{name: [entry[key] for entry in trainer.state.log_history if key in entry] for name, key in _LOGGED.items()},
-        "seconds_to_first_step": seconds[0],  # from the call of `train`
-        "step_ms": [1000 * one for one in seconds[1:]],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "sharded": bool(trainer.is_fsdp_enabled),
-        "report": report.to_dict() if report is not None else None,
-    }
-    out.write_text(json.dumps(figures), encoding="utf-8")
+    rows = PROCESSES * case.micro_batches * (STEPS + 4)
+    tokenizer, documents = definitions(case.tokens * rows, vocabulary, case.tokens)
+    model = build_model(shape, positions=case.tokens, seed=seed, device=device)
+    config, trainer_class = (FastSFTConfig, FastSFTTrainer) if side == SIDES[1] else (SFTConfig, SFTTrainer)
+    args = config(
+        max_length=case.tokens, packing=True, per_device_train_batch_size=1, logging_steps=1, bf16=device == "cuda",
+        gradient_accumulation_steps=case.micro_batches, use_cpu=device == "cpu", report_to="none", disable_tqdm=True,
+        seed=0, learning_rate=2e-5 if case.lora == "none" else 2e-4,
+        **({"save_strategy": "no"} | options),
+    )  # fmt: skip
+    return trainer_class(
+        model=model,
+        args=args,
+        train_dataset=documents,
+        processing_class=tokenizer,
+        peft_config=_lora(case, model),
+        callbacks=list(callbacks),
+    )
+
+
+def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float]) -> dict[str, Any]:
+    """Save in the middle, resume with other weights, save, and load in one process.
+
+    Returns:
+        How far the losses after resuming, and the loss of the loaded model, are from those they must be; relative.
+    """
+    import torch
+    from accelerate.utils import merge_fsdp_weights
+    from transformers import AutoModelForCausalLM
+
+    from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
+
+    half, run = STEPS // 2, folder / "saved"
+    options = {"output_dir": str(run), "max_steps": LONG_RUN, "save_strategy": "steps", "save_steps": half}
+    saving = _trainer(case, side, device, options, [EndsAfter(half)])
+    saving.train()
+    resumed = _trainer(case, side, device, options, [EndsAfter(STEPS)], seed=1)
+    resumed.train(resume_from_checkpoint=str(run / f"checkpoint-{half}"))
+    after = _figures(resumed)["losses"][half:]
+    last = run / f"checkpoint-{STEPS}"
+    ids = torch.arange(64, device=device)[None]
+    with torch.no_grad(), resumed.accelerator.autocast():
+        expected = float(resumed.model(input_ids=ids, labels=ids, use_cache=False).loss)
+    resumed.accelerator.wait_for_everyone()
+    found = {"losses_apart": max(abs(a - b) / abs(b) for a, b in zip(after, losses[half:], strict=True))}
+    if not resumed.is_world_process_zero():
+        return found
+    if case.checkpoints == "sharded":
+        merge_fsdp_weights(str(last / "pytorch_model_fsdp_0"), str(folder / "merged"))
+        resumed.accelerator.unwrap_model(resumed.model).config.save_pretrained(folder / "merged")
+        last = folder / "merged"
+    loaded = AutoModelForCausalLM.from_pretrained(last).to(device)
+    with torch.no_grad(), resumed.accelerator.autocast():
+        loss = float(loaded(input_ids=ids, labels=ids, use_cache=False).loss)
+    return found | {"loaded_apart": abs(loss - expected) / abs(expected)}
 
 
 def _lora(case: Case, model: Any) -> Any:
@@ -164,12 +263,18 @@ def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
             "--main_process_port",
             "0",
         ]
-        command = [sys.executable, "-m", "accelerate.commands.launch", *(_FSDP if case.fsdp else ()), *options]
+        sharding = (*_FSDP, "--fsdp_state_dict_type", f"{(case.checkpoints or 'full').upper()}_STATE_DICT")
+        compiling = _COMPILE if side == COMPILED else ()
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        command = [*launcher, *(sharding if case.fsdp else ()), *compiling, *options]
         if case.fsdp:
             command.remove("--multi_gpu")
     else:  # `accelerate launch --cpu` starts one process
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        if side == COMPILED:
+            prefix = "ACCELERATE_DYNAMO_"
+            environment |= {f"{prefix}BACKEND": "INDUCTOR", f"{prefix}USE_REGIONAL_COMPILATION": "true"}
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         begin = time.perf_counter()
@@ -193,10 +298,18 @@ def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
 
 
 def judge(case: Case, row: dict[str, Any]) -> None:
-    """Write how far the losses are apart into `row`, and whether the case passed."""
+    """Write how far the losses are apart into `row`, how much faster the steps are, and whether the case passed."""
     stock, ours = (row.get(side, {}) for side in SIDES)
+    for side in (SIDES[0], COMPILED):
+        if "last_step_ms" in row.get(side, {}) and "last_step_ms" in ours:
+            row[f"times_{side.replace(' ', '_')}"] = row[side]["last_step_ms"] / ours["last_step_ms"]
     finished = "losses" in ours and len(ours["losses"]) == STEPS
     row["largest_difference"] = None
+    if case.checkpoints:
+        apart = ours.get("checkpoints", {}).values()
+        row["largest_difference"] = max(apart, default=None)
+        row["passed"] = finished and len(apart) == 2 and max(apart) <= (case.budget or 1e-3)
+        return
     row["passed"] = finished and (case.budget is None or "losses" in stock)
     if not finished or "losses" not in stock or case.budget is None:
         return
@@ -210,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="the record; continued where it exists")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no side after so many")
     parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that one side may take")
     parser.add_argument("--train", nargs=2, metavar=("CASE", "SIDE"), help=argparse.SUPPRESS)
@@ -224,10 +338,11 @@ def main() -> None:
     if options.json.exists():
         rows = {row["name"]: row for row in json.loads(options.json.read_text(encoding="utf-8"))["rows"]}
     chosen = options.cases or list(cases)
+    began = time.monotonic()
     for name in chosen:
         case, row = cases[name], rows.setdefault(name, {"name": name})
-        for side in SIDES:
-            if "losses" in row.get(side, {}):
+        for side in case.sides:
+            if "losses" in row.get(side, {}) or time.monotonic() - began > options.seconds:
                 continue
             row[side] = launch(case, side, options.device, options.limit)
             judge(case, row)
@@ -238,12 +353,18 @@ def main() -> None:
                 device=options.device, threads=1, seed=0,
             )  # fmt: skip
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            said = row[side].get("error") or f"first step {row[side]['seconds_to_first_step']:.1f} s"
+            said = row[side].get("error") or (
+                f"first step {row[side]['seconds_to_first_step']:.1f} s, last {row[side]['last_step_ms']:.0f} ms, peak "
+                + ", ".join(f"{peak or 0:.1f}" for peak in row[side]["peak_gib"])
+                + " GiB"
+            )
             print(f"{name} / {side}: {said}, {row[side]['seconds']:.0f} s in all", flush=True)
-        print(
-            f"{name}: {'passed' if row['passed'] else 'FAILED'}, losses apart {row['largest_difference']}", flush=True
-        )
-    sys.exit(0 if all(rows[name]["passed"] for name in chosen) else 1)
+        if "passed" not in row:
+            continue  # no time was left for it
+        faster = ", ".join(f"{row[key]:.2f}x {key.removeprefix('times_')}" for key in row if key.startswith("times_"))
+        verdict = "passed" if row["passed"] else "FAILED"
+        print(f"{name}: {verdict}, losses apart {row['largest_difference']}; {faster}", flush=True)
+    sys.exit(0 if all(rows[name].get("passed") for name in chosen) else 1)
 
 
 if __name__ == "__main__":
