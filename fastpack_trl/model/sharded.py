@@ -72,7 +72,7 @@ def _is_layer(unit: Any) -> bool:
 def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
     """Let the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
     # A copy: some families scale their embeddings in place.
-    with _after_embedding(model, lambda output: leaf.to(output.device, copy=True)):
+    with _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True)):
         yield
 
 
