@@ -10,6 +10,12 @@ from fastpack_trl.bench.plots import DPI, PHASE_COLOURS, STYLE, Figure, require_
 from fastpack_trl.bench.views import device_of
 
 _PANEL = 3.6  # inches
+TITLES = {
+    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, not packed",
+    "qwen3-8b lora 2x4": "Qwen3-8B LoRA, not packed",
+    "gpt-oss-20b experts 4096": "gpt-oss-20b (4 layers), expert LoRA",
+}
+"""By row; others are called as on the command line."""
 _LINES = {
     ("stock", "cold"): ("stock", PHASE_COLOURS["overhead"], "-", "o"),
     ("fastpack", "cold"): ("fastpack, empty caches", PHASE_COLOURS["forward"], "-", "s"),
@@ -70,7 +76,12 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
                 axes.plot(*zip(*points, strict=True), line, color=colour, label=label)
                 for these, fill in ((times.measured, colour), (times.beyond, "white")):
                     axes.scatter(these.keys(), these.values(), 16, fill, marker, edgecolors=colour, zorder=3)
-            axes.set(title=row["row"], xlabel="optimizer steps", ylabel="seconds from train()", ylim=(0, None))
+            axes.set(
+                title=TITLES.get(row["row"], row["row"]),
+                xlabel="optimizer steps",
+                ylabel="seconds from train()",
+                ylim=(0, None),
+            )
             axes.legend()
         caption = f"{device_of(record)}, {record['date'][:10]}; hollow: from the time of the last steps"
         made.suptitle(f"{caption}; {source}" if source else caption, fontsize=7)
