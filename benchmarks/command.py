@@ -162,7 +162,7 @@ def _report(paths: list[str], out: str | None) -> int:
 
 def _check_report(args: Namespace) -> None:
     """Raise what would make the report fail after the measurement."""
-    from fastpack_trl.bench.plots import require_matplotlib
+    from fastpack_trl.bench.canvas import require_matplotlib
     from fastpack_trl.bench.report import json_files
 
     require_matplotlib()

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastpack_trl.bench.plots import DPI, PHASE_COLOURS, STYLE, Figure, require_matplotlib
+from fastpack_trl.bench.canvas import DPI, STYLE, Figure, require_matplotlib
+from fastpack_trl.bench.plots import PHASE_COLOURS
 from fastpack_trl.bench.views import device_of
 
 _PANEL = 3.6  # inches

@@ -38,7 +38,8 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
         UserError: matplotlib is missing.
     """
     from benchmarks.first_step_plot import figure as wall_times
-    from fastpack_trl.bench.plots import FIGURES, save
+    from fastpack_trl.bench.canvas import save
+    from fastpack_trl.bench.plots import FIGURES
     from fastpack_trl.bench.report import source_of
 
     folder.mkdir(parents=True, exist_ok=True)

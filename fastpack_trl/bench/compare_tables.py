@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastpack_trl.bench.gaps import gap_cells
+from fastpack_trl.bench.names import side_names
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 
@@ -23,27 +24,31 @@ def table(record: Mapping[str, Any]) -> str:
 
 def row_lines(row: Mapping[str, Any]) -> list[str]:
     """Return one row: its setting, a table of the sides, one of their phases, and what could not be measured."""
+    names = side_names(row["sides"])
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
     phases = [name for name in PHASES if any(name in side["phases"] for side in good.values())]
     out = [*_setting(row), *aligned(_side_cells(row, good)), "", "where a step goes (median ms)"]
     out += aligned(
         [["side", *phases]]
-        + [[name, *(f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases)] for name, side in good.items()]
+        + [
+            [names[name], *(f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases)]
+            for name, side in good.items()
+        ]
     )
     work = [["side", "MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"]]
-    work += [[name, *_work(side)] for name, side in good.items()]
+    work += [[names[name], *_work(side)] for name, side in good.items()]
     out += [
         "",
         "what it costs (kernels per step, host syncs per micro-step without a log; - where there is none or unknown)",
     ]
     out += aligned(work)
     for name, side in good.items():
-        out += _profile_lines(name, side)
-    out += [f"{name}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side]
-    out += [f"{name}: {note}" for name, side in good.items() for note in side["notes"]]
+        out += _profile_lines(names[name], side)
+    out += [f"{names[name]}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side]
+    out += [f"{names[name]}: {note}" for name, side in good.items() for note in side["notes"]]
     for name, side in good.items():
         if side["checkpointing"] != row["checkpointing"]:
-            out.append(f"{name} recomputes otherwise than the others: {side['checkpointing']}")
+            out.append(f"{names[name]} recomputes otherwise than the others: {side['checkpointing']}")
     return [*out, *disturbances([row])]
 
 
@@ -67,7 +72,8 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
 
 
 def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    subject = row["subject"]
+    names = side_names(row["sides"])
+    subject = names[row["subject"]]
     cells = [
         ["side", "step ms", "interval", "loss tok/s", "non-pad tok/s", "capacity tok/s", f"{subject} is", "interval"]
     ]
@@ -76,7 +82,7 @@ def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -
         rates = side["token_rates"]
         cells.append(
             [
-                name,
+                names[name],
                 f"{seconds['median'] * 1000:,.1f}",
                 f"{seconds['low'] * 1000:,.1f} to {seconds['high'] * 1000:,.1f} ({seconds['coverage']:.1%})",
                 *("-" if rates[kind] is None else f"{rates[kind]['median']:,.0f}" for kind in rates),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastpack_trl.bench.names import COMPILED_OPTION
 from fastpack_trl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from fastpack_trl.config import FastSFTConfig
 
 ABLATE = "ablate"
-BASELINES = ("stock", "tuned", "rebuild")
+BASELINES = {"stock": "stock", COMPILED_OPTION: "tuned", "tuned": "tuned", "rebuild": "rebuild"}
+"""Names of ``--baseline`` and the keys of the sides in a record; ``tuned`` is the earlier name."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""
@@ -36,8 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--baseline",
         metavar="NAME",
         nargs="+",
-        help="beside fastpack: stock (as installed, the default), tuned (stock with the best attention that loads, "
-        "Liger, layers compiled by accelerate), rebuild (stock with metadata and mask made again in each layer)",
+        help=f"beside fastpack: stock (as installed, the default), {COMPILED_OPTION} (stock with layers compiled by "
+        "accelerate, the best attention that loads, Liger), rebuild (stock with metadata and mask made again in each "
+        "layer)",
     )
     add("--isolate", action="store_true", help="one process per side, one after the other: each has the memory alone")
     add(
@@ -98,8 +101,10 @@ def _check(args: Namespace) -> None:
         )
     for name in args.baseline or ():
         if name not in BASELINES:
-            hint = did_you_mean(name, BASELINES)
-            raise UserError(f"there is no baseline {name!r}{hint} (baselines: {', '.join(BASELINES)})")
+            names = [known for known in BASELINES if known != "tuned"]
+            raise UserError(
+                f"there is no baseline {name!r}{did_you_mean(name, BASELINES)} (baselines: {', '.join(names)})"
+            )
     if args.ablate and (args.isolate or args.baseline or args.profile):
         raise UserError("--ablate compares fastpack with itself: leave out --isolate, --baseline and --profile")
     if disabled_by_environment():
@@ -159,7 +164,7 @@ def _measure(args: Namespace, folder: str, file: ResultFile | None) -> tuple[dic
     flags = [*args.more, *seed]
     # A wrong name or value is said before anything is loaded.
     training = short_run_arguments(args.config, folder, *flags).training
-    sides = [*(args.baseline or [baselines.STOCK]), baselines.OURS]
+    sides = [*dict.fromkeys(BASELINES[name] for name in args.baseline or [baselines.STOCK]), baselines.OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
         sides.append(baselines.PLANNED)
     asked = {

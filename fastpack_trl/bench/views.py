@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from fastpack_trl.bench.names import OURS, PLAN, side_names
 from fastpack_trl.measure.intervals import median_interval
 
-OURS, PLAN = "fastpack", "fastpack_plan"
 NAMES_OF_OURS = (OURS, PLAN, "double_buffer")
 
 
@@ -42,7 +42,8 @@ class Ratio:
         return self.low > 1
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+        """Return ``2.31 (2.20 to 2.40, 96.1%)``: the median, its interval, and how surely that covers the true one."""
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f}, {self.coverage:.1%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class SideView:
     """One side of a row; every figure is a median over its steps.
 
     Attributes:
-        name: as the record names it.
+        key: as the record names it.
+        name: for people.
         path: what ran.
         seconds: of one step; None where the case times no step (collator).
         phases: seconds by name, in order; empty where the case has none.
@@ -59,6 +61,7 @@ class SideView:
         memory_marks: ``((milliseconds, allocated bytes), ...)`` at the ends of the phases; empty where not recorded.
     """
 
+    key: str
     name: str
     path: str
     seconds: float | None
@@ -81,15 +84,27 @@ class RowView:
     ratios: tuple[Ratio, ...]
     notes: tuple[str, ...]
     """Sides and rows that could not be measured, with the reason."""
+    names: Mapping[str, str]
+    """Of the sides for people, by their keys."""
 
     @property
     def label(self) -> str:
         """Return setting and row length."""
         return self.setting if f"{self.tokens:,} tokens" in self.setting else f"{self.setting}, {self.tokens:,} tokens"
 
-    def ratios_over(self, name: str) -> list[Ratio]:
-        """Return how much faster each side of ours is than the side `name`."""
-        return [ratio for ratio in self.ratios if ratio.over == name]
+    def ratios_over(self, key: str) -> list[Ratio]:
+        """Return how much faster each side of ours is than the side `key`."""
+        return [ratio for ratio in self.ratios if ratio.over == key]
+
+    def named(self, key: str) -> str:
+        """Return the name of a side for people."""
+        return self.names.get(key, key)
+
+    @property
+    def gain(self) -> Ratio | None:
+        """How much faster than stock fastpack is, at its defaults where that was measured; None where it was not."""
+        found = {ratio.by: ratio for ratio in self.ratios_over("stock")}
+        return found.get(PLAN) or next(iter(found.values()), None)
 
 
 def rows_of(record: Mapping[str, Any]) -> list[RowView]:
@@ -111,21 +126,58 @@ def no_gain(record: Mapping[str, Any]) -> Iterator[tuple[RowView, Ratio]]:
                 yield row, ratio
 
 
+def headline(record: Mapping[str, Any], *, speed: bool = True) -> str:
+    """Return what a record says in one line: ``Qwen3-8B LoRA, 4,096 tokens: 2.9 times stock``.
+
+    Args:
+        speed: with the gain; without it, what was measured.
+    """
+    rows = [row for row in rows_of(record) if row.sides]
+    if not rows:
+        return str(record["case"])
+    work = _work(record, rows)
+    gains = [row.gain.median for row in rows if row.gain is not None]
+    if not speed or not gains:
+        return work
+    low, high = f"{min(gains):.1f}", f"{max(gains):.1f}"
+    if len(gains) == 1 and rows[0].gain is not None and not rows[0].gain.helps and not rows[0].gain.slower:
+        return f"{work}: no difference from stock shown"
+    return f"{work}: {low if low == high else f'{low} to {high}'} times stock"
+
+
+def _work(record: Mapping[str, Any], rows: list[RowView]) -> str:
+    """Return the model, how it is trained, and the row length: what the rows have in common."""
+    config = record["settings"].get("config")
+    if isinstance(config, Mapping) and config.get("model_name_or_path"):
+        adapter = "" if not config.get("use_peft") else " QLoRA" if config.get("load_in_4bit") else " LoRA"
+        name = f"{str(config['model_name_or_path']).rpartition('/')[2]}{adapter}"
+    else:
+        models = {str(row["model"]) for row in record["rows"] if row.get("model")}
+        name = models.pop() if len(models) == 1 else str(record["case"]).replace("_", " ")
+        if " LoRA" not in name and all(" LoRA" in row.setting for row in rows):
+            name += " LoRA"
+    lengths = sorted({row.tokens for row in rows})
+    shown = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    return f"{name}, {shown} tokens" if lengths[-1] else name
+
+
 def _row(record: Mapping[str, Any], row: Mapping[str, Any]) -> RowView:
     setting, group = _setting(record, row)
     found = row.get("sides") or row.get("backends") or {name: row[name] for name in ("stock", OURS) if name in row}
     reasons = ("failed", "refused", "wrong")
     timed = {name: side for name, side in found.items() if not any(side.get(key) for key in reasons)}
     notes = [f"skipped: {row['skipped']}"] if row.get("skipped") else []
+    names = side_names(found)
     for name, side in found.items():
-        notes += [f"{name}: {side[key]}" for key in reasons if side.get(key)][:1]
+        notes += [f"{names[name]}: {side[key]}" for key in reasons if side.get(key)][:1]
     return RowView(
         setting,
         group,
         int(row["tokens"]),
-        tuple(_side(name, side, int(row["tokens"])) for name, side in timed.items()),
+        tuple(_side(key, names[key], side, int(row["tokens"])) for key, side in timed.items()),
         tuple(_ratios(row)),
         tuple(notes),
+        names,
     )
 
 
@@ -141,7 +193,7 @@ def _setting(record: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, st
     return setting, setting
 
 
-def _side(name: str, side: Mapping[str, Any], tokens: int) -> SideView:
+def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView:
     parts = {part: side[part] for part in ("forward", "backward") if part in side}
     # The case `attention` has its intervals one level down.
     halves = {part: float(found.get("seconds", found)["median"]) for part, found in parts.items()}
@@ -151,6 +203,7 @@ def _side(name: str, side: Mapping[str, Any], tokens: int) -> SideView:
     memory = side.get("memory") or {}
     rate = side["tokens_per_second"]["median"] if "tokens_per_second" in side else tokens / (seconds or 1.0)
     return SideView(
+        key,
         name,
         str(side.get("path", "")),
         seconds,

@@ -68,6 +68,7 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
     ("words", "message"),
     [
         (["--baseline", "tund"], "there is no baseline 'tund'; did you mean 'tuned'"),
+        (["--baseline", "compiled"], "did you mean 'stock_compiled'? (baselines: stock, stock_compiled, rebuild)"),
         (
             ["--case", "lora"],
             "no part of the package; in a checkout: python -m benchmarks --case lora",

@@ -12,8 +12,9 @@ import pytest
 from benchmarks.pictures import stale_pictures, text_of, write_pictures
 from benchmarks.readme import RESULTS, load_results
 from fastpack_trl.bench import plots
-from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, source_of, write_report
-from fastpack_trl.bench.views import no_gain, rows_of
+from fastpack_trl.bench.names import side_names
+from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, markdown, source_of, write_report
+from fastpack_trl.bench.views import headline, no_gain, rows_of
 from fastpack_trl.cli.main import main
 
 
@@ -44,7 +45,7 @@ def test_every_result_has_a_view_with_its_own_figures(name: str) -> None:
     for row, view in zip(record["rows"], rows_of(record), strict=True):
         assert view.tokens == row["tokens"]
         for side in view.sides:
-            stored = (row.get("sides") or row.get("backends") or row)[side.name]
+            stored = (row.get("sides") or row.get("backends") or row)[side.key]
             if "tokens_per_second" in stored:
                 assert side.rate == stored["tokens_per_second"]["median"]
             if isinstance(stored.get("seconds"), dict):
@@ -57,17 +58,20 @@ def test_report_has_the_medians_of_the_file_and_its_plots(lora: Path, record: di
     first, *pictures = write_report([lora], tmp_path / "report")
     text = first.read_text()
     (row,) = record["rows"]
-    for name, side in row["sides"].items():
+    names = side_names(row["sides"])
+    for name, side in ((names[key], side) for key, side in row["sides"].items()):
         (line,) = [line for line in text.splitlines() if f"| {name} |" in line]
         assert f"| {side['seconds']['median'] * 1000:,.2f} |" in line
         assert f"| {side['phases']['backward'] * 1000:,.2f} |" in line
         assert f"| {side['tokens_per_second']['median']:,.0f} |" in line
         assert f"| {side['memory']['peak_bytes'] / 2**30:.1f} |" in line
-    assert f"fastpack {row['ratios']['tuned']['median']:.2f} (" in text
     slower = row["ratios"]["tuned"]
-    assert f"fastpack over tuned {slower['median']:.2f} ({slower['low']:.2f} to {slower['high']:.2f}): slower" in text
+    ratio = f"{slower['median']:.2f} ({slower['low']:.2f} to {slower['high']:.2f}, {slower['coverage']:.1%})"
+    assert f"{names['fastpack']} {ratio}" in text
+    assert f"{names['fastpack']} over stock compiled {ratio}: slower" in text
+    assert " times stock\n" in text
     assert {picture.name.removeprefix(f"{lora.stem}_") for picture in pictures} == {
-        "breakdown.png", "ratios.png", "memory.png",
+        "speed.png", "breakdown.png", "ratios.png", "memory.png",
     }  # fmt: skip
     for picture in pictures:
         assert f"]({picture.name})" in text
@@ -76,6 +80,7 @@ def test_report_has_the_medians_of_the_file_and_its_plots(lora: Path, record: di
 
 def test_bars_and_intervals_are_where_the_figures_are(record: dict[str, Any]) -> None:
     (row,) = record["rows"]
+    names = side_names(row["sides"])
     figure = plots.breakdown(record)
     (axes,) = figure.axes
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
@@ -84,11 +89,74 @@ def test_bars_and_intervals_are_where_the_figures_are(record: dict[str, Any]) ->
     (axes,) = plots.ratios(record).axes
     points = {line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 1}
     assert row["ratios"]["tuned"]["median"] in points
-    assert [tick.get_text() for tick in axes.get_yticklabels()].count("fastpack over tuned") == 1
+    assert [tick.get_text() for tick in axes.get_yticklabels()].count(f"{names['fastpack']} over stock compiled") == 1
 
 
 def _off(end: float, side: Any) -> float:
     return abs(end - 1000 * sum(side["phases"].values()))
+
+
+@pytest.mark.parametrize("draw", ["speed", "breakdown", "memory"])
+def test_every_bar_and_figure_lies_on_its_axis(record: dict[str, Any], draw: str) -> None:
+    changed = json.loads(json.dumps(record))
+    for side in changed["rows"][0]["sides"].values():
+        side["phases"]["overhead"] = -0.5 * side["seconds"]["median"]
+        side["memory"]["before_bytes"] = 2 * side["memory"]["peak_bytes"]
+    figure = plots.FIGURES[draw](changed, "")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    low, high = axes.get_xlim()
+    assert low == 0
+    for bar in axes.patches:
+        assert bar.get_width() >= 0
+        assert low <= bar.get_x() <= bar.get_x() + bar.get_width() <= high
+    for text in axes.texts:
+        assert text.get_window_extent().x1 <= figure.get_window_extent().x1
+
+
+def test_one_side_of_ours_is_fastpack_and_of_two_one_has_the_same_memory() -> None:
+    assert side_names(["stock", "tuned", "fastpack"]) == {
+        "stock": "stock", "tuned": "stock compiled", "fastpack": "fastpack",
+    }  # fmt: skip
+    assert side_names(["fastpack", "fastpack_plan"]) == {
+        "fastpack": "fastpack (same memory)", "fastpack_plan": "fastpack",
+    }  # fmt: skip
+    assert side_names(["single_buffer"]) == {"single_buffer": "single_buffer"}
+
+
+def test_a_median_of_ratios_that_is_no_quotient_of_the_columns_is_explained(record: dict[str, Any]) -> None:
+    assert "median over rounds" not in markdown(_one_ratio(record, 1.0), "lora.json")
+    text = markdown(_one_ratio(record, 1.2), "lora.json")
+    assert "*Times as fast* is the median over rounds" in text
+    assert "the columns' quotient" in text
+
+
+def _one_ratio(record: dict[str, Any], factor: float) -> dict[str, Any]:
+    changed = json.loads(json.dumps(record))
+    (row,) = changed["rows"]
+    row["sides"] = {name: row["sides"][name] for name in ("stock", "fastpack")}
+    quotient = row["sides"]["stock"]["seconds"]["median"] / row["sides"]["fastpack"]["seconds"]["median"]
+    row["ratios"] = {"stock": row["ratios"]["stock"] | {"median": quotient * factor}}
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("config", "work"),
+    [
+        ({"model_name_or_path": "Qwen/Qwen3-8B", "use_peft": True}, "Qwen3-8B LoRA"),
+        ({"model_name_or_path": "Qwen3-14B", "use_peft": True, "load_in_4bit": True}, "Qwen3-14B QLoRA"),
+        ({"model_name_or_path": "Qwen3-0.6B"}, "Qwen3-0.6B"),
+    ],
+)
+def test_a_title_says_the_work_and_the_gain(record: dict[str, Any], config: dict[str, Any], work: str) -> None:
+    changed = _one_ratio(record, 1.0)
+    changed["settings"]["config"] = config
+    (row,) = changed["rows"]
+    row["tokens"] = 4096
+    said = f"{work}, 4,096 tokens: {row['ratios']['stock']['median']:.1f} times stock"
+    assert headline(changed) == said
+    assert markdown(changed, "x.json").startswith(f"## {said}\n")
+    assert said in [text.get_text() for text in plots.speed(changed).texts]
 
 
 def test_memory_over_a_step_is_drawn_where_it_was_recorded(record: dict[str, Any]) -> None:

@@ -100,7 +100,9 @@ def test_the_tables_say_what_is_ours_and_quote_what_is_not(record: dict[str, Any
         assert f"published by others: {published.quoted}" in text
         assert f"| {published.quoted} |" in written
         assert published.source in written
-    assert {picture.name for picture in pictures} == {"headline_breakdown.png", "headline_ratios.png"}
+    assert {picture.name for picture in pictures} == {
+        f"headline_{name}.png" for name in ("speed", "breakdown", "ratios")
+    }
 
 
 def test_an_interval_of_too_few_pairs_says_what_it_covers(record: dict[str, Any]) -> None:

@@ -1,0 +1,149 @@
+"""The frame of a figure of ``fastpack-trl bench``: size, style, title and caption, rows of labels, panels."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.bench.views import RowView, device_of, headline
+from fastpack_trl.errors import UserError
+
+DPI = 100
+_WIDTH, _BAR, _TOP, _CAPTION = 7.6, 0.24, 0.95, 0.3  # inches
+_TITLES = 0.46  # inches, of the two lines at the top
+_CHARACTER = 0.07  # inches, of a heading and of a label
+
+STYLE = {
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "figure.facecolor": "white",
+}
+"""matplotlib's rcParams inside of these functions; what the caller has set is untouched."""
+
+Figure = Any  # matplotlib.figure.Figure
+
+
+def save(figure: Figure, file: Path, metadata: Mapping[str, str]) -> None:
+    """Write a PNG with `metadata` in its text chunks."""
+    figure.savefig(file, dpi=DPI, metadata={"Software": None, **metadata})
+
+
+def require_matplotlib() -> Any:
+    """Import and return matplotlib, here and not with this file.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("plots need matplotlib: pip install 'fastpack-trl[plots]'") from error
+    return matplotlib
+
+
+def new_figure(record: Mapping[str, Any], height: float, source: str, **grid: Any) -> tuple[Figure, Any]:
+    matplotlib = require_matplotlib()
+    from matplotlib.figure import Figure as NewFigure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with matplotlib.rc_context(STYLE):
+        low = _CAPTION / height
+        layout = ConstrainedLayoutEngine(rect=(0, low, 1, 1 - low - _TITLES / height))
+        figure = NewFigure(figsize=(_WIDTH, height), layout=layout)
+        axes = figure.subplots(**grid)
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+    caption = f"{device_of(record)}, {versions}, {record['date'][:10]}"
+    figure.text(0.01, 0.08 / height, f"{caption}; {source}" if source else caption, fontsize=7, color="#555555")
+    return figure, axes
+
+
+def titled(figure: Figure, record: Mapping[str, Any], what: str, *, speed: bool = True) -> Figure:
+    """Write what the record says at the top, and below it what the figure shows."""
+    height = float(figure.get_figheight())
+    title = textwrap.shorten(headline(record, speed=speed), 88, placeholder=" ...")
+    figure.text(0.01, 1 - 0.22 / height, title, fontsize=11, fontweight="bold")
+    figure.text(0.01, 1 - 0.41 / height, what, fontsize=8.5, color="#333333")
+    return figure
+
+
+def panels_of(record: Mapping[str, Any], titles: Sequence[str], source: str) -> tuple[Figure, list[Any]]:
+    columns = min(2, len(titles))
+    lines = -(-len(titles) // columns)
+    figure, axes = new_figure(record, 2.5 * lines + 1.0, source, nrows=lines, ncols=columns, squeeze=False)
+    panels = list(axes.flat)
+    for panel in panels[len(titles) :]:
+        panel.set_visible(False)
+    for panel, title in zip(panels, titles, strict=False):
+        panel.set_title("\n".join(textwrap.wrap(title, 50 if columns == 2 else 100)), fontsize=8)
+    return figure, panels[: len(titles)]
+
+
+def rows_of_labels(
+    record: Mapping[str, Any], rows: Sequence[RowView], labels: Sequence[Sequence[str]], source: str
+) -> tuple[Figure, Any, list[float]]:
+    """Return a figure with a line per label, from the top down, under the heading of its row, and the lines' places."""
+    places: list[float] = []
+    headings: list[tuple[float, str]] = []
+    at = 0.0
+    longest = max(len(name) for names in labels for name in names)
+    room = min(92, int(_WIDTH / _CHARACTER) - longest - 2)  # characters of a heading; the labels stand left of it
+    for row, names in zip(rows, labels, strict=True):
+        lines = textwrap.wrap(row.label, room)
+        at += 0.75 * len(lines)
+        headings.append((at - 0.55, "\n".join(lines)))
+        places += [at + index for index in range(len(names))]
+        at += len(names) + 0.35
+    height = _TOP + _CAPTION + 0.35 + _BAR * (at + 0.5)
+    figure, axes = new_figure(record, height, source)
+    axes.set_yticks(places, [name for names in labels for name in names])
+    axes.set_ylim(at - 0.2, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    for place, heading in headings:
+        axes.text(
+            0.006, place, heading, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8, fontweight="bold"
+        )
+    return figure, axes, places
+
+
+def legend(figure: Figure, shown: Mapping[str, Any]) -> None:
+    figure.legend(
+        list(shown.values()),
+        list(shown),
+        loc="outside upper right",
+        ncols=min(6, len(shown)),
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def room_for_labels(axes: Any, ends: Iterable[float], share: float = 0.14) -> None:
+    """Let bars begin at 0 and leave room for the figures behind the longest."""
+    axes.set_xlim(0, (max(ends, default=0.0) or 1.0) * (1 + share))
+
+
+def at_the_ends(axes: Any, at: float, ends: Iterable[tuple[float, str, str]]) -> None:
+    """Write the name of each line behind its last point; names that would overlap are moved apart."""
+    least = 0.055 * axes.get_ylim()[1]
+    place = float("-inf")
+    for value, name, colour in sorted(ends):
+        place = max(value, place + least)
+        axes.annotate(
+            name, (at, place), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8, color=colour
+        )
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right * (right / left) ** 0.4)
+    axes.set_ylim(top=max(axes.get_ylim()[1], place + least))
