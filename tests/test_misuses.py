@@ -1,0 +1,185 @@
+"""What goes wrong at first contact: each misuse is one line with the value and the remedy, no two alike."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_material import Material
+from transformers import TrainerCallback
+
+from fastpack_trl.cli.main import main
+from fastpack_trl.errors import UserError, describe
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """``Misuse("sft --confg {yaml}", "--config")``: the words (``{yaml}`` is a right file), what the line must say."""
+
+    words: str
+    says: str
+    yaml: str = ""
+    """Lines for the YAML, in place of the right ones."""
+    code: int = 2
+    missing: str = ""
+    """A package that is not there."""
+
+
+COMMANDS = [
+    Misuse("stf", "did you mean 'sft'?"),
+    Misuse("--colour", "fastpack-trl --help"),
+    # init
+    Misuse("init quickstrat", "did you mean 'quickstart'?"),
+    Misuse("init qwen3-8b-lora-8k --output sft.yaml", "sft.yaml is there already: --force replaces it"),
+    Misuse("init qwen3-8b-lora-8k --output no/such/sft.yaml", "its folder does not exist"),
+    Misuse("init qwen3-8b-lora-8k --forse", "did you mean '--force'?"),
+    # sft: flags
+    Misuse("sft --confg {yaml}", "did you mean '--config'?"),
+    Misuse("sft --config", "--config needs a YAML file, e.g."),
+    Misuse("sft --config absent.yaml", "'absent.yaml' does not exist (looked for"),
+    Misuse("sft --config {yaml} --config {yaml}", "--config is given 2 times"),
+    Misuse("sft --config {yaml} --model Qwen/Qwen3-0.6B", "'--model'; did you mean '--model_name_or_path'?"),
+    Misuse("sft --config {yaml} --lr 1", "'--lr'; did you mean '--learning_rate'?"),
+    Misuse("sft --config {yaml} --max_lenght 64", "did you mean '--max_length'?"),
+    Misuse("sft --config {yaml} --max_steps x", "--max_steps: invalid int value: 'x'"),
+    Misuse(
+        "sft --config {yaml} --layer_compile onn", "--layer_compile: 'onn' is not available: use one of auto, on, off"
+    ),
+    Misuse("sft --config {yaml} --max_length", "--max_length: expected one argument"),
+    Misuse("sft --config {yaml} data.jsonl", "unexpected argument 'data.jsonl': options start with --"),
+    Misuse("sft --config {yaml} --num_processes", "'--num_processes' needs a value"),
+    # sft: keys, types, files
+    Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),
+    Misuse("sft --config {yaml}", "'sequence_len'; did you mean 'max_length'?", "sequence_len: 64"),
+    Misuse("sft --config {yaml}", "'abc' is not an integer", "max_length: abc"),
+    Misuse("sft --config {yaml}", "did you mean 'padded_rows'?", "packed_attention: padded"),
+    Misuse("sft --config {yaml}", "max_length=0 is below 1", "max_length: 0"),
+    Misuse("sft --config {yaml}", "correct the YAML there", "packing: [true"),
+    Misuse("sft --config {yaml}", "padded_rows_limit=0.5 is below 1", "padded_rows_limit: 0.5"),
+    Misuse("sft --config {yaml}", "'all' is not a number", "activation_memory_gib: all"),
+    Misuse("sft --config {yaml}", "keep_last_layers=-1 is no number of layers", "keep_last_layers: -1"),
+    Misuse("sft --config {yaml}", "moe_quantize_experts='on' needs moe", "moe_quantize_experts: true\nmoe: off"),
+    Misuse("sft --config {yaml}", "data 'absent.jsonl' does not exist", "dataset_name: absent.jsonl"),
+    Misuse("sft --config {yaml}", "'./absent' is not a folder", "model_name_or_path: ./absent"),
+    Misuse("sft --config {yaml}", "no model: set model_name_or_path", "model_name_or_path:"),
+    Misuse("sft --config {yaml}", "there is no checkpoint-N folder", "resume_from_checkpoint: true"),
+    Misuse("sft --config {yaml}", "'/proc' is not writable", "output_dir: /proc/absent/out"),
+    Misuse("sft --config {yaml}", "pip install neptune", "report_to: neptune"),
+    Misuse("sft --config {yaml}", "dataset_text_field (now 'body')", "dataset_text_field: body"),
+    Misuse("sft --config {yaml}", "it has: train", "dataset_train_split: training"),
+    Misuse("sft --config {yaml}", "'zero9' is neither a file nor one of", "accelerate_config: zero9"),
+    # doctor, verify
+    Misuse("doctor --audit", "give --config FILE"),
+    Misuse("doctor --config {yaml} --audit --steps 0", "--steps 0 is below 1"),
+    Misuse("doctor --jason x", "did you mean '--json'?"),
+    Misuse("verify", "give --model a folder or a hub name"),
+    Misuse("verify --model ./absent", "--model './absent' is not a folder"),
+    Misuse("verify --model owner/absent", "--model 'owner/absent' cannot be used"),
+    Misuse(
+        "verify --model {model} --attn per_documnt", "--attn 'per_documnt' does not exist; did you mean 'per_document'?"
+    ),
+    Misuse("verify --model {model} --attn flex", "--attn flex cannot be used here: flex needs CUDA"),
+    Misuse("verify --model {model} --attn xformers", "pip install 'fastpack-trl[xformers]'", missing="xformers"),
+    Misuse("verify --model {model} --lengths 9", "--lengths 9 is one document"),
+    Misuse("verify --model {model} --lengths 9 999", "the model has 256 positions"),
+    Misuse("verify --model {model} --adapter {model}", "has no adapter_config.json"),
+    Misuse("verify --model {model} --json .", "--json '.' is a folder: name a file"),
+    # bench, quickstart
+    Misuse("bench", "nothing to measure: give --config FILE"),
+    Misuse("bench --list", "in a checkout: python -m benchmarks --list"),
+    Misuse("bench --isolate", "--isolate goes with --config FILE only"),
+    Misuse("bench --config {yaml} --baseline tund", "there is no baseline 'tund'"),
+    Misuse("bench --config {yaml} --pairs 0", "pairs=0"),
+    Misuse("bench --report absent.json", "no file 'absent.json'"),
+    Misuse("bench --report sft.yaml", "cannot be read as JSON"),
+    Misuse("bench --report {result} --out out", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
+    Misuse("quickstart --steps 1", "--steps 1 is below 2"),
+    Misuse("quickstart --output_dir .", "is not empty and was not written by the quickstart"),
+    Misuse("quickstart --json no/such/file.json", "--json no/such/file.json cannot be written"),
+    Misuse("sft --config {yaml}", "interrupted at step 1, before any checkpoint", "logging_steps: 2", code=130),
+]
+
+
+def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
+    from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, ThroughputCallback, apply_lora, packed_attention
+    from fastpack_trl.testing import tiny_model
+
+    def attention() -> None:
+        with packed_attention(tiny_model("qwen3"), "varlne"):
+            pass
+
+    return {
+        "a choice of the config": (lambda: FastSFTConfig(use_cpu=True, moe="of"), "moe='of' is not available"),
+        "a mode": (lambda: AsyncCheckpointCallback("triple"), "mode='triple' is not available: use one of"),
+        "a budget": (lambda: AsyncCheckpointCallback(offload_budget_gib=0), "offload_budget_gib=0 must be above 0"),
+        "a peak": (lambda: ThroughputCallback(-1), "peak_flops=-1 is not positive"),
+        "no model": (lambda: apply_lora("model"), "give the model that get_peft_model returned"),
+        "an attention": (attention, "packed_attention='varlne' does not exist: use one of"),
+        "a family": (lambda: tiny_model("qwen9"), "family='qwen9' has no tiny model"),
+    }
+
+
+class _Interrupts(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def line_of(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Misuse], str]:
+    """Return a function from a misuse of the command line to its last line on stderr."""
+    from fastpack_trl.recipe import train
+
+    monkeypatch.chdir(material.folder)
+
+    def run(misuse: Misuse) -> str:
+        keys = {line.partition(":")[0]: ... for line in misuse.yaml.splitlines()}
+        places = {
+            "yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model,
+            "result": sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("moe_cpu_*.json"))[0],
+        }  # fmt: skip
+        if misuse.missing:
+            monkeypatch.setitem(sys.modules, misuse.missing, None)
+        if misuse.code == 130:
+            make = train.make_trainer
+            monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [_Interrupts()]))
+        assert main(misuse.words.format(**places).split()) == misuse.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err + captured.out
+        said = [line for line in captured.err.splitlines() if line.startswith("fastpack-trl")]
+        assert len(said) == 1, captured.err
+        assert captured.err.splitlines()[-1] == said[0], "the line stands last, where it is seen"
+        return said[0]
+
+    return run
+
+
+def _known(misuse: Misuse) -> str:
+    return f"{misuse.words} {misuse.yaml}".strip()
+
+
+def test_there_are_enough_of_them_and_no_two_expect_the_same() -> None:
+    said = [misuse.says for misuse in COMMANDS] + [says for _, says in _from_python().values()]
+    assert len(set(said)) == len(said) >= 45
+
+
+@pytest.mark.parametrize("misuse", COMMANDS, ids=_known)
+def test_a_misuse_of_a_command_is_one_line_with_the_remedy(line_of: Callable[[Misuse], str], misuse: Misuse) -> None:
+    line = line_of(misuse)
+    assert misuse.says in line
+    assert re.match(r"fastpack-trl( \w+)?: (error: |interrupted )", line)
+
+
+@pytest.mark.parametrize("name", _from_python())
+def test_a_misuse_from_python_is_one_line_with_the_remedy(name: str) -> None:
+    call, says = _from_python()[name]
+    with pytest.raises((ValueError, TypeError, UserError)) as raised:
+        call()
+    assert says in describe(raised.value)
+    assert "\n" not in str(raised.value)
