@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.side_table import believed, cells
-from fastpack_trl.bench.plots import DPI, STYLE, Figure, require_matplotlib
+from fastpack_trl.bench.canvas import DPI, STYLE, Figure, require_matplotlib
 from fastpack_trl.bench.views import device_of
 
 COLOURS = {

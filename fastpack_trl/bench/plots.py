@@ -36,9 +36,9 @@ PHASE_COLOURS = {
     "data": _ORANGE, "forward": _BLUE, "backward": _SKY, "clipping": _PURPLE, "optimizer": _GREEN, "overhead": _GREY,
     "step": _GREY,
 }  # fmt: skip
-_SIDES = {"stock": _GREY, "tuned": _ORANGE, OURS: _SKY, PLAN: _BLUE}
+_SIDES = {"stock": "#999999", "tuned": _SKY, OURS: _ORANGE, PLAN: _RED}
 """Colours of the usual sides, in every figure; of a record with one side of ours it has the colour of `PLAN`."""
-_SIDE_COLOURS = (_PURPLE, _GREEN, _RED, _YELLOW, _ORANGE, _SKY)
+_SIDE_COLOURS = (_PURPLE, _GREEN, _BLUE, _YELLOW)
 _MARKERS = "osD^vPX*"
 
 
