@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from fastpack_trl._version import REPOSITORY
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [file.stem for file in FILES]
@@ -52,6 +54,14 @@ def test_a_stored_notebook_has_no_output_and_no_trace_of_a_run(file: Path) -> No
     assert len(set(ids)) == len(ids)
     text = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     assert file.read_text(encoding="utf-8") == text, "not as nbformat writes it"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_notebook_opens_in_colab_and_installs_from_the_repository_or_a_checkout(file: Path) -> None:
+    title, install = map(source, read(file)["cells"][:2])
+    page = f"{REPOSITORY.removeprefix('https://')}/blob/main/notebooks/{file.name}"
+    assert f"(https://colab.research.google.com/{page.replace('github.com', 'github', 1)})" in title
+    assert f'REPOSITORY = "{REPOSITORY}"' in install
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
