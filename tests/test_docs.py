@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,9 @@ RUN_ELSEWHERE = {
     '"""Packed attention in plain torch': "tests/attention/test_toy_backend.py",
 }
 """How a Python block begins -> the test that runs it."""
+
+ALONE = "# In a process of its own.\n"
+"""How a Python block begins that changes its process."""
 
 OVERRIDES = "--max_steps 2 --max_length 64 --disable_tqdm true"
 SMALL_RUN = r"--config (configs/quickstart|my)\.yaml"
@@ -210,7 +215,11 @@ def test_every_block_is_of_a_kind_that_is_run_or_listed(page: Path) -> None:
 def test_a_python_block_runs(block: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compile(block.text, block.name, "exec")
     elsewhere = next((file for start, file in RUN_ELSEWHERE.items() if block.text.startswith(start)), None)
-    if elsewhere is None:
+    if "bitsandbytes" in block.text:
+        pytest.importorskip("bitsandbytes")
+    if block.text.startswith(ALONE):
+        subprocess.run([sys.executable, "-c", block.text], check=True, timeout=120)
+    elif elsewhere is None:
         run_python(block.text, block.name)
     else:
         assert Path(block.page).name in (ROOT / elsewhere).read_text(encoding="utf-8")
