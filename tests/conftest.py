@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 from sft_material import Material, save_model, write_jsonl
 
@@ -34,6 +37,21 @@ collect_ignore = [
 def pytest_report_header() -> str | None:
     """Name what is left out: no test may be missing in silence."""
     return f"not collected without hypothesis: {', '.join(collect_ignore)}" if collect_ignore else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the folder of the parent of forked processes; workers inherit it."""
+    if "PYTEST_XDIST_WORKER" in os.environ or forks.FOLDER in os.environ:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="fastpack-tests-"))
+    os.environ[forks.FOLDER] = str(folder)
+
+    def end() -> None:
+        forks.stop(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop(forks.FOLDER, None)
+
+    config.add_cleanup(end)
 
 
 _FROZEN = pytest.StashKey[int]()

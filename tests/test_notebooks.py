@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from fastpack_trl._version import REPOSITORY
@@ -24,7 +25,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 
-Run = Callable[[Any], Any]
+Run = Callable[..., Any]
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -95,10 +96,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "language": "python",
     }
     (kernels / "python3" / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+    # The command as a process that is forked. The cell with a word it does not know runs the installed one.
+    command = kernels / "fastpack-trl"
+    command.write_text(f'#!/bin/sh\nexec {forks.python()} -m fastpack_trl "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     scripts = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | {
-        "PATH": os.pathsep.join(scripts),
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -107,13 +111,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "OMP_NUM_THREADS": "1",
     }
 
-    def execute(notebook: Any) -> Any:
+    def execute(notebook: Any, *, forked: bool = False) -> Any:
+        path = {"PATH": os.pathsep.join([*([str(kernels)] if forked else []), *scripts])}
         specs = KernelSpecManager(kernel_dirs=[str(kernels)], ensure_native_kernel=False)
         manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
         client = nbclient.NotebookClient(
             notebook, km=manager, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}
         )
-        return client.execute(env=environment)
+        return client.execute(env=environment | path)
 
     return execute
 
@@ -122,7 +127,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
     import nbformat
 
-    done = run(nbformat.read(file, as_version=4))
+    done = run(nbformat.read(file, as_version=4), forked=True)
     cells = code(done)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert cells[0]["id"] == "install"

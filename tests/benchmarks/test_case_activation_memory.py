@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -90,6 +90,6 @@ def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
         "    with side(TRL, weights, 'cpu'): print('made')\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([forks.python(), "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip()
     assert "PartialState" not in done.stdout

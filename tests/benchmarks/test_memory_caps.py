@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import forks
 import pytest
 import torch
 
@@ -141,6 +143,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
 ) -> None:
     file = ResultFile(tmp_path / "caps.json")
     options: dict[str, Any] = {"caps": [1.0], "longest": 256, "probes": (64, 128), "seconds": 300.0, "progress": False}
+    monkeypatch.setattr(sys, "executable", forks.python())
     first = memory_caps.measure(["tiny"], sides=("stock",), file=file, **options)
     saved = json.loads(file.path.read_text())
     assert saved["rows"] == first["rows"]

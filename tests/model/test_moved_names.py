@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 from fastpack_trl.attention.backends import BACKENDS
@@ -93,7 +93,7 @@ def answers() -> Answers:
     """Losses and report by name that was removed; those of a run with all names under the empty string."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps([[], *ROUNDS])], capture_output=True, text=True, check=False,
+        [forks.python(), "-c", RUN, json.dumps([[], *ROUNDS])], capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     rows = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("ANSWER ")]

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import forks
 import pytest
 
 from fastpack_trl.errors import UserError
@@ -332,7 +333,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     out, figures = tmp_path / "out", tmp_path / "figures.json"
     words = ["quickstart", "--output_dir", out, "--json", figures]
     words += ["--steps", 8, "--lora_steps", 2, "--compare_steps", 1]
-    command = [sys.executable, "-c", IN_MINIATURE, *map(str, words)]
+    command = [forks.python(), "-c", IN_MINIATURE, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import forks
+
 HERE = Path(__file__).parent
 
 
@@ -22,7 +24,7 @@ def torchrun(*command: str, timeout: float = 400) -> None:
     Not `accelerate launch --cpu`: it starts one process.
     """
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _free_port())
-    _run(*launcher, *command, timeout=timeout)
+    _run(sys.executable, *launcher, *command, timeout=timeout)
 
 
 def fork_ranks(script: Path, *arguments: str, imports: str, timeout: float = 400) -> None:
@@ -30,7 +32,7 @@ def fork_ranks(script: Path, *arguments: str, imports: str, timeout: float = 400
 
     They take most of the time of a short run; torchrun would import them in each process.
     """
-    _run(str(HERE / "ranks.py"), _free_port(), imports, str(script), *arguments, timeout=timeout)
+    _run(forks.python(), str(HERE / "ranks.py"), _free_port(), imports, str(script), *arguments, timeout=timeout)
 
 
 def _free_port() -> str:
@@ -47,9 +49,7 @@ def _run(*command: str, timeout: float) -> None:
         "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as ran:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
         try:
             _, err = ran.communicate(timeout=timeout)
         finally:

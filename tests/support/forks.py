@@ -1,0 +1,220 @@
+"""Processes of Python forked from one that has imported the libraries, which take longer than most of what they run.
+
+`python()` is a command that takes ``-c CODE``, ``-m MODULE`` or ``FILE`` with arguments, as an interpreter does. Input,
+output, folder, environment, signals and exit code are those of a process of its own, and so is this package, which the
+parent has not imported. Of variables that libraries read when they are imported, it has those of `ENVIRONMENT`.
+All workers of a test run share the parent; the first command starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOLDER = "FASTPACK_TESTS_FORKS"
+"""Variable with the folder of the parent's socket, of one test run."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_WARM_POOL": "0",
+}  # fmt: skip
+MODULES = (
+    "torch.distributed.fsdp", "torch._dynamo", "datasets", "transformers", "accelerate", "peft",
+    "trl.trainer.sft_trainer", "matplotlib",
+)  # fmt: skip
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def python() -> str:
+    """Return the command; that of this interpreter where a test run has no folder or processes cannot be forked."""
+    folder = os.environ.get(FOLDER)
+    if not folder or not sys.platform.startswith("linux"):
+        return sys.executable
+    command = Path(folder, "python")
+    if not command.exists():
+        made = command.with_name(f"python-{os.getpid()}")
+        # Isolated and without `site`: it only passes on what it is given.
+        made.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {__file__} {folder} "$@"\n', encoding="utf-8")
+        made.chmod(0o755)
+        made.rename(command)
+    return str(command)
+
+
+def stop(folder: Path) -> None:
+    """End the parent, where one was started."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int((folder / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
+
+
+# --- the command ---
+
+
+def _connect(folder: str) -> socket.socket:
+    """Connect to the parent; the first that comes starts it and waits, as do others meanwhile."""
+    import fcntl
+    import subprocess
+
+    asked = socket.socket(socket.AF_UNIX)
+    with Path(folder, "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            asked.connect(f"{folder}/socket")
+        except OSError:
+            log = Path(folder, "log")
+            kept = {
+                name: os.environ[name]
+                for name in ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE")
+                if name in os.environ
+            }
+            with log.open("w") as written:
+                parent = subprocess.Popen(
+                    [sys.executable, __file__, folder, "--parent"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=written, env=kept | ENVIRONMENT, start_new_session=True, cwd=folder,
+                )  # fmt: skip
+            assert parent.stdout is not None
+            if parent.stdout.readline() != b"ready\n":
+                sys.exit(f"the parent of forked processes did not start:\n{log.read_text()[-3000:]}")
+            asked.connect(f"{folder}/socket")
+    return asked
+
+
+def _command(folder: str, argv: list[str]) -> NoReturn:
+    """Let the parent run `argv` with this process's environment, folder and files; end as it ends."""
+    asked = _connect(folder)
+    request = json.dumps([argv, dict(os.environ), str(Path.cwd())]).encode()
+    socket.send_fds(asked, [len(request).to_bytes(8, "little")], [0, 1, 2])
+    asked.sendall(request)
+    for number in SIGNALS:
+        signal.signal(number, lambda given, _: asked.sendall(bytes([given])))
+    code = asked.recv(8)
+    if not code:
+        os._exit(70)
+    found = int.from_bytes(code, "little", signed=True)
+    if found < 0:
+        signal.signal(-found, signal.SIG_DFL)
+        os.kill(os.getpid(), -found)
+    os._exit(found)
+
+
+# --- the parent ---
+
+
+def _parent(folder: str) -> NoReturn:
+    """Import `MODULES`, then fork a process for each command until the test run ends."""
+    import gc
+    import importlib
+
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in each training would copy all of it
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{folder}/socket")
+    listening.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between this and the commands
+    Path(folder, "pid").write_text(str(os.getpid()), encoding="utf-8")
+    os.write(1, b"ready\n")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    while True:
+        asked, _ = listening.accept()
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listening.close()
+            _between(asked)
+        asked.close()
+
+
+def _between(asked: socket.socket) -> NoReturn:
+    """Fork the process, pass signals on to it and its exit code back; kill its group once the command has gone."""
+    import select
+
+    head, files, _, _ = socket.recv_fds(asked, 8, 3)
+    request = b""
+    while len(request) < int.from_bytes(head, "little"):
+        request += asked.recv(1 << 20)
+    process = os.fork()
+    if not process:
+        os.setsid()
+        asked.close()
+        _become(*json.loads(request), files)
+    for file in files:
+        os.close(file)
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            asked.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+            os._exit(0)
+        if select.select([asked], [], [], 0.02)[0]:
+            given = asked.recv(1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, given[0]) if given else os.killpg(process, signal.SIGKILL)
+            if not given:
+                os._exit(0)
+
+
+def _become(argv: list[str], environment: dict[str, str], folder: str, files: list[int]) -> NoReturn:
+    """Run `argv` as an interpreter would that has just been started."""
+    import logging
+    import runpy
+    import threading
+    import traceback
+
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment | ENVIRONMENT)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    for made in list(logging._handlerList):  # type: ignore[attr-defined]
+        handler: Any = made()
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.setStream(sys.stderr)
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    if "HF_DATASETS_CACHE" in environment:
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
+    first, *rest = argv
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    start = {"-c": "", "-m": folder}.get(first, str(Path(first).parent))
+    sys.path[:] = [start, *paths, *sys.path[1:]]
+    code: Any = 0
+    try:
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            main = type(sys)("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        elif first == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001  # as an interpreter does
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        sys.stderr.write(code + "\n")
+    code = code if isinstance(code, int) else int(code is not None)
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    given = sys.argv[2:]
+    if given == ["--parent"]:
+        _parent(sys.argv[1])
+    _command(sys.argv[1], given)
