@@ -30,7 +30,7 @@ quickstart: $(STAMP)
 	$(BIN)/fastpack-trl quickstart $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -97,6 +98,26 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
 
         for device in (torch.cuda, torch.xpu, torch.mtia):
             patch.setattr(device, "traceback", SimpleNamespace(format_stack=list))
+
+
+_FIRST = (
+    "test_inductor", "test_notebooks", "test_compile_parity", "test_compile", "test_users_hooks",
+    "test_capture_changes", "test_quickstart", "test_sft_command", "test_everyday", "test_nested", "test_compile_moe",
+    "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits", "test_one_graph",
+    "test_case_headline", "test_trl_examples", "test_first_step", "test_without_bf16", "test_moved_names",
+    "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
+    "test_scripts", "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_sharded_loss",
+    "test_sharded", "test_package",
+)  # fmt: skip
+"""Files of few tests that take 13 to 110 seconds; at the end one process would wait for another's."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first and short ones last; of the others, those of many tests come first."""
+    count = Counter(item.path for item in items)
+    place = {name: index for index, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: (place.get(item.path.stem, len(_FIRST)), -count[item.path], item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
