@@ -96,7 +96,8 @@ def _command(folder: str, argv: list[str]) -> NoReturn:
         os._exit(70)
     found = int.from_bytes(code, "little", signed=True)
     if found < 0:
-        signal.signal(-found, signal.SIG_DFL)
+        if -found in SIGNALS:
+            signal.signal(-found, signal.SIG_DFL)
         os.kill(os.getpid(), -found)
     os._exit(found)
 
