@@ -50,11 +50,7 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
         ({"family": "qwen3_moe", "packing": True}, "packed"),
         ({"family": "mistral", "packing": True}, "packed"),
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
-        (
-            {"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no",
-             "gradient_checkpointing": False},
-            "stock",
-        ),
+        ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no"}, "stock"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value,
 )  # fmt: skip
