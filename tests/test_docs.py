@@ -242,6 +242,19 @@ def test_a_yaml_block_is_read_as_the_options_of_sft(block: Block, here: Path) ->
     assert arguments.training.output_dir == {**needed, **given}["output_dir"]
 
 
+def test_options_of_the_migration_tables_exist() -> None:
+    from fastpack_trl.recipe.arguments import make_parser
+
+    known = {word.removeprefix("--") for action in make_parser()._actions for word in action.option_strings}
+    known |= {"accelerate_config", "datasets"}  # of the launcher; of TRL's mixtures
+    rows = re.findall(
+        r"^\| .*? \| (.*) \|$", (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    named = {name for row in rows for name in re.findall(r"`(\w+): [^`]+`", row)}
+    assert len(named) > 30
+    assert named <= known, named - known
+
+
 def test_every_command_is_run_parsed_or_listed() -> None:
     tables = (RUN, PARSED, LISTED)
     unknown = {
