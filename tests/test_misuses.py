@@ -95,6 +95,7 @@ COMMANDS = [
     Misuse("bench --isolate", "--isolate goes with --config FILE only"),
     Misuse("bench --config {yaml} --baseline tund", "there is no baseline 'tund'"),
     Misuse("bench --config {yaml} --pairs 0", "pairs=0"),
+    Misuse("bench --config {yaml} --pars 6", "did you mean '--pairs'?"),
     Misuse("bench --report absent.json", "no file 'absent.json'"),
     Misuse("bench --report sft.yaml", "cannot be read as JSON"),
     Misuse("bench --report {result} --out out", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),

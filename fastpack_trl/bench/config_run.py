@@ -8,6 +8,7 @@ import json
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 ABLATE = "ablate"
 BASELINES = {"stock": "stock", COMPILED_OPTION: "tuned", "tuned": "tuned", "rebuild": "rebuild"}
 """Names of ``--baseline`` and the keys of the sides in a record; ``tuned`` is the earlier name."""
+_OPTIONS = (
+    "--baseline", "--isolate", "--ablate", "--profile", "--gate-steps", "--warmup", "--pairs", "--threads", "--json",
+    "--again", "--report", "--config",
+)  # fmt: skip
+"""Of ``fastpack-trl bench``, for a wrong one."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""
@@ -99,6 +105,10 @@ def _check(args: Namespace) -> None:
         raise UserError(
             "--device does not go with --config: use_cpu in the YAML, or --use_cpu True, says where it runs"
         )
+    for word in args.more:  # the parser of `sft`, which gets these, knows nothing of ours
+        near = get_close_matches(word.partition("=")[0], _OPTIONS, n=1, cutoff=0.85) if word.startswith("--") else []
+        if near:
+            raise UserError(f"unknown option {word!r}; did you mean {near[0]!r}?")
     for name in args.baseline or ():
         if name not in BASELINES:
             names = [known for known in BASELINES if known != "tuned"]
