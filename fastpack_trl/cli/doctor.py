@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -59,6 +60,15 @@ def run(args: Namespace) -> int:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} is below 1")
+    if args.audit and _ranks() > 1:
+        raise UserError("--audit trains in one process: run it without `accelerate launch`")
+    if _rank() == 0:
+        return _run(args)
+    with redirect_stdout(io.StringIO()):  # the first process says it for all
+        return _run(args)
+
+
+def _run(args: Namespace) -> int:
     from fastpack_trl.measure.record import write_json
 
     file = json_file(args)
@@ -78,9 +88,18 @@ def run(args: Namespace) -> int:
         record["error"] = describe(error)
         raise
     finally:
-        if file is not None:
+        if file is not None and _rank() == 0:
             write_json(file, record)
     return 0
+
+
+def _rank() -> int:
+    """Return the number of this process under `accelerate launch` or torchrun; 0 without."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _machine(record: dict[str, Any]) -> None:
@@ -249,7 +268,7 @@ def _config(record: dict[str, Any], config: str, folder: str) -> None:
 
     arguments = short_run_arguments(config, folder)
     record["config"] = {"not_used": arguments.launch}
-    if arguments.launch:
+    if arguments.launch and _ranks() == 1:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
     # The banner is printed below, also where fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
@@ -258,6 +277,43 @@ def _config(record: dict[str, Any], config: str, folder: str) -> None:
             report = trainer.fastpack_report
     record["config"] |= report.to_dict()
     print(f"{report.table()}\n", flush=True)
+    if _ranks() > 1:
+        record["ranks"] = _each_rank(trainer)
+        _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _of_each(record["ranks"]))
+
+
+def _each_rank(trainer: Any) -> list[dict[str, Any]]:
+    """Return the plan of each process, with its device and the memory that is free there."""
+    import torch
+    from accelerate.utils import gather_object
+
+    device = torch.device(trainer.args.device)
+    own: dict[str, Any] = {"device": str(device)}
+    if device.type == "cuda":
+        from fastpack_trl.measure.device_memory import allocatable
+
+        own |= {"name": torch.cuda.get_device_name(device), "free_gib": allocatable(device) / 2**30}
+    ranks: list[dict[str, Any]] = gather_object([own | trainer.fastpack_report.to_dict()])
+    return ranks
+
+
+def _of_each(ranks: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Say of each process what it runs on, and which of its features run otherwise than those of the first."""
+    rows = {}
+    for number, rank in enumerate(ranks):
+        first, own = ranks[0]["features"], rank["features"]
+        said = [rank["device"]]
+        if "free_gib" in rank:
+            said += [rank["name"], f"{rank['free_gib']:.1f} GiB free"]
+        differ = [name for name in own if (own[name]["status"], own[name]["path"]) != _way(first, name)]
+        said += [f"{name} {own[name]['status']}: {own[name]['path']}" for name in differ]
+        rows[f"rank {number}"] = ", ".join([*said, *(["the plan above"] if not differ else [])])
+    return rows
+
+
+def _way(features: dict[str, Any], name: str) -> tuple[str, str]:
+    line = features.get(name, {"status": "", "path": ""})
+    return line["status"], line["path"]
 
 
 def _audit(record: dict[str, Any], config: str, folder: str, steps: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ranks import torchrun
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
+from fastpack_trl.cli.doctor import _of_each
 from fastpack_trl.cli.main import main
 
 
@@ -289,6 +290,21 @@ def test_two_processes_under_torchrun(material: Material) -> None:
         "rng_state_0.pth",
         "rng_state_1.pth",
     ]
+
+
+@pytest.mark.slow
+def test_doctor_under_torchrun_prints_the_plan_of_each_process(material: Material) -> None:
+    found = material.out.parent / "doctor.json"
+    torchrun("-m", "fastpack_trl", "doctor", "--config", str(material.yaml()), "--json", str(found))
+    ranks = json.loads(found.read_text())["ranks"]
+    assert len(ranks) == 2
+    assert ranks[0]["features"]["packed_attention"] == ranks[1]["features"]["packed_attention"]
+    own = {"layer_compile": {"status": "on", "path": "inductor"}}
+    said = _of_each([ranks[0], {"device": "cuda:1", "name": "H200", "free_gib": 9.0, "features": own}])
+    assert said == {
+        "rank 0": f"{ranks[0]['device']}, the plan above",
+        "rank 1": "cuda:1, H200, 9.0 GiB free, layer_compile on: inductor",
+    }
 
 
 @pytest.mark.slow
