@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,7 +205,50 @@ def merged() -> None:
         assert counted.counts == expected, (counted.counts, ours.fastpack_report.table())
 
 
-CASES = {"merged": merged, "experts": experts, "proof": proof, "memory": memory, "compiled": compiled, "agreed": agreed}
+def engines() -> None:
+    """The table in docs/several-gpus.md: the features that are entered under each engine."""
+    page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
+    head, *rows = (
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"
+    )
+    table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
+    feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
+    base = {"packed_attention": "auto", "verify_packing": "on", "moe": "on", "layer_compile": "on"}
+    more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "family": "qwen3_moe"}
+    flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled", "ZeRO 1, 2": "is_deepspeed_enabled"}
+    planned = {"merge_accumulation": "on", "activation_memory_gib": 1.0}
+    offloaded = {"checkpoint_offload": "double_buffer"}
+    for engine, flag in flags.items():
+        found: dict[str, str] = {}
+        for fast in (planned, offloaded):
+            trainer = make(FastSFTTrainer, lora={"target_modules": ["q_proj"]}, fast=base | fast, **more)
+            with fsdp2(trainer) if engine == "FSDP 2" else contextlib.nullcontext():
+                if flag:
+                    setattr(trainer, flag, True)
+                try:
+                    with trainer._fastpack_features(announce=True):
+                        report = trainer.fastpack_report
+                except ValueError:
+                    if fast is not offloaded:
+                        raise
+                    found["checkpoint_offload"] = "stock"  # an error, since it was asked for by name
+                    continue
+            for name in table:
+                line = report[name]
+                on = line.status == "on" and line.path != "host work only"
+                found[name] = "on" if on else found.get(name, "stock")
+        assert found == {name: row[engine] for name, row in table.items()}, (engine, found)
+
+
+CASES = {
+    "engines": engines,
+    "merged": merged,
+    "experts": experts,
+    "proof": proof,
+    "memory": memory,
+    "compiled": compiled,
+    "agreed": agreed,
+}
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

@@ -15,6 +15,11 @@ from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.errors import close_frames
 from fastpack_trl.run import Run
 
+_OF_SEVERAL = (
+    "a step of several processes cannot be run again, the others wait inside of it: lower activation_memory_gib, "
+    "per_device_train_batch_size or max_length, or set gradient_checkpointing=True"
+)
+
 
 class StepState:
     """State that one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
@@ -118,7 +123,13 @@ class RetryingTrainer(SFTTrainer):
         batch = inputs.get("packed_batch")
         # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
         nothing_to_free = memory is None and not run.spares
-        if nothing_to_free or getattr(batch, "parts", None) or self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1:
+            try:
+                return step(model, inputs, *args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"rank {self.accelerator.process_index}: {_OF_SEVERAL}")
+                raise
+        if nothing_to_free or getattr(batch, "parts", None):
             return step(model, inputs, *args, **kwargs)
         less = run.spare if memory is None else memory.go_deeper
         return run_again(run, lambda: step(model, copy.copy(inputs), *args, **kwargs), less)

@@ -1,0 +1,42 @@
+"""Two ranks that are given different amounts of work, or of which one fails: nobody waits longer than under stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import fork_ranks
+from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.testing import tiny_model
+
+SCRIPT = Path(__file__).with_name("uneven_ranks.py")
+IMPORTS = "trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
+
+
+def _resumed(cls: Any, folder: Path) -> Any:
+    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 6}
+    trainer = cls(
+        tiny_model("qwen3"), args=SFTConfig(**settings(folder, **options)), train_dataset=make_dataset("text", 40),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer
+
+
+def test_uneven_batches_log_what_stock_logs_and_one_process_resumes_what_two_saved(tmp_path: Path) -> None:
+    fork_ranks(SCRIPT, str(tmp_path), "uneven", imports=IMPORTS)
+    ours, stock = (_resumed(cls, tmp_path / cls.__name__) for cls in (FastSFTTrainer, SFTTrainer))
+    assert_same_log(ours, stock)
+    assert ours.state.global_step == 6
+
+
+def test_out_of_memory_on_one_rank_ends_all_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        fork_ranks(SCRIPT, str(tmp_path), "raising", imports=IMPORTS, timeout=200)
+    said = (tmp_path / "said").read_text(encoding="utf-8")
+    assert "rank 1: a step of several processes cannot be run again" in said
+    assert "lower activation_memory_gib" in said
