@@ -32,7 +32,7 @@ def compare(family, path, layers_too):
     assert all(torch.isfinite(norm) for norm in norms) and sum(norms) > 0
     assert batch.build_counts and set(batch.build_counts.values()) == {1}, batch.build_counts
     batch.clear_derived()
-    assert not batch._derived.values
+    assert not batch.derived.values
     alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
     alone = torch.cat(alone, dim=1)
     assert packed.dtype == torch.bfloat16

@@ -226,7 +226,7 @@ def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
         loss = step(self, *args, **kwargs)
         gc.collect()
         assert not any(reference() is not None for reference in alive)
-        assert not any(batch._derived.values for batch in batches)
+        assert not any(batch.derived.values for batch in batches)
         return loss
 
     monkeypatch.setattr(PackedBatch, "derive", record)

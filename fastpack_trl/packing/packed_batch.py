@@ -61,7 +61,7 @@ NOT_ON_HOST: Final[Any] = NotOnHost()
 """`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
 
 
-class _Derived:
+class Derived:
     """Objects derived from one batch.
 
     Not a container: FSDP and DDP's mixed precision rebuild dataclasses field by field, and dicts and lists inside as
@@ -105,6 +105,7 @@ class PackedBatch:
         loss_mask: (num_loss_tokens,) bool, the entries of `loss_positions` that count; None: all of them do.
         part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
             ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
+        derived: what was built of the batch once (`derive`), shared by copies that are rebuilt field by field.
     """
 
     seq_lengths: tuple[int, ...]
@@ -120,7 +121,7 @@ class PackedBatch:
     parts: tuple[Part, ...] = ()
     loss_mask: Tensor | None = None
     part_bounds: Tensor | None = None
-    _derived: _Derived = field(init=False, default_factory=_Derived, repr=False)
+    derived: Derived = field(default_factory=Derived, repr=False)
 
     @classmethod
     def from_lengths(
@@ -211,14 +212,14 @@ class PackedBatch:
     @property
     def build_counts(self) -> Counter[Hashable]:
         """Builds of each derived object; survives `clear_derived`, to be read after a step."""
-        return self._derived.counts
+        return self.derived.counts
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what `build` makes, made at most once per batch and key.
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """
-        derived = self._derived
+        derived = self.derived
         if key not in derived.values:
             derived.values[key] = build()
             derived.counts[key] += 1
@@ -228,7 +229,7 @@ class PackedBatch:
     def clear_derived(self) -> None:
         """Drop everything derived. The trainer does so after each step: it keeps all micro-batches of an accumulation
         alive, and masks hung on them would add up."""
-        self._derived.values.clear()
+        self.derived.values.clear()
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """Copy to `device`; what was derived stays behind. The copy is asynchronous where the tensors are pinned."""
@@ -248,7 +249,7 @@ class PackedBatch:
             # What the mapping around this batch holds is moved apart: no tensor of it is known here.
             edited = positions is not None and not positions.is_still(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
-        return replace(self, **converted, labels=labels, positions=positions)
+        return replace(self, **converted, labels=labels, positions=positions, derived=Derived())
 
 
 def rounded_length(tokens: int) -> int:

@@ -115,12 +115,12 @@ def test_nothing_outlives_the_next_batch_under_the_stock_trainer(implementation:
     first, second = PackedBatch.from_lengths(LENGTHS), PackedBatch.from_lengths((15, 15))
     with packed_attention(model, implementation):
         forward(model, first).sum().backward()
-        alive = [weakref.ref(value) for value in _tensors(first._derived.values)]
+        alive = [weakref.ref(value) for value in _tensors(first.derived.values)]
         assert alive
         forward(model, second).sum().backward()
         gc.collect()
         assert not [reference for reference in alive if reference() is not None]
-    assert not second._derived.values
+    assert not second.derived.values
 
 
 def _tensors(value: Any) -> list[Tensor]:
