@@ -16,6 +16,7 @@ WORK = {
     "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, packed rows of 4,096 tokens",
 }
 """By row of the case ``first_step``."""
+PAGE = "docs/benchmarks.md"
 _LONG = ("fastpack", "cold", True)
 
 
@@ -30,8 +31,9 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
         note = (
             f"{device_of(record)}; LoRA of rank 16 on all projections, real text, each side at its defaults. *stock* "
-            "is `trl.SFTTrainer` as installed, with gradient checkpointing. Where it waits for the host, which "
-            "launches one kernel at a time, fastpack replays a step as one CUDA graph. It spends free memory on "
+            "is `trl.SFTTrainer` as installed, with gradient checkpointing. Steps are the last 50 of 100 in a run that "
+            "is long: compiled, and replayed as CUDA graphs where the GPU waited for the host's kernel launches. Rows "
+            f"of 4,096 tokens and more of dense models gain less ([tables]({PAGE})). fastpack spends free memory on "
             f"keeping activations. Record: `benchmarks/results/{name}`."
         )
         lines += ["", note]

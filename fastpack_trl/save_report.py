@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def save_report(run: Run) -> Iterator[None]:
     trainer, rate = run.trainer, MeasuredRate()
     run.keep(rate)  # also afterwards: the model card may be written then
     with ExitStack() as trackers:
-        trackers.enter_context(attribute_set(run.args, "to_dict", lambda: _with_report(run)))
+        trackers.enter_context(_report_in_arguments(run))
         callbacks = rate, _Saves(run, trackers)
         for callback in callbacks:
             trainer.add_callback(callback)
@@ -97,10 +97,19 @@ def save_report(run: Run) -> Iterator[None]:
                 trainer.remove_callback(callback)
 
 
-def _with_report(run: Run) -> dict[str, Any]:
-    plain: dict[str, Any] = type(run.args).to_dict(run.args)
-    features = {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
-    return plain | {"fastpack/version": __version__} | features
+def _report_in_arguments(run: Run) -> AbstractContextManager[None]:
+    """Let the arguments of a run have its report when they are read as a mapping; they stay picklable."""
+    kind = type(run.args)
+    plain = kind.to_dict
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self)
+        if self is not run.args:
+            return found
+        features = {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
+        return found | {"fastpack/version": __version__} | features
+
+    return attribute_set(kind, "to_dict", to_dict)
 
 
 def _figures(run: Run, step: int) -> dict[str, Any]:
@@ -141,7 +150,8 @@ def add_to_card(run: Run) -> None:
 def _section(run: Run) -> str:
     on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
     rate, proof = run.part(MeasuredRate), run.part(PackingProof)
-    lines = [f"Trained with [fastpack-trl]({REPOSITORY}) {__version__}: {on or 'everything off, as stock'}.", ""]
+    name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
+    lines = [f"Trained with {name} {__version__}: {on or 'everything off, as stock'}.", ""]
     if rate is not None and rate.per_second:
         lines.append(f"- Speed: {rate.per_second:,.0f} tokens/s, between logs, of all processes.")
     if proof is not None:

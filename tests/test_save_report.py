@@ -22,6 +22,7 @@ class Tracker(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.config = args.to_dict()
         self.text = args.to_json_string()  # TensorBoard
+        assert "fastpack/version" not in pickle.loads(pickle.dumps(args)).to_dict()
 
 
 def run(folder: Path, **fast: Any) -> tuple[FastSFTTrainer, Tracker]:
@@ -46,7 +47,8 @@ def test_the_report_is_saved_and_shown_in_the_model_card_and_to_trackers(tmp_pat
     ours.create_model_card()
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert card.count("### fastpack-trl") == 1
-    assert f"Trained with [fastpack-trl]({REPOSITORY}) {fastpack_trl.__version__}: `packed_attention` (" in card
+    assert f"{fastpack_trl.__version__}: `packed_attention` (" in card
+    assert ("/OWNER/" in REPOSITORY) != (REPOSITORY in card), "no link to an address that does not exist"
     assert "tokens/s, between logs" in card
     assert "- Packing: proven: no document sees another" in card
     assert card.index("### fastpack-trl") < card.index("## Citations")

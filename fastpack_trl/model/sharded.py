@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fastpack_trl.model.facts import text_model
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def units(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # `fully_shard` gives them these methods of `FSDPModule`, and torch builds without it stay importable.
+    return [module for module in model.modules() if {"reshard", "unshard"} <= set(dir(type(module)))]
 
 
 def part_up(model: nn.Module) -> None:

@@ -341,7 +341,7 @@ OTHER = {
 @pytest.mark.parametrize("edit", OTHER, ids=lambda edit: edit.__name__)
 def test_other_edits_count_as_in_stock_and_are_named(edit: Edit, place: Any, tmp_path: Path) -> None:
     ours = compare(place, edit, tmp_path, **ROWS["merged"], max_length=64)
-    said = str(ours.fastpack_report)
+    said = str(ours.fastpack_report.to_dict())
     assert OTHER[edit] in said
     assert OTHER[edit] or "asks the device" not in said
 
