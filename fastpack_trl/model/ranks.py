@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import distributed
 
 
 class Ranks:
@@ -31,9 +31,9 @@ class Ranks:
         if not self._asked:
             self._asked = True
             # None is the group that there is.
-            self._group = None if "cpu:" in dist.get_backend_config() else dist.new_group(backend="gloo")
+            self._group = None if "cpu:" in distributed.get_backend_config() else distributed.new_group(backend="gloo")
         found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=self._group)
         answers: list[float] = found.tolist()
         return answers
 
