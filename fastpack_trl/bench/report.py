@@ -160,7 +160,7 @@ def table_of(rows: Sequence[RowView]) -> str:
     """Return every side of every row in Markdown; phases that no side has are left out."""
     timed = [row for row in rows if row.sides]
     if not timed:
-        return "No row was measured."
+        return "No row has sides to compare. Cases with tables of their own are in docs/benchmarks.md."
     phases = list(dict.fromkeys(phase for row in timed for side in row.sides for phase in side.phases))
     head = ["setting", "tokens", "side", "step, ms", *(f"{phase}, ms" for phase in phases)]
     head += ["tokens/s", "peak, GiB", "times as fast"]
