@@ -205,6 +205,40 @@ def merged() -> None:
         assert counted.counts == expected, (counted.counts, ours.fastpack_report.table())
 
 
+class Substep(TrainerCallback):
+    """Needs each micro-batch to have run."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+def one_rank() -> None:
+    """One process has a callback or a hook before training, or cannot plan: the others do as it does."""
+    for add, why in (
+        (lambda trainer: trainer.add_callback(Substep()), "on_substep_end of Substep"),
+        (lambda trainer: trainer.model.register_forward_pre_hook(lambda *_: None), "runs once per micro-batch"),
+    ):
+        trainer = make(FastSFTTrainer, fast={"merge_accumulation": "on"}, gradient_accumulation_steps=2, max_steps=1)
+        if dist.get_rank() == 0:
+            add(trainer)
+        with fsdp2(trainer):
+            trainer.train()
+        line = trainer.fastpack_report["merge_accumulation"]
+        assert line.path == "stock", line
+        assert ("another process cannot merge" if dist.get_rank() else why) in line.reason, line
+    options = {"gradient_checkpointing": True, "max_steps": 1, "max_length": None, "packing": False}
+    for engine in (contextlib.nullcontext, fsdp2):
+        # Rows of any length: no plan. Of the first process only, whose documents are not measured.
+        trainer = make(FastSFTTrainer, fast={"activation_memory_gib": 1.0}, **options)
+        if dist.get_rank() == 0:
+            trainer.fastpack_run.facts = None
+        with engine(trainer):
+            trainer.train()
+        line = trainer.fastpack_report["activation_memory"]
+        assert line.path == "stock", line
+        assert ("another process cannot plan" if dist.get_rank() else "rows may have any length") in line.reason, line
+
+
 def engines() -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
@@ -242,6 +276,7 @@ def engines() -> None:
 
 CASES = {
     "engines": engines,
+    "one_rank": one_rank,
     "merged": merged,
     "experts": experts,
     "proof": proof,

@@ -240,7 +240,7 @@ def memory_to_come(run: Run) -> int:
 
 
 def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Return the bytes for activations: the budget that was asked for, at most the memory that every process has."""
+    """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
     asked, device = run.settings.activation_memory_gib, run.device
     if device.type == "cuda":
         free = allocatable(device)
@@ -249,8 +249,7 @@ def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
     there = max(0, int((free - memory_to_come(run)) * MARGIN))
     if asked is not None and asked * GIB > there:
         say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
-    (least,) = run.ranks.least([there if asked is None else min(there, asked * GIB)])
-    return int(least)
+    return int(there if asked is None else min(there, asked * GIB))
 
 
 def offload_options(run: Run) -> dict[str, Any]:
@@ -266,7 +265,7 @@ def plan_memory(run: Run) -> ActivationMemory:
 
     Raises:
         ValueError: rows of any length.
-        RuntimeError: the decoder cannot be run by itself.
+        RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
     said: list[str] = []
 
@@ -276,24 +275,32 @@ def plan_memory(run: Run) -> ActivationMemory:
 
     setting, offload = run.settings.activation_memory, offload_options(run)
     device, layers = run.device, checkpointable_layers(run.model)
-    tokens, longest = largest_row(run)
     cuda = device.type == "cuda"
-    blocked = "" if "streams" in offload else offload_unavailable(device)
-    copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+    try:
+        tokens, longest = largest_row(run)
+        blocked = "" if "streams" in offload else offload_unavailable(device)
+        copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+        hidden = text_model(run.model).config.get_text_config().hidden_size
+        decode, own = decoder_run(run), float(budget_bytes(run, say))
+    except CANNOT_PLAN:
+        run.ranks.least([-1.0])  # where the others ask; none of them may run a parted model without this one
+        raise
+    (least,) = run.ranks.least([own])
+    if least < 0:
+        raise RuntimeError("another process cannot plan")
+    budget = max(0, int(least) - tokens * hidden * _HEAD_BYTES)
     # All processes run the parted model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
     compiles = run.settings.layer_compile
     compiled = compiles == "on" or (compiles == "auto" and cuda)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
-    hidden = text_model(run.model).config.get_text_config().hidden_size
-    budget = max(0, budget_bytes(run, say) - tokens * hidden * _HEAD_BYTES)
 
     def ample(kept: Sequence[Growth]) -> bool:
         return setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
 
     costs, failed = trace_levels(
-        run.model, layers, decoder_run(run), timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
+        run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
         ample=ample,
     )  # fmt: skip
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT

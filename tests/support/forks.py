@@ -171,12 +171,14 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment | ENVIRONMENT)
+    before = sys.stderr
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     for made in list(logging._handlerList):  # type: ignore[attr-defined]
         handler: Any = made()
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+        # No other: the one of torch's traces has no stream at first, and closes the one that it has.
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
             handler.setStream(sys.stderr)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     if "HF_DATASETS_CACHE" in environment:
