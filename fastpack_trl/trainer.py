@@ -17,6 +17,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.attention.packed_attention import choose_attention, packed_attention, plan_rows_again
 from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.callbacks.save_report import add_to_card, save_report
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
@@ -30,7 +31,6 @@ from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_
 from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
-from fastpack_trl.save_report import add_to_card, save_report
 from fastpack_trl.step.capture import CapturingTrainer
 from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.sync_free import SyncFreeStep
