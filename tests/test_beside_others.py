@@ -37,14 +37,18 @@ def library_state() -> dict[tuple[str, ...], Any]:
 
 
 def changed(before: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
-    """Names whose object is another one now. New names do not count: a library imports most of itself on use."""
+    """Names whose object is another one now, and new members of a class that was there.
+
+    New names of a module do not count: a library imports most of itself on use.
+    """
     now = library_state()
     missing = object()
+    classes = {place[:2] for place in before if len(place) == 3}
     return [
         place
         for place, value in before.items()
         if (other := now.get(place, missing)) is not value and not (isinstance(value, dict) and other == value)
-    ]
+    ] + [place for place in now.keys() - before.keys() if len(place) == 3 and place[:2] in classes]
 
 
 def make(cls: type[SFTTrainer], folder: Path, family: str, *, lora: bool = False, **more: Any) -> SFTTrainer:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
@@ -97,19 +97,35 @@ def save_report(run: Run) -> Iterator[None]:
                 trainer.remove_callback(callback)
 
 
-def _report_in_arguments(run: Run) -> AbstractContextManager[None]:
-    """Let the arguments of a run have its report when they are read as a mapping; they stay picklable."""
+@contextmanager
+def _report_in_arguments(run: Run) -> Iterator[None]:
+    """Let the arguments of a run have its report when they are read as a mapping; they stay picklable.
+
+    Runs that overlap share one change of the class of their arguments: they may end in any order.
+    """
     kind = type(run.args)
-    plain = kind.to_dict
+    with shared(kind, "_fastpack_reporting", lambda: _reporting(kind)) as runs:
+        runs.append(run)
+        try:
+            yield
+        finally:
+            runs.remove(run)
+
+
+@contextmanager
+def _reporting(kind: type[Any]) -> Iterator[list[Run]]:
+    plain, runs = kind.to_dict, list[Run]()
 
     def to_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)
-        if self is not run.args:
-            return found
-        features = {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
-        return found | {"fastpack/version": __version__} | features
+        for run in runs:
+            if run.args is self:
+                found["fastpack/version"] = __version__
+                found |= {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
+        return found
 
-    return attribute_set(kind, "to_dict", to_dict)
+    with attribute_set(kind, "to_dict", to_dict):
+        yield runs
 
 
 def _figures(run: Run, step: int) -> dict[str, Any]:
