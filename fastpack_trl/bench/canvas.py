@@ -12,7 +12,7 @@ from fastpack_trl.errors import UserError
 
 DPI = 100
 _WIDTH, _BAR, _TOP, _CAPTION = 7.6, 0.24, 0.95, 0.3  # inches
-_TITLES = 0.46  # inches, of the two lines at the top
+_TITLES, _LEGEND = 0.5, 0.2  # inches, of the two lines at the top and of the one below them
 _CHARACTER = 0.07  # inches, of a heading and of a label
 
 STYLE = {
@@ -61,7 +61,7 @@ def new_figure(record: Mapping[str, Any], height: float, source: str, **grid: An
 
     with matplotlib.rc_context(STYLE):
         low = _CAPTION / height
-        layout = ConstrainedLayoutEngine(rect=(0, low, 1, 1 - low - _TITLES / height))
+        layout = ConstrainedLayoutEngine(rect=(0, low, 1, 1 - low - (_TITLES + _LEGEND) / height))
         figure = NewFigure(figsize=(_WIDTH, height), layout=layout)
         axes = figure.subplots(**grid)
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
@@ -113,20 +113,26 @@ def rows_of_labels(
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     for place, heading in headings:
-        axes.text(
+        text = axes.text(
             0.006, place, heading, transform=axes.get_yaxis_transform(), va="bottom", fontsize=8, fontweight="bold"
         )
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over a line at 1
     return figure, axes, places
 
 
 def legend(figure: Figure, shown: Mapping[str, Any]) -> None:
+    """Write the meaning of colours and marks on a line of its own, below the two at the top."""
     figure.legend(
         list(shown.values()),
         list(shown),
-        loc="outside upper right",
+        loc="upper left",
+        bbox_to_anchor=(0.01, 1 - _TITLES / float(figure.get_figheight())),
         ncols=min(6, len(shown)),
         frameon=False,
         fontsize=8,
+        borderaxespad=0.0,
+        borderpad=0.0,
+        columnspacing=1.4,
     )
 
 
