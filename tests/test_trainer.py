@@ -223,7 +223,7 @@ def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
     step = FastSFTTrainer.training_step
 
     def check(self: FastSFTTrainer, *args: Any, **kwargs: Any) -> Any:
-        # Not before: the first training of a process probes attention with a batch of its own, which `batches` would keep.
+        # Not before: a process's first training probes attention with a batch of its own, which `batches` would keep.
         with monkeypatch.context() as patch:
             patch.setattr(PackedBatch, "derive", record)
             loss = step(self, *args, **kwargs)

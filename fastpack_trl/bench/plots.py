@@ -126,7 +126,10 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
         shown[meaning] = axes.errorbar(
             ratio.median, place, xerr=error, fmt=marker, markersize=4.5, color=colour, capsize=2.5, linewidth=1.2
         )
-        axes.annotate(f"{ratio.median:.2f}", (ratio.median, place - 0.22), ha="center", fontsize=7, color=colour)
+        axes.annotate(
+            f"{ratio.median:.2f}", (ratio.high, place), xytext=(6, 0), textcoords="offset points", va="center",
+            fontsize=8, color=colour,
+        )  # fmt: skip
     axes.axvline(1.0, color="black", linewidth=0.9)
     found = [value for row in rows for ratio in row.ratios for value in (ratio.low, ratio.high)]
     if max(found) / min(found) > 4:
@@ -134,6 +137,7 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
         ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32) if min(found) <= tick <= max(found)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+    axes.margins(x=0.12)  # for the figures behind the intervals
     coverage = min(ratio.coverage for row in rows for ratio in row.ratios)
     name = rows[0].named(ours[0]) if len(ours) == 1 else "ours"
     axes.set_xlabel(
