@@ -5,7 +5,6 @@ Run in a checkout. Rewrites what stands between the marks; a test fails when tex
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from benchmarks.published import GUIDE, PUBLISHED, ROWS
 from benchmarks.readme_cells import made_by, ratio_cell
 from benchmarks.readme_runs import equal_memory_table, first_step_table, glance, memory_caps_table
 from benchmarks.readme_training import activation_table, lora_table
+from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench.views import device_of, no_gain
 from fastpack_trl.measure.tables import NOISE_CORES
 
@@ -28,12 +28,6 @@ GLOSSARY = (
 )
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/benchmarks.md"
-RESULTS = Path(__file__).parent / "results"
-
-
-def load_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
-    """Return every record in `folder`, by file name."""
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -86,8 +80,7 @@ def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
     if results:
         parts = ["\n".join([f"{parts[0]} {LEGEND}", "", gains_table(results.values(), every_row=False)]), parts[2]]
     for name, record in results.items():
-        packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl"))
-        parts.append(f"{device_of(record)}, {packages}; `benchmarks/results/{name}`.")
+        parts.append(made_by(name, record))
         parts += _picture(name, record)
     return "\n\n".join(parts)
 
@@ -160,12 +153,12 @@ def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
         lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    made = made_by(name, record, "python -m benchmarks --case packed_attention --quick --pairs 6")
+    made = made_by(name, record)
     return "\n".join([head, "", *lines, "", made])
 
 
 def _models(name: str, record: Mapping[str, Any]) -> str:
-    machine, versions = record["machine"], record["versions"]
+    machine = record["machine"]
     coverage = min(ratio["coverage"] for row in record["rows"] for ratio in row["ratios"].values())
     head = (
         f"**Whole training step of public shapes (random weights) on one {machine['gpu']}.** One packed row per step; "
@@ -184,14 +177,7 @@ def _models(name: str, record: Mapping[str, Any]) -> str:
         peaks = " / ".join(f"{sides[side]['memory']['peak_bytes'] / 2**30:.1f}" for side in ("stock", "fastpack"))
         cells = [*rates, *(ratio_cell(ratios[side]) for side in ("stock", "rebuild")), peaks]
         lines.append(f"| {row['setting']} | {row['tokens']:,} | {' | '.join(cells)} |")
-    names = " ".join(record["settings"]["models"])
-    plain = "" if record["settings"]["checkpointing"] else " --no-checkpointing"
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
-    lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
-    command = f"python -m benchmarks --case packed_attention --device cuda --model {names} --tokens {lengths}{plain}"
-    commit = "" if record["source"]["commit"] else " Its commit was not recorded."
-    made = f"`{command}`: driver {machine['driver']}, {packages}; `benchmarks/results/{name}`.{commit}"
-    return "\n".join([*lines, "", made])
+    return "\n".join([*lines, "", made_by(name, record)])
 
 
 def _collator(name: str, record: Mapping[str, Any]) -> str:
@@ -203,7 +189,7 @@ def _collator(name: str, record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
         lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    return "\n".join([head, "", *lines, "", made_by(name, record, "python -m benchmarks --case collator")])
+    return "\n".join([head, "", *lines, "", made_by(name, record)])
 
 
 def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
@@ -220,12 +206,12 @@ def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
         work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
         cells = [row["setting"], f"{row['tokens']:,}", *work, ratio_cell(row["overhead"]), ratio_cell(row["ratio"])]
         lines.append(f"| {' | '.join(cells)} |")
-    made = made_by(name, record, f"python -m benchmarks --case host_overhead --device {record['machine']['device']}")
+    made = made_by(name, record)
     return "\n".join([head, "", *lines, "", made])
 
 
 def _moe(name: str, record: Mapping[str, Any]) -> str:
-    machine, versions = record["machine"], record["versions"]
+    machine = record["machine"]
     timed = [row for row in record["rows"] if "stock" in row["ratios"]]
     coverage = min(row["ratios"]["stock"]["seconds"]["coverage"] for row in timed)
     head = (
@@ -246,20 +232,13 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
         kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in ("stock", "fastpack"))
         cells = [row["setting"], f"{row['tokens']:,}", *rates, ratio_cell(ratio["seconds"]), *parts, kept]
         lines.append(f"| {' | '.join(cells)} |")
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "peft"))
     load = max(row.get("other_load") or 0.0 for row in timed)
     beside = f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
-    threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
     for row in timed:
         for side, found in row["ratios"].items():
             if side != "stock":
                 beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
-    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
-    command = (
-        f"python -m benchmarks --case moe --device {machine['device']} --model {models} "
-        f"--pairs {record['settings']['rounds']}{threads}"
-    )
-    return "\n".join([*lines, "", f"`{command}`: {packages}; `benchmarks/results/{name}`.{beside}"])
+    return "\n".join([*lines, "", made_by(name, record) + beside])
 
 
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.record_commands import command_of
+
 SURE = 0.95
 
 
@@ -13,8 +15,11 @@ def ratio_cell(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}{sure})"
 
 
-def made_by(name: str, record: Mapping[str, Any], command: str) -> str:
-    machine, versions = record["machine"], record["versions"]
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl"))
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    return f"`{command}`: {machine['processor']}, {threads}, {packages}; `benchmarks/results/{name}`."
+def made_by(name: str, record: Mapping[str, Any]) -> str:
+    """Return the line under a table: command, device, versions, commit, and the file of the record."""
+    machine, versions, commit = record["machine"], record["versions"], record["source"]["commit"]
+    where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    where = machine.get("gpu") or where
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
+    of = f"commit {commit[:7]}" if commit else "of an installed package"
+    return f"`{command_of(record)}`: {where}, {packages}, {of}; `benchmarks/results/{name}`."

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
+from benchmarks.readme_cells import made_by
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -54,14 +55,12 @@ def first_step_table(name: str, record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         for times in wall_times(row["runs"], steps):
             lines.append(f"| {' | '.join([WORK[row['row']], *_wall_cells(times, row, steps)])} |")
-    rows = " ".join(f'"{row["row"]}"' for row in record["rows"])
-    command = f"python -m benchmarks.first_step {rows} --steps {' '.join(map(str, steps))} --json FILE"
     apart = ", ".join(f"{_loss_difference(row):.1e}" for row in record["rows"])
     said = (
         f" Largest relative difference of a logged loss from stock's, in runs of as many steps: {apart}; stock's "
         "packed documents of gpt-oss see each other."
     )
-    return "\n".join([*lines, "", f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`.{said}"])
+    return "\n".join([*lines, "", made_by(name, record) + said])
 
 
 def _loss_difference(row: Mapping[str, Any]) -> float:
@@ -107,13 +106,7 @@ def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     made = []
     for name, record in records.items():
         lines += [line for row in record["rows"] for line in _cap_lines(row)]
-        settings, models = record["settings"], " ".join(row["model"] for row in record["rows"])
-        caps = " ".join(f"{cap:g}" for cap in settings["caps_gib"])
-        command = (
-            f"python -m benchmarks.memory_caps {models} --sides stock fastpack --caps {caps} "
-            f"--seconds {settings['seconds']:g} --json FILE"
-        )
-        made.append(f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`.")
+        made.append(made_by(name, record))
     return ["\n".join([*lines, "", *made])]
 
 
@@ -169,9 +162,7 @@ def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
             rates = [f"{tokens / median(run['step_seconds']):,.0f}" for run in (base, best)]
             peaks = f"{base['peak_gib']:.1f} / {best['peak_gib']:.1f}"
             lines.append(f"| {row['row']} | {' | '.join(rates)} | {pair['ratio']:.2f} | {peaks} |")
-    rows = " ".join(f'"{row["row"]}"' for row in record["rows"])
-    command = f"python -m benchmarks.equal_memory {rows} --json FILE"
-    return "\n".join([*lines, "", f"`{command}`: {_packages(record)}; `benchmarks/results/{name}`."])
+    return "\n".join([*lines, "", made_by(name, record)])
 
 
 def _ratio(base: Mapping[str, Any], run: Mapping[str, Any]) -> float:
@@ -196,7 +187,3 @@ def _ms(run: Mapping[str, Any]) -> str:
 
 def _peaks(*runs: Mapping[str, Any]) -> str:
     return " / ".join(f"{run['peak_gib']:.1f}" for run in runs) + " GiB"
-
-
-def _packages(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{package} {record['versions'][package]}" for package in ("torch", "transformers", "trl", "peft"))

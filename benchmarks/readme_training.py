@@ -23,7 +23,6 @@ def lora_table(name: str, record: Mapping[str, Any]) -> str:
     machine, versions, settings = record["machine"], record["versions"], record["settings"]
     found = _timed(record)
     timed = [row for row, _ in found]
-    models = " ".join(dict.fromkeys(row["model"] for row in record["rows"]))
     liger = any(_ran(row, "tuned_liger") for row in timed)
     sides = ("stock", "tuned_liger" if liger else "tuned", "fastpack", "fastpack_plan")
     setting = "; ".join(dict.fromkeys(row["setting"] for row in timed))
@@ -62,17 +61,11 @@ def lora_table(name: str, record: Mapping[str, Any]) -> str:
             _slashed(figures, lambda side: f"{side['mfu_of_data_sheet']:.0%}" if "tflops" in side else None),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
-    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
-    command = (
-        f"python -m benchmarks --case lora --device {machine['device']} --model {models} --tokens {tokens} "
-        f"--pairs {settings['rounds']}{' --liger' if liger else ''}"
-    )
     rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
     notes = f" Rounds timed: {rounds}, after {settings['warmup_steps']} of warm-up."
     load = max(row.get("other_load") or 0.0 for row in timed)
     notes += f" Other processes, torch's compilers among them, kept up to {load:.1f} cores busy." * (load > NOISE_CORES)
-    return "\n".join([*lines, "", f"`{command}`: {packages}; `benchmarks/results/{name}`.{notes}"])
+    return "\n".join([*lines, "", made_by(name, record) + notes])
 
 
 def activation_table(name: str, record: Mapping[str, Any]) -> str:
@@ -94,8 +87,7 @@ def activation_table(name: str, record: Mapping[str, Any]) -> str:
         peaks = " / ".join(f"{_peak(row, side) / 2**30:.1f}" for side in ("checkpoint", "double_buffer"))
         hidden = f"{row['copies']['events']['double_buffer']['hidden']:.1%}"
         lines.append(f"| {row['setting']}, {row['tokens']:,} | {' | '.join(over)} | {peaks} | {hidden} |")
-    command = f"python -m benchmarks --case activation_memory --device {record['machine']['device']}"
-    return "\n".join([*lines, "", made_by(name, record, command)])
+    return "\n".join([*lines, "", made_by(name, record)])
 
 
 def _ran(row: Mapping[str, Any], side: str) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.code_hash import code_hashes
 
 SCHEMA = 1
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -52,6 +53,7 @@ def make_record(
         "seed": seed,
         "versions": versions(),
         "source": source(),
+        "code": code_hashes(),
         "machine": {**machine(device), "threads": threads},
         "rows": [dict(row) for row in rows],
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pictures import stale_pictures, text_of, write_pictures
-from benchmarks.readme import RESULTS, load_results
+from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench import plots
 from fastpack_trl.bench.names import side_names
 from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, markdown, source_of, write_report

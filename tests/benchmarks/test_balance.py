@@ -18,7 +18,7 @@ from trl import pack_dataset
 
 from benchmarks import balance
 from benchmarks.document_lengths import CHAT, CostModel, chat_lengths, long_mix_lengths, pack
-from benchmarks.readme import RESULTS
+from benchmarks.results_folder import RESULTS
 from fastpack_trl.errors import UserError
 
 ROOT = Path(__file__).parents[2]

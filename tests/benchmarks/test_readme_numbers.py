@@ -10,18 +10,8 @@ import pytest
 
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
-from benchmarks.readme import (
-    BEGIN,
-    END,
-    GLANCE,
-    PAGE,
-    RESULTS,
-    load_results,
-    numbers,
-    with_glance,
-    with_numbers,
-    without_gain,
-)
+from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, with_numbers, without_gain
+from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from trainer_material import assert_same_log, both, make_dataset, make_tokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
-from benchmarks.readme import load_results
+from benchmarks.results_folder import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.moe.measured_speed import MEASURED, Gain
 from fastpack_trl.step.load_balancing import load_balancing_loss, load_balancing_losses

@@ -1,0 +1,97 @@
+"""The command that measured a record, from its settings and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def command_of(record: Record) -> str:
+    """Return the command line of a record of any case; its file is ``FILE``, where the case writes one by itself."""
+    return _COMMANDS[record["case"]](record)
+
+
+def _models_of(record: Record) -> str:
+    return " ".join(dict.fromkeys(str(row["model"]) for row in record["rows"]))
+
+
+def _rows_of(record: Record) -> str:
+    return " ".join(f'"{name}"' for name in dict.fromkeys(row["row"] for row in record["rows"]))
+
+
+def _packed_attention(record: Record) -> str:
+    settings = record["settings"]
+    if "models" not in settings:
+        return f"python -m benchmarks --case packed_attention --quick --pairs {settings['pairs']}"
+    lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
+    plain = "" if settings["checkpointing"] else " --no-checkpointing"
+    return (
+        f"python -m benchmarks --case packed_attention --device cuda --model {' '.join(settings['models'])} "
+        f"--tokens {lengths}{plain}"
+    )
+
+
+def _lora(record: Record) -> str:
+    liger = any("seconds" in row["sides"].get("tuned_liger", {}) for row in record["rows"])
+    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
+    return (
+        f"python -m benchmarks --case lora --device {record['machine']['device']} --model {_models_of(record)} "
+        f"--tokens {tokens} --pairs {record['settings']['rounds']}{' --liger' if liger else ''}"
+    )
+
+
+def _moe(record: Record) -> str:
+    machine = record["machine"]
+    threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
+    return (
+        f"python -m benchmarks --case moe --device {machine['device']} --model {_models_of(record)} "
+        f"--pairs {record['settings']['rounds']}{threads}"
+    )
+
+
+def _on_its_device(record: Record) -> str:
+    return f"python -m benchmarks --case {record['case']} --device {record['machine']['device']}"
+
+
+def _first_step(record: Record) -> str:
+    steps = " ".join(map(str, record["settings"]["steps"]))
+    return f"python -m benchmarks.first_step {_rows_of(record)} --steps {steps} --json FILE"
+
+
+def _memory_caps(record: Record) -> str:
+    settings = record["settings"]
+    caps = " ".join(f"{cap:g}" for cap in settings["caps_gib"])
+    sides = " ".join(dict.fromkeys(side for row in record["rows"] for side in row["sides"]))
+    return (
+        f"python -m benchmarks.memory_caps {_models_of(record)} --sides {sides} --caps {caps} "
+        f"--seconds {settings['seconds']:g} --json FILE"
+    )
+
+
+def _side_by_side(record: Record) -> str:
+    sides = " ".join(f'"{side}"' for side in dict.fromkeys(row["side"] for row in record["rows"]))
+    rounds = 1 + max(row["round"] for row in record["rows"])
+    return f"python -m benchmarks.side_by_side --rows {_rows_of(record)} --sides {sides} --rounds {rounds} --json FILE"
+
+
+_COMMANDS: dict[str, Callable[[Record], str]] = {
+    "packed_attention": _packed_attention,
+    "attention": lambda record: "python -m benchmarks --case attention --device cuda --json FILE",
+    "lora": _lora,
+    "moe": _moe,
+    "activation_memory": _on_its_device,
+    "host_overhead": _on_its_device,
+    "collator": lambda record: "python -m benchmarks --case collator",
+    "headline": lambda record: "python -m benchmarks --case headline --scale full --device cuda --json FILE",
+    "first_step": _first_step,
+    "memory_caps": _memory_caps,
+    "equal_memory": lambda record: f"python -m benchmarks.equal_memory {_rows_of(record)} --json FILE",
+    "captured": lambda record: f"python -m benchmarks.captured {_rows_of(record)} --json FILE",
+    "everyday": lambda record: "python -m benchmarks.everyday --json FILE",
+    "balance": lambda record: "python -m benchmarks.balance --json FILE",
+    "nf4": lambda record: "python -m benchmarks.nf4 --json FILE",
+    "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
+    "side_by_side": _side_by_side,
+}

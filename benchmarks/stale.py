@@ -1,0 +1,133 @@
+"""Which records are of older code than this checkout's, why, and the command of each: ``python -m benchmarks.stale``.
+
+A record has a hash of each room of the package; `rooms_of` says which of them its rows use. Older records have their
+commit only: its hashes are computed from git, where the clone has the history. What is stale is printed and not written
+into a page, so that a change of the product asks nobody to rewrite one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record_commands import command_of
+from benchmarks.results_folder import RESULTS, load_results
+from fastpack_trl.measure.code_hash import code_hashes, hashes_of
+
+Record = Mapping[str, Any]
+Hashes = Mapping[str, str]
+
+TRAINING = (
+    "attention", "callbacks", "checkpointing", "compile", "config.py", "features.py", "kernels", "lora", "measure",
+    "model", "packing", "run.py", "step", "trainer.py",
+)  # fmt: skip
+"""Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
+ROOMS: dict[str, tuple[str, ...]] = {
+    "activation_memory": TRAINING,
+    "attention": ("attention", "kernels", "model", "packing"),
+    "balance": ("measure", "model"),
+    "captured": TRAINING,
+    "collator": ("packing",),
+    "equal_memory": TRAINING,
+    "everyday": TRAINING,
+    "first_step": TRAINING,
+    "headline": TRAINING,
+    "host_overhead": TRAINING,
+    "lora": TRAINING,
+    "memory_caps": TRAINING,
+    "moe": ("attention", "kernels", "model", "moe", "packing"),
+    "nf4": ("kernels",),
+    "packed_attention": TRAINING,
+    "several_gpus": TRAINING,
+    "side_by_side": TRAINING,
+}
+"""Rooms of the package by case."""
+_EXPERTS = re.compile(r"gpt.oss|moe|a3b|experts", re.IGNORECASE)
+_NAMES = ("model", "row", "name", "setting")
+"""Keys of a row that say what model it is about."""
+
+
+class Stale(NamedTuple):
+    """One record of older code: its file, why, and the command that measures it again."""
+
+    name: str
+    why: str
+    command: str
+
+
+def rooms_of(record: Record) -> tuple[str, ...]:
+    """Return the rooms of the package that the rows of a record use."""
+    rooms = ROOMS[record["case"]]
+    experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
+    return (*rooms, "moe") if experts and rooms is TRAINING else rooms
+
+
+def reason(record: Record, today: Hashes, at_commit: Callable[[str], Hashes | None]) -> str | None:
+    """Return why a record is of older code; None if it is of today's.
+
+    Args:
+        record: with ``code``, or of a commit.
+        today: hashes of the rooms of this checkout.
+        at_commit: returns those of a commit; None where this clone does not have it.
+    """
+    commit = record["source"]["commit"]
+    then: Hashes | None = record.get("code")
+    if then is None and commit is None:
+        return "its commit was not recorded"
+    if then is None:
+        then = at_commit(commit)
+    if then is None:
+        return f"unknown: of commit {commit[:7]}, which this clone does not have"
+    changed = [room for room in rooms_of(record) if then.get(room) != today.get(room)]
+    at = f" since {commit[:7]}" if commit else ""
+    return f"changed{at}: {', '.join(changed)}" if changed else None
+
+
+def stale(
+    results: Mapping[str, Record], today: Hashes, at_commit: Callable[[str], Hashes | None]
+) -> Iterator[Stale]:  # fmt: skip
+    """Yield the records that are of older code; the arguments are those of `reason`."""
+    for name, record in results.items():
+        why = reason(record, today, at_commit)
+        if why is not None:
+            yield Stale(name, why, command_of(record))
+
+
+@cache
+def hashes_at(commit: str) -> Hashes | None:
+    """Return the hashes of the package's rooms at a commit; None where git or the commit is missing."""
+    package = "fastpack_trl"
+    command = ["git", "-C", str(Path(__file__).parents[1]), "archive", commit, package]
+    try:
+        archive = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        found = {
+            member.name.removeprefix(f"{package}/"): stream.read()
+            for member in files
+            if member.name.endswith(".py") and (stream := files.extractfile(member)) is not None
+        }
+    return hashes_of(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``python -m benchmarks.stale``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stale", description=__doc__)
+    parser.parse_args(arguments)
+    results = load_results()
+    found = list(stale(results, code_hashes(), hashes_at))
+    for one in found:
+        print(f"{(RESULTS / one.name).relative_to(RESULTS.parents[1])}\n  {one.why}\n  {one.command}")
+    print(f"{len(found)} of {len(results)} records are of older code{': run these commands again' if found else ''}")
+
+
+if __name__ == "__main__":
+    main()

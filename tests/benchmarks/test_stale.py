@@ -1,0 +1,123 @@
+"""Which records are of older code: by the rooms that their rows use, from a hash in the record or from git."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import stale
+from benchmarks.record_commands import command_of
+from benchmarks.results_folder import load_results
+from benchmarks.stale import ROOMS, reason, rooms_of
+from fastpack_trl.measure.code_hash import code_hashes, code_of, hashes_of
+from fastpack_trl.measure.record import make_record
+
+ROOT = Path(__file__).parents[2]
+
+
+def a_record(case: str = "lora", model: str = "qwen3-8b") -> dict[str, Any]:
+    return make_record(case=case, settings={}, rows=[{"model": model}], complete=True, threads=1, seed=0)
+
+
+def changed(path: str, text: str) -> dict[str, str]:
+    """Hashes of this checkout with more text at the end of one file."""
+    package = ROOT / "fastpack_trl"
+    room = (package / path).parent
+    files = {file.relative_to(package).as_posix(): file.read_bytes() for file in room.rglob("*.py")}
+    files[path] += text.encode()
+    return {**code_hashes(), **hashes_of(files)}
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "case", "model", "stale_room"),
+    [
+        ("lora/linear.py", "X = 1\n", "lora", "qwen3-8b", "lora"),
+        ("lora/linear.py", "X = 1\n", "nf4", "qwen3-8b", None),
+        ("lora/linear.py", "# said better\n", "lora", "qwen3-8b", None),
+        ("moe/routing.py", "X = 1\n", "lora", "qwen3-8b", None),
+        ("moe/routing.py", "X = 1\n", "lora", "gpt-oss-20b", "moe"),
+        ("cli/doctor.py", "X = 1\n", "lora", "gpt-oss-20b", None),
+    ],
+)
+def test_a_record_is_stale_once_a_room_that_it_uses_has_other_code(
+    path: str, text: str, case: str, model: str, stale_room: str | None
+) -> None:
+    why = reason(a_record(case, model), changed(path, text), lambda commit: None)
+    assert (why is None) == (stale_room is None), why
+    assert stale_room is None or why.endswith(f": {stale_room}")
+
+
+def test_what_is_said_is_not_code() -> None:
+    source = '"""A module."""\n\nX = """kept"""  # why\n\n\ndef f():\n    """Say."""\n    return "# kept"  # why\n'
+    assert code_of(source.encode()) == 'X = """kept"""\ndef f():\n    return "# kept"'
+
+
+def test_an_older_record_is_compared_through_git_or_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = a_record()
+    today = record.pop("code")
+    record["source"] = {"commit": "0123456789", "modified": False}
+    asked: list[str] = []
+    assert reason(record, today, lambda commit: asked.append(commit) or today) is None
+    assert asked == ["0123456789"]
+    assert reason(record, today, lambda commit: {**today, "lora": "other"}) == "changed since 0123456: lora"
+    assert "which this clone does not have" in str(reason(record, today, stale.hashes_at))
+    record["source"]["commit"] = None
+    assert reason(record, today, stale.hashes_at) == "its commit was not recorded"
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
+def test_git_has_the_same_hashes_as_the_files_of_its_commit() -> None:
+    commit = a_record()["source"]["commit"]
+    at_commit = stale.hashes_at(commit)
+    assert at_commit is not None
+    assert at_commit.keys() >= set(rooms_of(a_record(model="gpt-oss")))
+    clean = not a_record()["source"]["modified"]
+    assert not clean or at_commit == code_hashes()
+
+
+def test_every_record_has_rooms_that_exist_and_a_command() -> None:
+    for name, record in load_results().items():
+        assert set(rooms_of(record)) <= code_hashes().keys(), name
+        assert command_of(record).startswith("python "), name
+
+
+def test_a_case_can_reach_the_rooms_that_it_is_said_to_use() -> None:
+    for case, rooms in ROOMS.items():
+        assert set(rooms) <= {Path(*file.parts[1:2]).name for file in reached(_module_of(case))}, case
+
+
+def _module_of(case: str) -> Path:
+    return Path("benchmarks", f"{case}.py")
+
+
+def reached(start: Path) -> set[Path]:
+    """Files of the package that a file imports, at its top or in functions, itself or through others."""
+    todo, seen = [start], set()
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo += imported(path)
+    return {path for path in seen if path.parts[0] == "fastpack_trl"}
+
+
+@cache
+def imported(path: Path) -> tuple[Path, ...]:
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[Path]:
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("fastpack_trl", "benchmarks")):
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                file = Path(*name.split(".")).with_suffix(".py")
+                if name == "fastpack_trl.FastSFTTrainer":
+                    file = Path("fastpack_trl/trainer.py")
+                if (ROOT / file).is_file():
+                    yield file
