@@ -105,7 +105,7 @@ def _row(
         return run
 
     eager = {side: all_of(call) for side, call in calls.items()}
-    replayed = {side: _replayed(run) for side, run in eager.items()} if device == "cuda" else eager
+    replayed = {side: replayed_graph(run) for side, run in eager.items()} if device == "cuda" else eager
     found = {
         kind: take_turns(sides, rounds=rounds, warmup=3, clock=clock)
         for kind, sides in (("seconds", replayed), ("eager_seconds", eager))
@@ -127,7 +127,7 @@ def _row(
     return row
 
 
-def _replayed(run: Callable[[], int]) -> Callable[[], int]:
+def replayed_graph(run: Callable[[], int]) -> Callable[[], int]:
     """Record the calls into a CUDA graph; return what replays it."""
     run()  # what is made or compared on first use is there before the recording
     torch.cuda.synchronize()
