@@ -15,7 +15,7 @@ help:
 	@echo "make test        install into .venv, then run the tests"
 	@echo "make check       lint, format and type check"
 	@echo "make test-gpu    the tests marked 'cuda', with the current python3, nothing installed"
-	@echo "make notebooks   install into .venv, then run the notebooks into $(NOTEBOOKS)/, outputs included"
+	@echo "make notebooks   install into .venv, then run the notebooks and store them with their outputs"
 
 # The stamp is newer than everything that decides what is installed; a second call re-uses the environment.
 $(STAMP): pyproject.toml constraints.txt
@@ -45,6 +45,7 @@ notebooks: $(STAMP)
 	mkdir -p $(NOTEBOOKS)
 	cp notebooks/*.ipynb $(NOTEBOOKS)/
 	cd $(NOTEBOOKS) && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter-execute --inplace *.ipynb
+	$(BIN)/python tests/support/stored_notebooks.py $(NOTEBOOKS) notebooks
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,89 @@
+"""Stores notebooks that were run: their outputs, and nothing of the machine or the moment.
+
+``python tests/support/stored_notebooks.py RUN STORED`` writes each notebook of the folder RUN into STORED; ``make
+notebooks`` does both steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+METADATA = {
+    "accelerator": "GPU",  # Colab: start with one
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+PATH = re.compile(r"""(?:^|[\s"'(=])(?:/\w|~/|[A-Za-z]:\\)""", re.MULTILINE)
+"""Begins an absolute path in a source or an output."""
+
+
+def source(cell: dict[str, Any]) -> str:
+    """Return the text of a cell."""
+    return "".join(cell["source"])
+
+
+def code(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cells of a notebook that are run."""
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def sources(notebook: dict[str, Any]) -> str:
+    """Return a hash of what is run: outputs that carry it were made by these cells."""
+    return hashlib.sha256("\0".join(map(source, code(notebook))).encode()).hexdigest()[:16]
+
+
+def text(output: dict[str, Any]) -> str:
+    """Return what an output shows as text, however it is stored."""
+    shown = output.get("text") or [
+        line for kind, lines in output.get("data", {}).items() if kind.startswith("text/") for line in lines
+    ]
+    return "".join(shown)
+
+
+def stored(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Return a notebook that was run as it is stored.
+
+    What is written to stderr is left out: progress bars, and warnings of libraries with paths of this machine.
+
+    Raises:
+        SystemExit: an output is an exception, or names an absolute path.
+    """
+    cells = []
+    for cell in notebook["cells"]:
+        kept = cell | {"metadata": {}}
+        if cell["cell_type"] == "code":
+            kept["outputs"] = _outputs(cell)
+        cells.append(kept)
+    metadata = METADATA | {"fastpack_trl": {"sources": sources(notebook)}}
+    return {"cells": cells, "metadata": metadata, "nbformat": notebook["nbformat"], "nbformat_minor": 5}
+
+
+def _outputs(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    outputs: list[dict[str, Any]] = []
+    for output in cell["outputs"]:
+        if output["output_type"] == "error" or (PATH.search(text(output)) and output.get("name") != "stderr"):
+            raise SystemExit(f"cell {cell['id']}: not stored, an exception or an absolute path: {text(output)!r}")
+        if output["output_type"] != "stream":
+            outputs.append(output | {"metadata": {}})
+        elif output["name"] == "stdout":
+            if outputs and outputs[-1].get("name") == "stdout":
+                output = output | {"text": [text(outputs.pop()) + text(output)]}
+            outputs.append(output | {"text": text(output).splitlines(keepends=True)})
+    return outputs
+
+
+def main(run: Path, target: Path) -> None:
+    """Store every notebook of `run` in `target`, as nbformat writes them."""
+    for file in sorted(run.glob("*.ipynb")):
+        notebook = stored(json.loads(file.read_text(encoding="utf-8")))
+        written = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        (target / file.name).write_text(written, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
