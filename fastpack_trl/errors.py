@@ -24,6 +24,10 @@ class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
 
 
+class AloneError(Exception):
+    """One process of several failed inside of what all do together; the launcher ends the others."""
+
+
 SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError, PackingError)
 """Errors that transformers, datasets, accelerate, peft and the packing proof raise for a wrong setting."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import UNREADABLE, text_model
-from fastpack_trl.model.ranks import Ranks
+from fastpack_trl.model.ranks import PATIENCE, Ranks
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.buckets import Bucket
@@ -108,7 +108,7 @@ class Run:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes of the run, for what they decide together."""
-        return Ranks(int(self.trainer.accelerator.num_processes))
+        return Ranks(int(self.trainer.accelerator.num_processes), self.args.ddp_timeout_delta)
 
     @property
     def trainer(self) -> SFTTrainer:
@@ -149,6 +149,10 @@ class Run:
     def is_fsdp2(self) -> bool:
         """Parameters are DTensors but while their unit runs: whole tensors then, of this process."""
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
+
+    def together_if_parted(self) -> AbstractContextManager[None]:
+        """Run a parted model in the context: all processes leave it alike, as of `Ranks.together`."""
+        return self.ranks.together(PATIENCE) if self.is_fsdp2 else nullcontext()
 
     @property
     def packs(self) -> bool:

@@ -28,7 +28,7 @@ from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.kind import LayerKind
 from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.errors import PackingError
+from fastpack_trl.errors import AloneError, PackingError
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.step import merge_accumulation as merging
@@ -225,7 +225,8 @@ def one_rank() -> None:
             trainer.train()
         line = trainer.fastpack_report["merge_accumulation"]
         assert line.path == "stock", line
-        assert ("another process cannot merge" if dist.get_rank() else why) in line.reason, line
+        assert why in line.reason, line
+        assert line.reason.startswith("rank 0: ") == bool(dist.get_rank()), line
     options = {"gradient_checkpointing": True, "max_steps": 1, "max_length": None, "packing": False}
     for engine in (contextlib.nullcontext, fsdp2):
         # Rows of any length: no plan. Of the first process only, whose documents are not measured.
@@ -236,7 +237,64 @@ def one_rank() -> None:
             trainer.train()
         line = trainer.fastpack_report["activation_memory"]
         assert line.path == "stock", line
-        assert ("another process cannot plan" if dist.get_rank() else "rows may have any length") in line.reason, line
+        assert "rows may have any length" in line.reason, line
+        assert ("rank 0: ValueError" in line.reason) == bool(dist.get_rank()), line
+
+
+class Fails:
+    """The forward of a module, of which the first calls fail."""
+
+    def __init__(self, module: Any, calls: int) -> None:
+        self.forward, self.calls = module.forward, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls -= 1
+        if self.calls >= 0:
+            raise RuntimeError("the kernel failed")
+        return self.forward(*args, **kwargs)
+
+
+def stepped_down() -> None:
+    """What no process can run, inside of the proof or of the plan's passes, is left out by all: the run goes on."""
+    for fast, name, path in (
+        ({"verify_packing": "auto"}, "verify_packing", "not run"),
+        ({"activation_memory_gib": 1.0, "verify_packing": "off"}, "activation_memory", "stock"),
+    ):
+        trainers = []
+        for cls in (FastSFTTrainer, SFTTrainer):
+            trainer = make(cls, fast=fast, gradient_checkpointing=True)
+            mlp = trainer.model.model.layers[1].mlp
+            mlp.forward = Fails(mlp, int(cls is FastSFTTrainer))
+            with fsdp2(trainer):
+                trainer.train()
+            trainers.append(trainer)
+        ours, stock = trainers
+        line = ours.fastpack_report[name]
+        assert (line.path, "the kernel failed" in line.reason) == (path, True), line
+        assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+def left_alike() -> None:
+    """A process that fails takes the others along, also where a question of theirs was another; one alone ends."""
+    ranks, rank = Ranks(2), dist.get_rank()
+    for fails in ((1,), (0, 1), ()):
+        here, said = rank in fails, ""
+        try:
+            with ranks.together():
+                if here:
+                    raise ValueError(f"of {rank}")
+        except (ValueError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+        assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
+    assert ranks.agreed(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
+    waits = contextlib.nullcontext() if rank == 0 else pytest.raises(AloneError, match="rank 1: ValueError: alone")
+    left = pytest.raises(RuntimeError, match="rank 1: ValueError: alone") if rank == 0 else contextlib.nullcontext()
+    with waits, left, ranks.together(0.5):
+        if rank:
+            raise ValueError("alone")
+        dist.barrier()
+    if rank:
+        dist.barrier()  # where the other has waited
 
 
 def engines() -> None:
@@ -277,6 +335,8 @@ def engines() -> None:
 CASES = {
     "engines": engines,
     "one_rank": one_rank,
+    "left_alike": left_alike,
+    "stepped_down": stepped_down,
     "merged": merged,
     "experts": experts,
     "proof": proof,

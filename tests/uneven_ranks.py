@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp2 import fsdp2
 from ranks import leave
 from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTTrainer
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import run as runs
 from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1])
 OWN_BATCHES = {"accelerator_config": {"dispatch_batches": False}}
 
 
-def run(cls: Any, *, streamed: int = 0, callbacks: Any = (), **more: Any) -> Any:
+def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, **more: Any) -> Any:
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 4}
     data: Any = make_dataset("text", 40)
     if streamed:
         data = data.to_iterable_dataset(num_shards=streamed)
-    trainer = cls(
-        tiny_model("qwen3"), args=SFTConfig(**settings(FOLDER / cls.__name__, **base | more)), train_dataset=data,
+    args = settings(FOLDER / cls.__name__, **base | more)
+    return cls(
+        tiny_model("qwen3"), args=FastSFTConfig(**args, **fast) if fast else SFTConfig(**args), train_dataset=data,
         processing_class=make_tokenizer(), callbacks=list(callbacks),
     )  # fmt: skip
+
+
+def run(cls: Any, **options: Any) -> Any:
+    trainer = make(cls, **options)
     trainer.train()
     return trainer
 
@@ -47,6 +57,41 @@ def uneven() -> None:
         assert_same_log(run(FastSFTTrainer, **options), run(SFTTrainer, **options))
 
 
+class Replaced:
+    """Another forward for a model: it does the same."""
+
+    def __init__(self, model: Any) -> None:
+        self.stock = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stock(*args, **kwargs)
+
+
+def one_reason() -> None:
+    """One process has a reason for stock's batches or for its loss, which gathers in each micro-batch: all have it."""
+
+    def hook(model: Any) -> None:
+        model.register_forward_pre_hook(lambda *_: None)
+
+    def replace(model: Any) -> None:
+        model.forward = Replaced(model)
+
+    for rank, add, feature, why, options in (
+        (0, hook, "batches", "may expect one document per row", {"packing": False}),
+        (1, replace, "sync_free", "the model's forward was replaced", {}),
+    ):
+        trainers = [make(cls, gradient_accumulation_steps=2, **options) for cls in (FastSFTTrainer, SFTTrainer)]
+        for trainer in trainers:
+            if dist.get_rank() == rank:
+                add(trainer.model)
+            trainer.train()
+        ours, stock = trainers
+        assert_same_log(ours, stock)
+        line = ours.fastpack_report[feature]
+        assert why in line.reason, line
+        assert (f"rank {rank}: " in line.reason) == (dist.get_rank() != rank), line
+
+
 class NoMemory(TrainerCallback):
     """Lets one rank run out of memory inside of its second step."""
 
@@ -58,14 +103,43 @@ class NoMemory(TrainerCallback):
         raise torch.OutOfMemoryError("no memory is left")
 
 
-def raising() -> None:
+@contextmanager
+def saying() -> Iterator[None]:
     try:
-        run(FastSFTTrainer, callbacks=[NoMemory()])
-    except torch.OutOfMemoryError as error:
-        (FOLDER / "said").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        yield
+    except Exception as error:
+        (FOLDER / f"said{dist.get_rank()}").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise
 
 
+def no_memory() -> None:
+    with saying():
+        run(FastSFTTrainer, callbacks=[NoMemory()])
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the kernel failed")
+
+
+def inside(**fast: Any) -> None:
+    """One rank fails in the forward pass of a layer that FSDP 2 has parted, while the other gathers the next one."""
+    runs.PATIENCE = 0.5  # type: ignore[attr-defined]
+    trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
+    if dist.get_rank():
+        trainer.model.model.layers[0].mlp.forward = fail
+    with saying(), fsdp2(trainer):
+        trainer.train()
+
+
+CASES = {
+    "uneven": uneven,
+    "no memory": no_memory,
+    "one reason": one_reason,
+    "proof": partial(inside, verify_packing="auto"),
+    "plan": partial(inside, activation_memory_gib=1.0),
+    "step": inside,
+}
+
 if __name__ == "__main__":
-    {"uneven": uneven, "raising": raising}[sys.argv[2]]()
+    CASES[sys.argv[2]]()
     leave()

@@ -17,7 +17,7 @@ from fastpack_trl.attention.trial import failure
 from fastpack_trl.attention.verify_packing import prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
-from fastpack_trl.packing.batching import plan_batches, vocabulary
+from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
@@ -55,14 +55,18 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
     run.keep(_Asked(run.settings.packed_attention, run.settings.padded_rows_limit, by_name))
 
 
-def plan_rows(run: Run) -> None:
+def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     """Plan the batches of a run for its attention path, and say both. Padded rows that cost too much are not taken.
+
+    Args:
+        run: whose attention path is chosen.
+        plan: that all processes have agreed on; None: this one's own.
 
     Raises:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
     """
     choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
-    run.plan = plan_batches(trainer, choice.path, choice.flattens)
+    run.plan = plan or plan_batches(trainer, choice.path, choice.flattens)
     if run.packs:
         run.say("packed_attention", "on", choice.path, choice.reason)
     elif choice.path == "off":
@@ -93,16 +97,28 @@ def plan_rows(run: Run) -> None:
 def plan_rows_again(run: Run) -> None:
     """Choose and plan anew if a setting was changed, a hook, a method or a collator came since; said in the log.
 
+    Where one process of several has stock's batches, all have: the loss of stock's gathers its figures in each
+    micro-batch, ours between two logs.
+
     Raises:
         ValueError: as `choose_attention`.
     """
     asked, settings = run.part(_Asked), run.settings
     assert asked is not None
-    if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
-        choose_attention(run, by_name=asked.by_name)
-        logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
-    elif plan_batches(run.trainer, run.choice.path, run.choice.flattens) != run.plan:
-        plan_rows(run)
+    own = run.plan
+
+    def why_stock() -> str:
+        nonlocal own
+        if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
+            choose_attention(run, by_name=asked.by_name)
+            logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
+        own = plan_batches(run.trainer, run.choice.path, run.choice.flattens)
+        return own.reason if own.kind == "stock" else ""
+
+    stock = run.ranks.agreed(why_stock)
+    plan = BatchPlan("stock", stock) if stock else own
+    if plan != run.plan:
+        plan_rows(run, plan)
         logger.warning(f"batches: {run.plan.kind.replace('_', '-')} ({run.plan.reason})")
 
 
@@ -128,13 +144,20 @@ def _install(run: Run, stack: ExitStack) -> None:
     attention = attempt.enter_context(_installed(run))
     if not run.training:
         return
-    try:
-        prove(run, attention, stack)
-    except PackingError as error:
-        if run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS:
-            raise
+
+    def why_not() -> str:
+        try:
+            prove(run, attention, stack)
+        except PackingError as error:
+            if run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS:
+                raise
+            return f"{run.choice.path} failed its proof: {error}"
+        return ""
+
+    failed = run.ranks.agreed(why_not)
+    if failed:
         attempt.close()
-        run.choice = Choice(PADDED_ROWS, f"{run.choice.path} failed its proof: {error}")
+        run.choice = Choice(PADDED_ROWS, failed)
         plan_rows(run)
         if run.packs:
             prove(run, stack.enter_context(_installed(run)), stack)

@@ -218,6 +218,8 @@ def _past_windows(
     try:
         packed, separate, losses = row.reach(last_past(past) if past else 1)
     except torch.OutOfMemoryError:
+        if units(model):
+            raise  # the other processes run the next document without this one
         return (), (), []
     finally:
         row.batch.clear_derived()

@@ -23,7 +23,7 @@ def activation_memory(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    reason = memory.why_not(run)
+    reason = run.ranks.agreed(lambda: memory.why_not(run))
     if reason:
         run.say(memory.FEATURE, "off", "stock", reason)
         yield
@@ -89,21 +89,25 @@ def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
     Raises:
         ValueError: no plan can be made for what was asked for.
     """
-    setting, why = run.settings.activation_memory, ""
+    setting = run.settings.activation_memory
     planned: memory.ActivationMemory | None = None
-    try:
-        with run.taking("plan"):
-            planned = memory.plan_memory(run)
-    except memory.CANNOT_PLAN as error:
-        why = f"no plan can be made: {type(error).__name__}: {error}"
-        if setting != "auto":
-            raise ValueError(f"activation_memory={setting!r}: {why}") from error
-    levels = [float(level) for level in planned.plan.levels] if planned is not None else None
-    failed, *agreed = run.ranks.most(
-        [float(levels is None), *(levels or [0.0] * len(memory.checkpointable_layers(run.model)))]
-    )
-    if planned is None or failed:
-        return None, why or "no plan can be made in another process"
+
+    def why_not() -> str:
+        nonlocal planned
+        try:
+            with run.taking("plan"):
+                planned = memory.plan_memory(run)
+        except memory.CANNOT_PLAN as error:
+            why = f"no plan can be made: {type(error).__name__}: {error}"
+            if setting != "auto":
+                raise ValueError(f"activation_memory={setting!r}: {why}") from error
+            return why
+        return ""
+
+    why = run.ranks.agreed(why_not)
+    if planned is None or why:
+        return None, why
+    agreed = run.ranks.most([float(level) for level in planned.plan.levels])
     # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
     planned.adopt([Level(int(level)) for level in agreed])
     return planned, ""

@@ -276,18 +276,13 @@ def plan_memory(run: Run) -> ActivationMemory:
     setting, offload = run.settings.activation_memory, offload_options(run)
     device, layers = run.device, checkpointable_layers(run.model)
     cuda = device.type == "cuda"
-    try:
+    with run.ranks.together():  # none may run a parted model without the others
         tokens, longest = largest_row(run)
         blocked = "" if "streams" in offload else offload_unavailable(device)
         copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
-    except CANNOT_PLAN:
-        run.ranks.least([-1.0])  # where the others ask; none of them may run a parted model without this one
-        raise
     (least,) = run.ranks.least([own])
-    if least < 0:
-        raise RuntimeError("another process cannot plan")
     budget = max(0, int(least) - tokens * hidden * _HEAD_BYTES)
     # All processes run the parted model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
@@ -297,11 +292,12 @@ def plan_memory(run: Run) -> ActivationMemory:
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
 
     def ample(kept: Sequence[Growth]) -> bool:
-        return setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
+        enough = setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * AMPLE <= budget
+        return run.ranks.all(enough) if run.is_fsdp2 else enough
 
     costs, failed = trace_levels(
         run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
-        ample=ample,
+        ample=ample, together=run.together_if_parted,
     )  # fmt: skip
     deepest = Level.OFFLOAD if not blocked else Level.CHECKPOINT
     sizes = {"tokens": tokens, "longest": longest}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ def trace_levels(
     levels: Sequence[Level] = tuple(Level),
     room: float = math.inf,
     ample: Callable[[Sequence[Growth]], bool] = lambda kept: False,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[LayerCosts, dict[Level, str]]:
     """Measure every level on a few tokens, in training mode, unseen by gradients, random states and users' hooks.
 
@@ -130,6 +131,7 @@ def trace_levels(
         ample: returns whether there is so much memory for what `KEEP` keeps that no other level is likely to be needed:
             then nothing is timed, and of the others `CHECKPOINT` alone is measured, by its forward pass, in case it is
             all the same.
+        together: makes a context around passes that are not timed; an exception leaves it in all processes or in none.
 
     Returns:
         The costs, and for each level that this model cannot run, why.
@@ -147,7 +149,8 @@ def trace_levels(
             if level not in needed:
                 continue
             try:
-                points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
+                with together():
+                    points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
                 grown = [
                     Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
                 ]
@@ -156,7 +159,8 @@ def trace_levels(
                 if much and base is not None:
                     flops = Products(base[0].forward, base[0].total + base[0].forward)
                 else:  # the level must also survive its backward pass
-                    flops = _products(layers, level, run, parameters)
+                    with together():
+                        flops = _products(layers, level, run, parameters)
                 if timed_tokens is not None and level is Level.KEEP:
                     timed_tokens = _fitting(layers, run, _within(room, grown, timed_tokens), parameters)
                 timed = None if timed_tokens is None else _seconds(layers, level, run, timed_tokens, parameters)
@@ -173,7 +177,7 @@ def trace_levels(
                 recompute += _POINTWISE_SHARE
             # Less kept is never faster: what a short run shows otherwise is noise.
             seconds[level] = max([recompute, *seconds.values()])
-        working = Growth() if much or Level.CHECKPOINT not in growth else working_bytes(layers, run, growth)
+        working = Growth() if much or Level.CHECKPOINT not in growth else working_bytes(layers, run, growth, together)
     if copy_seconds is not None and Level.CHECKPOINT in growth:
         _add_offload(growth, products, seconds, copy_seconds, timed_tokens, base)
     return LayerCosts(growth, seconds, products, working), failed
@@ -209,7 +213,10 @@ def _products(
 
 
 def working_bytes(
-    layers: Sequence[GradientCheckpointingLayer], run: DecoderRun, growth: Mapping[Level, Sequence[Growth]]
+    layers: Sequence[GradientCheckpointingLayer],
+    run: DecoderRun,
+    growth: Mapping[Level, Sequence[Growth]],
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Growth:
     """Return the bytes that a checkpointed pass works with beside all that is kept, gradients of weights apart.
 
@@ -220,8 +227,9 @@ def working_bytes(
     for tokens in WORKING_TOKENS:
         with layer_functions(layers, [(level_function(Level.CHECKPOINT), True)] * len(layers)), LiveBytes() as live:
             try:
-                leaf, hidden = run(tokens)
-                torch.autograd.grad(hidden.float().sum(), leaf)
+                with together():
+                    leaf, hidden = run(tokens)
+                    torch.autograd.grad(hidden.float().sum(), leaf)
             except torch.OutOfMemoryError:
                 return Growth()
             del leaf, hidden

@@ -19,7 +19,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    why = why_not(run)
+    why = run.ranks.agreed(lambda: why_not(run))  # as one: processes that weigh ask each other between steps
     if why:
         run.say(FEATURE, "off", "eager", why)
         yield

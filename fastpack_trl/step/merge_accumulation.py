@@ -35,10 +35,11 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    setting, why_not = run.settings.merge_accumulation, _why_not(run)
+    setting = run.settings.merge_accumulation
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
-    if not run.ranks.all(not why_not):
-        run.say(FEATURE, "off", "stock", why_not or "another process cannot merge")
+    why = run.ranks.agreed(lambda: _why_not(run))
+    if why:
+        run.say(FEATURE, "off", "stock", why)
         yield
         return
     target = _row_tokens(run) if setting == "auto" else math.inf

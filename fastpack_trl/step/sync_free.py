@@ -156,7 +156,8 @@ def sync_free(run: Run) -> Iterator[None]:
         run.say("sync_free", "off", "stock", "switched off")
         yield
         return
-    stock = why_stock_loss(run)
+    # As one: stock's loss gathers its figures in each micro-batch, ours between two logs.
+    stock = run.ranks.agreed(lambda: why_stock_loss(run))
     own_step = replaced_methods(run.trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
     remarks = _remarks(run, own_step)
     if stock:
