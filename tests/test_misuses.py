@@ -39,6 +39,7 @@ COMMANDS = [
     Misuse("init qwen3-8b-lora-8k --output no/such/sft.yaml", "its folder does not exist"),
     Misuse("init qwen3-8b-lora-8k --forse", "did you mean '--force'?"),
     # sft: flags
+    Misuse("sft", "no settings: --config FILE names a YAML"),
     Misuse("sft --confg {yaml}", "did you mean '--config'?"),
     Misuse("sft --config", "--config needs a YAML file, e.g."),
     Misuse("sft --config absent.yaml", "'absent.yaml' does not exist (looked for"),

@@ -32,6 +32,11 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         make_parser().print_help()
         return 0
+    if not set(argv) - set(_OF_THE_COMMAND):
+        raise UserError(
+            "no settings: --config FILE names a YAML ('fastpack-trl init' writes one), or --model_name_or_path and "
+            "--dataset_name name model and data; --help lists all"
+        )
     if "--verbose" in argv:
         show_whole()
     # Asked before anything is imported: configuration classes set such variables themselves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progr
         special_tokens=[PAD, TURN_START, TURN_END],
         # All 256 bytes, also those the corpus lacks: every text can be encoded.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=progress,
+        show_progress=progress and sys.stderr.isatty(),  # elsewhere it writes empty lines
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return PreTrainedTokenizerFast(
