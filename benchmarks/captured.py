@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions
+from benchmarks.gpu_profile import profile_figures
+from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions, files
 from benchmarks.model_shapes import build_model, shape_of
 from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
@@ -35,6 +36,8 @@ SIDES: dict[str, Literal["auto", "off"]] = {"eager": "off", "captured": "auto"}
 WARMUP_STEPS, TIMED_STEPS, SPANS, PROFILED_STEPS = 40, 10, 3, 4
 LONGEST_DOCUMENT = 2048
 """Tokens; longer ones are cut, so that rows of 8,192 tokens hold several."""
+FILE_ROWS = 70
+"""Rows of long documents: more than the steps that a run of `benchmarks.side_by_side` can have."""
 TIMEOUT = 300
 
 
@@ -50,12 +53,14 @@ class Row:
     layers: int | None = None
     unpacked: tuple[int, int] | None = None
     """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
+    whole_files: bool = False
+    """Documents are source files of up to a row, not functions and classes of up to `LONGEST_DOCUMENT`."""
 
     @property
     def name(self) -> str:
         if self.unpacked is not None:
             return f"{self.model} {self.kind} {self.unpacked[0]}x{self.unpacked[1]}"
-        return f"{self.model} {self.kind} {self.tokens}"
+        return f"{self.model} {self.kind} {self.tokens}{' long documents' if self.whole_files else ''}"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -126,28 +131,6 @@ class Watch(TrainerCallback):
         self.profile = profile_figures(self._profiler.events() or (), PROFILED_STEPS)
 
 
-def profile_figures(events: Any, steps: int) -> dict[str, float]:
-    """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time."""
-    from torch.autograd import DeviceType
-
-    from fastpack_trl.bench.gaps import covered
-
-    device = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    launches = [
-        e
-        for e in events
-        if e.device_type == DeviceType.CPU and e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphL"))
-    ]
-    waits = [e for e in events if e.device_type == DeviceType.CPU and e.name.endswith("Synchronize")]
-    busy = covered((e.time_range.start, e.time_range.end) for e in device) / 1e6
-    return {
-        "launches": len(launches) / steps,
-        "kernels": len(device) / steps,
-        "waits": len(waits) / steps,
-        "busy_seconds": busy / steps,
-    }
-
-
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -194,11 +177,17 @@ def scalable(trainer: Any) -> Any:
     return trainer
 
 
+def documents_of(row: Row, vocabulary: int) -> tuple[Any, Any]:
+    """Return the tokenizer and the documents of `row`."""
+    if row.whole_files:
+        return files(row.tokens * FILE_ROWS, vocabulary, row.tokens)
+    return definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
+
+
 def material(row: Row, device: str, seed: int) -> dict[str, Any]:
     """Return a trainer's model, data, tokenizer and adapters for `row`."""
     model, peft_config = model_of(row, row.tokens, device, seed)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    tokenizer, documents = definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
+    tokenizer, documents = documents_of(row, int(model.config.get_text_config().vocab_size))
     return {
         "model": model, "train_dataset": documents, "processing_class": tokenizer, "peft_config": peft_config,
     }  # fmt: skip

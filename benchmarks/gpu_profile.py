@@ -55,3 +55,23 @@ class GpuProfile:
             "busy_seconds_per_micro_step": spans["device"] / 1e6 / micro_steps,
             "host_microseconds_per_micro_step": (self._window * 1e6 - spans["waits"]) / micro_steps,
         }
+
+
+def profile_figures(events: Any, steps: int) -> dict[str, float]:
+    """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time."""
+    from torch.autograd import DeviceType
+
+    device = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
+    launches = [
+        e
+        for e in events
+        if e.device_type == DeviceType.CPU and e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphL"))
+    ]
+    waits = [e for e in events if e.device_type == DeviceType.CPU and e.name.endswith("Synchronize")]
+    busy = covered((e.time_range.start, e.time_range.end) for e in device) / 1e6
+    return {
+        "launches": len(launches) / steps,
+        "kernels": len(device) / steps,
+        "waits": len(waits) / steps,
+        "busy_seconds": busy / steps,
+    }

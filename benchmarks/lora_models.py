@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,10 +104,27 @@ def definitions(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datase
     Real source text, so that document lengths and repetitions are those of a data set of code; repeated from the start
     where it is too short, and cut to `longest` tokens, as packing would.
     """
+    return _documents(_texts, tokens, vocabulary, longest)
+
+
+@cache
+def files(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datasets.Dataset]:
+    """Return the same of whole source files, half of which are longer than 2,800 tokens."""
+    return _documents(
+        lambda: (path.read_text(encoding="utf-8", errors="replace") for path in _source_files()),
+        tokens,
+        vocabulary,
+        longest,
+    )
+
+
+def _documents(
+    texts: Callable[[], Iterable[str]], tokens: int, vocabulary: int, longest: int
+) -> tuple[Any, datasets.Dataset]:
     tokenizer = _tokenizer(min(vocabulary, 8000))
     rows: list[list[int]] = []
     total = 0
-    for text in itertools.cycle(_texts()):
+    for text in itertools.cycle(texts()):
         ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:longest]
         rows.append(ids)
         total += len(ids)

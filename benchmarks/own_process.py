@@ -16,7 +16,11 @@ _SAID = 2000
 
 
 def answer_of(
-    module: str, arguments: Sequence[object], timeout: float, environment: Mapping[str, str] | None = None
+    module: str,
+    arguments: Sequence[object],
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     """Run ``python -m module arguments --json FILE`` and return what it writes to FILE.
 
@@ -25,18 +29,21 @@ def answer_of(
         arguments: of its command line.
         timeout: seconds after which it is ended.
         environment: variables beside those of this process.
+        python: path of the interpreter.
 
     Returns:
         The answer; where there is none, or the process was ended, ``failed`` beside what the answer has by then.
     """
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", module, *map(str, arguments), "--json", str(answer)]
+        command = [python, "-m", module, *map(str, arguments), "--json", str(answer)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(environment or {})}
             )
             failed = None if answer.exists() else done.stderr.strip()[-_SAID:] or f"exit code {done.returncode}"
+        except OSError as error:
+            failed = f"{python} does not run: {error}"
         except subprocess.TimeoutExpired:
             failed = f"not done within {timeout:g} s"
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}

@@ -16,8 +16,9 @@ KINDS = {
     "lora": "breakdown",
     "moe": "ratios",
     "headline": "ratios",
+    "side_by_side": "sides",
 }
-"""By case: which of `plots.FIGURES` is shown; ``wall_times`` is `benchmarks.first_step_plot.figure`."""
+"""By case: which of `plots.FIGURES` is shown, or of those that are drawn here."""
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -38,6 +39,7 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
         UserError: matplotlib is missing.
     """
     from benchmarks.first_step_plot import figure as wall_times
+    from benchmarks.side_plot import figure as sides
     from fastpack_trl.bench.canvas import save
     from fastpack_trl.bench.plots import FIGURES
     from fastpack_trl.bench.report import source_of
@@ -47,7 +49,7 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
     for name, picture in picture_names(results).items():
         record = results[name]
         kind = KINDS[record["case"]]
-        figure = wall_times(record, name) if kind == "wall_times" else FIGURES[kind](record, name)
+        figure = {**FIGURES, "wall_times": wall_times, "sides": sides}[kind](record, name)
         assert figure is not None, name
         save(figure, folder / picture, source_of(source / name))
         written.append(folder / picture)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import profile_table, side_table
 from benchmarks.headline_table import LEGEND, gains_table
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.published import GUIDE, PUBLISHED, ROWS
@@ -99,6 +100,7 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if record["case"] in _TABLES or is_published_table(record)
         for row, ratio in no_gain(record)
     ]
+    lines += [line for record in results.values() for line in side_table.slower(record)]
     if not lines:
         return []
     head = "**Where it does not help.** Every row above whose interval does not lie above 1."
@@ -241,7 +243,14 @@ def _moe(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", made_by(name, record) + beside])
 
 
+def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[str, Any]], str]:
+    """Return a table of a case of its own with the line of its record."""
+    return lambda name, record: f"{table(record)}\n\n{made_by(name, record)}"
+
+
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "side_by_side": _made(side_table.table),
+    "row_profile": _made(profile_table.table),
     "packed_attention": _packed_attention,
     "lora": lora_table,
     "activation_memory": activation_table,

@@ -21,5 +21,5 @@ def made_by(name: str, record: Mapping[str, Any]) -> str:
     where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}"
     where = machine.get("gpu") or where
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
-    of = f"commit {commit[:7]}" if commit else "of an installed package"
+    of = f"commit {commit[:7]}" if commit else "commit not recorded"
     return f"`{command_of(record)}`: {where}, {packages}, {of}; `benchmarks/results/{name}`."

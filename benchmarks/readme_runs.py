@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import made_by
+from benchmarks.side_table import cells, times, title
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -23,6 +24,7 @@ _LONG = ("fastpack", "cold", True)
 
 def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the few rows at the top of the README, from the records of the case ``first_step``."""
+    packed = [lines for name, record in of_case(results, "side_by_side") for lines in _packed_glance(name, record)]
     lines = ["| one optimizer step | stock | fastpack | | peak memory |", "| --- | ---: | ---: | ---: | ---: |"]
     for name, record in of_case(results, "first_step"):
         for row in record["rows"]:
@@ -38,7 +40,29 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"keeping activations. Record: `benchmarks/results/{name}`."
         )
         lines += ["", note]
-    return "\n".join(lines) if len(lines) > 2 else "Open."
+    return "\n".join([*packed, *(lines if len(lines) > 2 else [])]) or "Open."
+
+
+def _packed_glance(name: str, record: Mapping[str, Any]) -> list[str]:
+    """Return the rows of a record of `benchmarks.side_by_side` that stock and fastpack have run."""
+    lines = [
+        "| training | stock, tokens/s | fastpack, tokens/s | over stock | over stock compiled | peak memory |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row, sides in cells(record).items():
+        ours, stock = sides.get("fastpack"), sides.get("stock")
+        if ours is None or stock is None or (ratio := times(row, sides, "stock", ours)) is None:
+            continue
+        compiled = times(row, sides, "stock compiled", ours)
+        over = "-" if compiled is None else f"{compiled:.1f} times"
+        memory = " / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours))
+        rates = f"{stock.rate:,.0f} | {ours.rate:,.0f}"
+        lines.append(f"| {title(record, row)} | {rates} | **{ratio:.1f} times** | {over} | {memory} GiB |")
+    note = (
+        f"{device_of(record)}; real text in packed rows, every side at its defaults in a process of its own. *stock "
+        f"compiled*: its layers compiled by accelerate. Record: `benchmarks/results/{name}`."
+    )
+    return [*lines, "", note, ""] if len(lines) > 2 else []
 
 
 def first_step_table(name: str, record: Mapping[str, Any]) -> str:
@@ -53,8 +77,8 @@ def first_step_table(name: str, record: Mapping[str, Any]) -> str:
     columns = ["work", "side", "first step", "second step", *(f"{count} steps" for count in steps), "a step, ms"]
     lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]
     for row in record["rows"]:
-        for times in wall_times(row["runs"], steps):
-            lines.append(f"| {' | '.join([WORK[row['row']], *_wall_cells(times, row, steps)])} |")
+        for wall in wall_times(row["runs"], steps):
+            lines.append(f"| {' | '.join([WORK[row['row']], *_wall_cells(wall, row, steps)])} |")
     apart = ", ".join(f"{_loss_difference(row):.1e}" for row in record["rows"])
     said = (
         f" Largest relative difference of a logged loss from stock's, in runs of as many steps: {apart}; stock's "

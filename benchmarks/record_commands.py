@@ -70,10 +70,20 @@ def _memory_caps(record: Record) -> str:
     )
 
 
+def _sides_of(record: Record) -> str:
+    return " ".join(f'"{side}"' for side in dict.fromkeys(row["side"] for row in record["rows"]))
+
+
 def _side_by_side(record: Record) -> str:
-    sides = " ".join(f'"{side}"' for side in dict.fromkeys(row["side"] for row in record["rows"]))
     rounds = 1 + max(row["round"] for row in record["rows"])
-    return f"python -m benchmarks.side_by_side --rows {_rows_of(record)} --sides {sides} --rounds {rounds} --json FILE"
+    return (
+        f"python -m benchmarks.side_by_side --rows {_rows_of(record)} --sides {_sides_of(record)} --rounds {rounds} "
+        "--json FILE"
+    )
+
+
+def _row_profile(record: Record) -> str:
+    return f"python -m benchmarks.row_profile --rows {_rows_of(record)} --sides {_sides_of(record)} --json FILE"
 
 
 _COMMANDS: dict[str, Callable[[Record], str]] = {
@@ -94,4 +104,5 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "nf4": lambda record: "python -m benchmarks.nf4 --json FILE",
     "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
     "side_by_side": _side_by_side,
+    "row_profile": _row_profile,
 }

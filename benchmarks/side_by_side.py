@@ -14,31 +14,34 @@ import contextlib
 import json
 import math
 import tempfile
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
-from benchmarks.captured import Row, material, profile_figures
+from benchmarks import unsloth_folder
+from benchmarks.captured import Row, material
+from benchmarks.model_shapes import shape_of
 from benchmarks.own_process import answer_of
 from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_table import table
+from benchmarks.side_watch import LOGGED, LONGEST_WARMUP, MOST, PROFILED, TIMED, WARMUP, Watch, figures_of
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import check_writable
 
 CASE = "side_by_side"
-WARMUP, LONGEST_WARMUP, TIMED, PROFILED = 6, 48, 12, 2
-LOGGED = 6
-"""Steps between two logs; the others are multiples of it, so that tokens and losses are those of the timed steps."""
 TIMEOUT = 400
 OURS = "fastpack"
+COMMON = {
+    "max_steps": LONG_RUN, "learning_rate": 1e-4, "logging_steps": LOGGED, "save_strategy": "no", "report_to": "none",
+    "disable_tqdm": True,
+}  # fmt: skip
+"""Arguments of every side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ SIDES = {
     "fastpack (same memory)": Side(True, {"activation_memory": "checkpoint", "cache_dequantized": "off"}),
     OURS: Side(True),
 }
+UNSLOTH = "unsloth"
+"""Runs in an environment of its own, whose Python ``--unsloth`` names."""
 DEFAULT_SIDES = ("stock", "stock compiled", OURS)
 SMALL = Row("small", 512, "lora")
 ROWS = {
@@ -66,59 +71,33 @@ ROWS = {
         Row("qwen3-0.6b", 2048, "lora"), Row("qwen3-0.6b", 8192, "lora"), Row("llama-3.2-1b", 4096, "full"),
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
         Row("qwen3-0.6b", 1024, "lora", unpacked=(2, 4)), Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)),
-        Row("qwen3-30b-a3b", 4096, "experts", 4), Row("qwen3-32b", 2048, "nf4"), SMALL,
-        Row("small", 512, "lora", unpacked=(2, 4)),
+        Row("qwen3-30b-a3b", 4096, "experts", 4), Row("qwen3-32b", 2048, "nf4"),
+        Row("qwen3-8b", 32_768, "lora", whole_files=True), SMALL, Row("small", 512, "lora", unpacked=(2, 4)),
+        Row("small", 1024, "lora", whole_files=True), Row("tiny-qwen3", 256, "nf4"), Row("tiny-qwen3", 256, "full"),
+        Row("tiny-gpt-oss", 256, "experts"),
     )
+} | {
+    "gpt-oss-20b experts 4096, all layers": Row("gpt-oss-20b", 4096, "experts", 24),
+    "qwen3-30b-a3b experts 4096, 24 layers": Row("qwen3-30b-a3b", 4096, "experts", 24),
 }  # fmt: skip
 FIRST = tuple(ROWS)[:6]
+TINY = tuple(name for name in ROWS if name.startswith(("small", "tiny")))
+"""For a CPU: each kind of row once, to show that it runs."""
 
 
-class Watch(TrainerCallback):
-    """Times the steps after the warm-up, then profiles some, and ends the run.
+def train_side(
+    row: Row, name: str, device: str, seed: int, *, shapes: bool = False, **fields: Any
+) -> tuple[Any, Watch]:  # fmt: skip
+    """Train one side in this process; return its trainer and the watch of its steps.
 
     Args:
-        ready: returns whether all that pays back in a long run is decided; the warm-up lasts until then.
-        profile: whether to profile.
+        row: model and data.
+        name: of `SIDES`.
+        device: ``cpu`` or ``cuda``.
+        seed: of weights and order.
+        shapes: profile with the shapes of operators' inputs, on a CPU too.
+        fields: beside those of the side.
     """
-
-    def __init__(self, ready: Callable[[], bool], profile: bool) -> None:
-        self.seconds: list[float] = []
-        self.first_step = 0.0
-        self.warmup = 0
-        self.profile: dict[str, float] = {}
-        self._ready, self._profiles = ready, profile
-        self._profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
-        self._last = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step = state.global_step
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if step == 1:
-            self.first_step = now - self._last
-        if not self.warmup:
-            if step % LOGGED == 0 and step >= WARMUP and (self._ready() or step >= LONGEST_WARMUP):
-                self.warmup = step
-        elif len(self.seconds) < TIMED:
-            self.seconds.append(now - self._last)
-        if self.warmup and step == self.warmup + TIMED:
-            if not self._profiles:
-                control.should_training_stop = True
-            else:
-                self._profiler.start()
-        if step == self.warmup + TIMED + PROFILED and self._profiles:
-            self._profiler.stop()
-            self.profile = profile_figures(self._profiler.events() or (), PROFILED)
-            control.should_training_stop = True
-        self._last = time.perf_counter()
-
-
-def measure_side(row: Row, name: str, device: str, seed: int) -> dict[str, Any]:
-    """Train one side in this process; return its figures."""
     from trl import SFTConfig, SFTTrainer
 
     from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -128,35 +107,47 @@ def measure_side(row: Row, name: str, device: str, seed: int) -> dict[str, Any]:
     side = SIDES[name]
     given = material(row, device, seed)
     trainer: Any = None
-    watch = Watch(lambda: not side.ours or decided(trainer.fastpack_report.to_dict()), profile=device == "cuda")
+    watch = Watch(
+        lambda: not side.ours or decided(trainer.fastpack_report.to_dict()), device == "cuda" or shapes, shapes
+    )
     kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if side.ours else (SFTTrainer, SFTConfig)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         args = kinds[1](
-            output_dir=folder, max_steps=LONG_RUN, learning_rate=1e-4, logging_steps=LOGGED, save_strategy="no",
-            report_to="none", seed=seed, disable_tqdm=True, use_cpu=device != "cuda", **row.precision(device),
-            **row.arguments, **side.fields,
+            output_dir=folder, seed=seed, use_cpu=device != "cuda", **COMMON, **row.precision(device), **row.arguments,
+            **side.fields, **fields,
         )  # fmt: skip
-        most = LONGEST_WARMUP + TIMED + PROFILED + 1
-        trainer = kinds[0](args=args, callbacks=[watch, EndsAfter(most)], **given)
+        trainer = kinds[0](args=args, callbacks=[watch, EndsAfter(MOST)], **given)
         if side.compiled:
             stack.enter_context(compiled_regions(trainer))
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    logs = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
-    first, last = logs[watch.warmup], logs[watch.warmup + TIMED]
-    found = {
-        "step_seconds": watch.seconds, "timed_tokens": last["num_tokens"] - first["num_tokens"],
-        "warmup_steps": watch.warmup, "first_step_seconds": watch.first_step, "profile": watch.profile,
-        "losses": {str(step): entry["loss"] for step, entry in logs.items()},
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-    }  # fmt: skip
-    return found | ({"report": trainer.fastpack_report.to_dict()} if side.ours else {})
+    return trainer, watch
+
+
+def measure_side(row: Row, name: str, device: str, seed: int) -> dict[str, Any]:
+    """Train one side in this process; return its figures."""
+    return result_of(*train_side(row, name, device, seed), device)
+
+
+def result_of(trainer: Any, watch: Watch, device: str) -> dict[str, Any]:
+    """Return the figures of a run of `train_side`, and the report where the trainer has one."""
+    found = figures_of(watch, trainer.state.log_history, device)
+    report = getattr(trainer, "fastpack_report", None)
+    return found if report is None else {**found, "report": report.to_dict()}
 
 
 def decided(report: Mapping[str, Any]) -> bool:
     """Return whether no feature of a report still waits for the steps in which it decides."""
     return not any("pending" in str(feature["path"]) for feature in report["features"].values())
+
+
+def known(rows: Sequence[str], sides: Sequence[str]) -> None:
+    """Raise `UserError` for a row or side that does not exist."""
+    asked: list[tuple[str, Collection[str]]] = [*((row, ROWS) for row in rows), *((side, SIDES) for side in sides)]
+    for name, names in asked:
+        if name not in names:
+            raise UserError(f"there is no {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
 
 
 def runs(rows: Sequence[str], sides: Sequence[str], rounds: int) -> Iterator[tuple[str, str, int]]:
@@ -168,22 +159,30 @@ def runs(rows: Sequence[str], sides: Sequence[str], rounds: int) -> Iterator[tup
 
 def measure(
     rows: Sequence[str], sides: Sequence[str], *, rounds: int, seed: int, seconds: float = math.inf,
-    file: ResultFile | None = None, progress: bool = True,
+    file: ResultFile | None = None, progress: bool = True, unsloth: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure sides of rows, each run in a process of its own; a run that fails is an entry with its error.
 
+    Args:
+        rows, sides: of `ROWS` and `SIDES`, and `UNSLOTH`.
+        rounds: runs of each side.
+        seed: of weights and order.
+        seconds: for all runs; none begins in less time than the longest so far took.
+        file: written after every run; what it has of this very measurement is taken over.
+        progress: show a bar, and name failures on stderr.
+        unsloth: path of the Python of the side `UNSLOTH`.
+
     Raises:
-        UserError: an unknown row or side; `file` holds another run.
+        UserError: an unknown row or side; no Python for a side that needs one; `file` holds another run.
     """
-    asked: list[tuple[str, Collection[str]]] = [*((row, ROWS) for row in rows), *((side, SIDES) for side in sides)]
-    for name, known in asked:
-        if name not in known:
-            raise UserError(f"there is no {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
+    known(rows, [side for side in sides if side != UNSLOTH])
+    if (UNSLOTH in sides) != bool(unsloth):
+        raise UserError(f"{UNSLOTH} has an environment of its own: give --unsloth PYTHON and --sides {UNSLOTH}")
     tasks = [
         RowTask(
             {"setting": f"{row}, {side}, round {number}", "row": row, "side": side, "round": number,
-             "tokens": ROWS[row].tokens},
-            partial(_run, row, side, seed), empty={},
+             "tokens": ROWS[row].tokens, "layers": layers_of(row)},
+            partial(_run, row, side, seed, unsloth), empty={},
         )
         for row, side, number in runs(rows, sides, rounds)
     ]  # fmt: skip
@@ -195,7 +194,15 @@ def measure(
     )  # fmt: skip
 
 
-def _run(row: str, side: str, seed: int, seconds: float) -> dict[str, Any]:
+def layers_of(row: str) -> str:
+    """Return the decoder layers of a row, and those of the public model: ``4 of 24``."""
+    shape = shape_of(ROWS[row].model).cut_to(ROWS[row].layers)
+    return f"{shape.layers} of {shape.published_layers}"
+
+
+def _run(row: str, side: str, seed: int, unsloth: str, seconds: float) -> dict[str, Any]:
+    if side == UNSLOTH:
+        return unsloth_folder.run(ROWS[row], row, seed, unsloth, TIMEOUT)
     return answer_of("benchmarks.side_by_side", ("--rows", row, "--sides", side, "--seed", seed, "--here"), TIMEOUT)
 
 
@@ -203,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``python -m benchmarks.side_by_side``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side", description=__doc__)
     parser.add_argument("--rows", nargs="+", default=list(FIRST), help=f"of {', '.join(ROWS)} (default: the first 6)")
-    parser.add_argument("--sides", nargs="+", default=list(DEFAULT_SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--sides", nargs="+", default=list(DEFAULT_SIDES), help=f"of {', '.join(SIDES)}, {UNSLOTH}")
+    parser.add_argument("--unsloth", metavar="PYTHON", default="", help=f"of an environment with it, for {UNSLOTH}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for all runs; the next command goes on")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
@@ -223,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
         record = measure(
-            args.rows, args.sides, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file
+            args.rows, args.sides, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file,
+            unsloth=args.unsloth,
         )  # fmt: skip
         if file is not None:
             file.save(record)

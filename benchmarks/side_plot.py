@@ -11,7 +11,7 @@ from fastpack_trl.bench.views import device_of
 
 COLOURS = {
     "stock": "#999999", "stock compiled": "#56B4E9", "stock + Liger": "#CC79A7", "fastpack (same memory)": "#E69F00",
-    "fastpack": "#D55E00",
+    "fastpack": "#D55E00", "unsloth": "#009E73",
 }  # fmt: skip
 """By side; told apart by people who see no red or no green, and in grey by the order of the bars."""
 _WIDTH, _HEIGHT = 7.0, 0.32  # inches; of the picture, and of one bar

@@ -79,6 +79,7 @@ def table(record: Mapping[str, Any]) -> str:
         "tokens/s",
         "quartiles",
         "over stock",
+        "over compiled",
         "loss from stock's",
         "peak, GiB",
         "kernels, ms",
@@ -90,21 +91,55 @@ def table(record: Mapping[str, Any]) -> str:
     lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
     for row, sides in cells(record).items():
         for side, cell in sides.items():
-            lines.append(f"| {row} | {side} | {' | '.join(_cells(row, sides.get('stock'), cell))} |")
+            lines.append(f"| {title(record, row)} | {side} | {' | '.join(_cells(row, sides, cell))} |")
     return "\n".join(lines)
 
 
-def _cells(row: str, stock: Cell | None, cell: Cell) -> list[str]:
+def title(record: Mapping[str, Any], row: str) -> str:
+    """Return the name of a row, with its layers where it has not all of the public model."""
+    layers = next((str(run["layers"]) for run in record["rows"] if run["row"] == row and "layers" in run), "")
+    some, _, all_of_them = layers.partition(" of ")
+    return row if some == all_of_them else f"{row} ({layers} layers)"
+
+
+def times(row: str, sides: Mapping[str, Cell], over: str, cell: Cell) -> float | None:
+    """Return how many times the tokens per second of the side `over` a side has; None where there is no such figure.
+
+    There is none for a side beside itself, where one of them did not run, or where the losses are not stock's.
+    """
+    stock, other = sides.get("stock"), sides.get(over)
+    if stock is None or other is None or cell is other or not (stock.runs and other.runs and cell.runs):
+        return None
+    good = all(one is stock or believed(row, stock, one) for one in (other, cell))
+    return cell.rate / other.rate if good else None
+
+
+def slower(record: Mapping[str, Any]) -> list[str]:
+    """Return lines for the table of what does not help: sides of ours below stock, or below stock compiled."""
+    lines: list[str] = []
+    for row, sides in cells(record).items() if record["case"] == "side_by_side" else ():
+        for side, cell in sides.items():
+            for other in ("stock", "stock compiled"):
+                ratio = times(row, sides, other, cell) if side.startswith("fastpack") else None
+                if ratio is not None and ratio < 1:
+                    where = f"{title(record, row)}, {device_of(record)}"
+                    lines.append(f"| {where} | {other} | {side} | {ratio:.2f} | slower |")
+    return lines
+
+
+def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
     if not cell.runs:
-        return [cell.failed or "-", *["-"] * 8]
+        return [cell.failed or "-", *["-"] * 9]
     low, high = cell.quartiles
+    stock = sides.get("stock")
     apart = None if stock is None or not stock.runs else loss_difference(stock, cell)
-    over = "-"
-    if stock is not None and stock.runs and cell is not stock:
-        over = f"{cell.rate / stock.rate:.2f}" if believed(row, stock, cell) else "losses differ"
+    differs = stock is not None and stock.runs and cell is not stock and not believed(row, stock, cell)
+    over = [times(row, sides, other, cell) for other in ("stock", "stock compiled")]
     profile, step = cell.runs[0]["profile"], median(cell.runs[0]["step_seconds"])
     return [
-        f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}", over, "-" if apart is None else f"{apart:.1e}",
+        f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}",
+        *("losses differ" if differs else "-" if ratio is None else f"{ratio:.2f}" for ratio in over),
+        "-" if apart is None else f"{apart:.1e}",
         "-" if cell.peak is None else f"{cell.peak:.1f}",
         f"{1000 * profile['busy_seconds']:,.0f}" if profile else "-",
         f"{max(0.0, 1 - profile['busy_seconds'] / step):.0%}" if profile else "-",

@@ -45,6 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "moe": ("attention", "kernels", "model", "moe", "packing"),
     "nf4": ("kernels",),
     "packed_attention": TRAINING,
+    "row_profile": TRAINING,
     "several_gpus": TRAINING,
     "side_by_side": TRAINING,
 }

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import side_by_side
-from benchmarks.side_by_side import SMALL, decided, main, measure, measure_side, runs
-from benchmarks.side_table import LOSS_BUDGET, believed, cells, table
+from benchmarks import profile_table, side_by_side, side_watch, unsloth_folder, unsloth_run
+from benchmarks.captured import Row
+from benchmarks.kernel_kinds import (
+    ATTENTION,
+    BASE,
+    EXPERTS,
+    GLUE,
+    HEAD,
+    OPTIMIZER,
+    THIN,
+    Facts,
+    by_kind,
+    launches_of,
+)
+from benchmarks.profile_table import ENOUGH
+from benchmarks.readme_runs import glance
+from benchmarks.row_profile import profile_of
+from benchmarks.side_by_side import SMALL, decided, main, measure, result_of, runs, train_side
+from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table
+from benchmarks.step_bounds import Device, products_seconds
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.flops import model_flops
+from fastpack_trl.measure.record import PACKAGES
 
 
 def test_the_sides_of_a_row_take_turns_from_round_to_round() -> None:
@@ -30,19 +51,25 @@ def test_a_report_that_waits_is_not_decided() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[dict[str, Any]]:
+def trained() -> Iterator[dict[str, tuple[Any, side_watch.Watch]]]:
     """Stock and ours, few steps."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("WARMUP", 2), ("TIMED", 4), ("LOGGED", 2)):
-            patch.setattr(side_by_side, name, value)
-        yield {side: measure_side(SMALL, side, "cpu", 0) for side in ("stock", "fastpack")}
+            patch.setattr(side_watch, name, value)
+        patch.setitem(side_by_side.COMMON, "logging_steps", side_watch.LOGGED)
+        yield {side: train_side(SMALL, side, "cpu", 0, shapes=side == "fastpack") for side in ("stock", "fastpack")}
+
+
+@pytest.fixture(scope="module")
+def measured(trained: dict[str, tuple[Any, side_watch.Watch]]) -> dict[str, Any]:
+    return {side: result_of(trainer, watch, "cpu") for side, (trainer, watch) in trained.items()}
 
 
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
     stock, ours = measured["stock"], measured["fastpack"]
     assert stock["timed_tokens"] == ours["timed_tokens"] > 0
     assert stock["warmup_steps"] == ours["warmup_steps"] == 2
-    assert list(stock["losses"]) == list(ours["losses"]) == ["2", "4", "6"]
+    assert list(stock["losses"]) == list(ours["losses"])[:3] == ["2", "4", "6"]  # ours goes on: it is profiled
     for step, loss in stock["losses"].items():
         assert ours["losses"][step] == pytest.approx(loss, rel=1e-3)
     for found in measured.values():
@@ -50,6 +77,28 @@ def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]
         assert min(found["step_seconds"]) > 0
         assert found["first_step_seconds"] > 0
     assert ours["report"]["features"]["packed_attention"]["path"] == "per_document"
+
+
+def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the_model(
+    trained: dict[str, tuple[Any, side_watch.Watch]],
+) -> None:
+    trainer, watch = trained["fastpack"]
+    found = profile_of(trainer, watch, "cpu", Device())
+    kinds = found["kinds"]
+    assert found["classified"] > ENOUGH
+    assert {BASE, THIN, ATTENTION, GLUE, HEAD, OPTIMIZER} <= kinds.keys()
+    assert EXPERTS not in kinds
+    flops = model_flops(trainer.model)
+    # Frozen base: no gradients of weights. The thin products are a few per cent of it here.
+    needed = flops.count(found["tokens_per_step"], dict.fromkeys(flops.windows, 0.0), 0.0).hardware
+    one = Device(flops=1.0, bandwidth=1e30)
+    launches = by_kind(launches_of(watch.events, "cpu"), Facts(int(trainer.model.config.vocab_size)))
+    run = sum(products_seconds(launches[kind], one) for kind in (BASE, THIN)) / side_watch.PROFILED
+    assert run == pytest.approx(needed, rel=0.15)
+    assert "| small lora 512 | fastpack |" in profile_table.table(
+        {**record_of([]), "settings": {"tflops": 790, "terabytes_per_second": 4.8},
+         "rows": [{"row": "small lora 512", "side": "fastpack", **found}]}
+    )  # fmt: skip
 
 
 def record_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,9 +126,9 @@ def test_times_are_believed_where_losses_are_stocks_and_where_stock_leaks() -> N
     assert not believed("qwen3", found["qwen3"]["stock"], found["qwen3"]["stock compiled"])
     assert (found["qwen3"]["fastpack"].rate, found["qwen3"]["stock"].rate) == (200, 100)
     text = table(record_of(entries))
-    assert "| qwen3 | fastpack | 200 | 200 to 200 | 2.00 |" in text
-    assert "| qwen3 | stock compiled | 125 | 125 to 125 | losses differ | 5.0e-02 |" in text
-    assert "| gpt-oss | fastpack | 400 | 400 to 400 | 4.00 |" in text
+    assert "| qwen3 | fastpack | 200 | 200 to 200 | 2.00 | - |" in text
+    assert "| qwen3 | stock compiled | 125 | 125 to 125 | losses differ | losses differ | 5.0e-02 |" in text
+    assert "| gpt-oss | fastpack | 400 | 400 to 400 | 4.00 | - |" in text
     assert "| qwen3 | stock + Liger | ImportError: no Liger |" in text
 
 
@@ -88,7 +137,7 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
 ) -> None:
     asked = []
 
-    def answer(row: str, side: str, seed: int, seconds: float) -> dict[str, Any]:
+    def answer(row: str, side: str, seed: int, unsloth: str, seconds: float) -> dict[str, Any]:
         asked.append(side)
         return dict(measured[side]) if side in measured else {"failed": "OutOfMemoryError: too large"}
 
@@ -106,3 +155,48 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
     for rows, sides in ((["smal lora 512"], ["stock"]), ([SMALL.name], ["stok"])):
         with pytest.raises(UserError, match="there is no"):
             measure(rows, sides, **options)
+    with pytest.raises(UserError, match="give --unsloth PYTHON"):
+        measure([SMALL.name], ["unsloth"], **options)
+
+
+def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
+    entries = [entry("stock", 1.0), entry("stock compiled", 0.4), entry("fastpack", 0.5), entry("stock", 1, row="one")]
+    record = {**record_of([{**one, "layers": "4 of 36"} for one in entries]), "versions": dict.fromkeys(PACKAGES, "1")}
+    text = glance({"sides.json": record})
+    assert "| qwen3 (4 of 36 layers) | 100 | 200 | **2.0 times** | 0.8 times | 1.0 / 1.0 GiB |" in text
+    assert "| one" not in text
+    assert slower(record) == ["| qwen3 (4 of 36 layers), X | stock compiled | fastpack | 0.80 | slower |"]
+
+
+UNSLOTH = """
+class FastLanguageModel:
+    @staticmethod
+    def from_pretrained(model_name, max_seq_length, dtype, load_in_4bit, full_finetuning):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        assert not load_in_4bit and not full_finetuning
+        return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype), AutoTokenizer.from_pretrained(model_name)
+
+    @staticmethod
+    def get_peft_model(model, use_gradient_checkpointing, random_state, max_seq_length, **config):
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(**config))
+"""
+"""A stand-in for the public functions of Unsloth's README, around transformers and PEFT: it needs a GPU itself."""
+
+
+def test_an_environment_of_its_own_trains_the_same_documents(
+    tmp_path: Path, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "unsloth.py").write_text(UNSLOTH)
+    row = Row("tiny-qwen3", 128, "lora")
+    unsloth_folder.write_folder(row, tmp_path, "cpu", 0)
+    monkeypatch.setitem(sys.modules, "unsloth", importlib.import_module("unsloth"))
+    found = importlib.reload(unsloth_run).train(tmp_path, "cpu")
+    assert len(found["step_seconds"]) == 4
+    assert found["timed_tokens"] > 4 * 100
+    assert list(found["losses"]) == ["2", "4", "6"]
+    failed = unsloth_folder.run(Row("gpt-oss-20b", 8, "experts"), "", 0, "python", 1.0)
+    assert failed == {"failed": "no experts here: it trains lora, nf4, full"}
