@@ -199,14 +199,18 @@ def largest_row(run: Run) -> tuple[int, int]:
 def decoder_run(run: Run) -> DecoderRun:
     """Return a function that runs the decoder on one document of so many tokens, as a training step does.
 
+    On several where the model has fewer positions: a table of them ends there (GPT-2's after 1,024).
+
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings
-        batch = PackedBatch.from_lengths((tokens,)).to(device)
+        lengths = [min(positions, tokens - start) for start in range(0, tokens, min(positions, tokens))]
+        batch = PackedBatch.from_lengths(lengths).to(device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
             leaf = torch.randn(1, tokens, embedding.embedding_dim, device=device).requires_grad_()

@@ -19,7 +19,7 @@ from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -340,6 +340,15 @@ def test_a_level_that_is_asked_for_is_installed_without_a_budget_and_changes_no_
     assert line.path == ("checkpoint" if setting == "offload" else setting)
     assert ("offload cannot be used: the model is on cpu" in line.reason) == (setting == "offload")
     assert line.reason.startswith(f"{line.path} 0-{LAYERS - 1}; predicted")
+
+
+def test_a_model_with_a_table_of_positions_is_planned_within_it(tmp_path: Path) -> None:
+    ours, stock = both(
+        tmp_path, family="opt", gradient_checkpointing=True, eval_strategy="no", fast={"activation_memory": "keep"}
+    )
+    assert ours.model.config.max_position_embeddings < WORKING_TOKENS[-1]
+    assert ours.fastpack_report["activation_memory"].path == "keep"
+    assert_same_log(ours, stock)
 
 
 EXCLUDED = {
