@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import profile_table, side_table
+from benchmarks import cuda_tests, profile_table, side_table
 from benchmarks.headline_table import LEGEND, gains_table
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.published import GUIDE, PUBLISHED, ROWS
@@ -259,6 +259,7 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "moe": _moe,
     "host_overhead": _host_overhead,
     "collator": _collator,
+    "cuda_tests": cuda_tests.said,
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks import cuda_tests
+
 Record = Mapping[str, Any]
 
 
@@ -105,4 +107,5 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
     "side_by_side": _side_by_side,
     "row_profile": _row_profile,
+    "cuda_tests": cuda_tests.command,
 }

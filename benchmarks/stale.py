@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "several_gpus": TRAINING,
     "side_by_side": TRAINING,
 }
-"""Rooms of the package by case."""
+"""Rooms of the package by case; a case that is not here uses all."""
 _EXPERTS = re.compile(r"gpt.oss|moe|a3b|experts", re.IGNORECASE)
 _NAMES = ("model", "row", "name", "setting")
 """Keys of a row that say what model it is about."""
@@ -65,7 +65,7 @@ class Stale(NamedTuple):
 
 def rooms_of(record: Record) -> tuple[str, ...]:
     """Return the rooms of the package that the rows of a record use."""
-    rooms = ROOMS[record["case"]]
+    rooms = ROOMS.get(record["case"]) or tuple(code_hashes())
     experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
     return (*rooms, "moe") if experts and rooms is TRAINING else rooms
 

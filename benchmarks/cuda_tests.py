@@ -1,0 +1,117 @@
+"""The tests marked ``cuda`` as a record: how many passed, with the commit, the versions and the machine.
+
+``python -m benchmarks.cuda_tests --workers 14 --json FILE``, in a checkout, on a machine with a GPU. What follows
+``--`` goes to pytest as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from fastpack_trl.bench.views import device_of
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.record import make_record, write_json
+
+MARKER = "cuda"
+
+
+def run_tests(workers: int, arguments: Sequence[str], marker: str = MARKER) -> dict[str, Any]:
+    """Run the tests with `marker`, show what pytest prints, and count.
+
+    Args:
+        workers: processes; 0 runs them in one, without pytest-xdist.
+        arguments: of pytest.
+        marker: an expression of pytest's ``-m``.
+
+    Returns:
+        ``passed``, ``failed``, ``skipped``: how many. ``seconds``: wall time. ``failures``: the tests. ``skips``: the
+        tests with the reason.
+
+    Raises:
+        UserError: pytest did not run.
+    """
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fastpack-tests-") as folder:
+        report = Path(folder) / "report.xml"
+        spread = ["-n", str(workers)] if workers else []
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marker, *spread, f"--junitxml={report}", *arguments]
+        done = subprocess.run(command, cwd=Path(__file__).parents[1])
+        if not report.exists():
+            raise UserError(f"pytest ended with exit code {done.returncode} and no report; it says why above")
+        cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 - pytest has just written it
+    failures = [_name(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skips = {
+        _name(case): str(left_out.get("message")) for case in cases if (left_out := case.find("skipped")) is not None
+    }
+    return {
+        "passed": len({_name(case) for case in cases} - {*failures, *skips}),
+        "failed": len(set(failures)),
+        "skipped": len(skips),
+        "seconds": time.perf_counter() - start,
+        "failures": sorted(set(failures)),
+        "skips": skips,
+    }
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def said(name: str, record: Mapping[str, Any]) -> str:
+    """Return one paragraph for a page: the counts, the machine, the versions and the commit.
+
+    Args:
+        name: of the file.
+        record: with one row of `run_tests`.
+    """
+    row, versions, commit = record["rows"][0], record["versions"], record["source"]["commit"] or "unknown"
+    failed = f", **{row['failed']} failed** ({', '.join(row['failures'])})" if row["failed"] else ", none failed"
+    return (
+        f"**Tests on a GPU.** {row['passed']} passed{failed}, {row['skipped']} left out, {device_of(record)}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, commit {commit[:7]}. "
+        f"Record: `benchmarks/results/{name}`; `{command(record)}`."
+    )
+
+
+def command(record: Mapping[str, Any]) -> str:
+    """Return the command line that makes such a record."""
+    settings = record["settings"]
+    given = " ".join(["", "--", *settings["pytest"]]) if settings["pytest"] else ""
+    return f"python -m benchmarks.cuda_tests --workers {settings['workers']} --json FILE{given}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m benchmarks.cuda_tests``; the exit code is 0 where tests were run and none failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_tests", description=__doc__)
+    parser.add_argument("--workers", type=int, default=0, help="processes; needs pytest-xdist (default: one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the record goes")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
+    given = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "python -m benchmarks.cuda_tests: error: torch sees no CUDA device here; make test runs the rest"
+        )
+    row = run_tests(given.workers, given.pytest)
+    settings = {"marker": MARKER, "workers": given.workers, "pytest": given.pytest}
+    record = make_record(
+        case="cuda_tests", settings=settings, rows=[row], complete=True, device="cuda",
+        threads=torch.get_num_threads(), seed=0,
+    )  # fmt: skip
+    if given.json is not None:
+        write_json(given.json, record)
+    print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']:.0f} s")
+    return 0 if row["passed"] and not row["failed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
