@@ -19,7 +19,7 @@ from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.ranks import PATIENCE, Ranks
-from fastpack_trl.model.upstream import PARTLY, lacks
+from fastpack_trl.model.upstream import PARTLY, found, lacks
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.dataset import DatasetFacts
@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 PADDED_ROWS = "padded_rows"
 """The attention path that unpacks documents into padded rows, under stock's own attention."""
 SHARDED = "parameters are sharded while the step runs"
+DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
 
@@ -140,10 +141,23 @@ class Run:
         """The autocast dtype; None where the run computes in the dtype of the weights."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute as a training step does; of weights that DeepSpeed has yet to cast that is autocast."""
+        if self.is_deepspeed and self.compute_dtype is not None:
+            return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        autocast: AbstractContextManager[Any] = self.trainer.accelerator.autocast()
+        return autocast
+
     @property
     def is_sharded(self) -> bool:
-        """Parameters are in pieces on several processes."""
-        return bool(self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
+        """Parameters are in pieces on several processes: of FSDP, or of ZeRO-3."""
+        zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
+        return bool(self.trainer.is_fsdp_enabled or (self.is_deepspeed and (zero3 is None or zero3())))
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """DeepSpeed's engine owns backward and step, and casts the weights when training begins."""
+        return bool(self.trainer.is_deepspeed_enabled)
 
     @property
     def is_fsdp2(self) -> bool:

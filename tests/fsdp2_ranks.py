@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers.integrations
 from compile_material import Counting, one_step, row, stop
 from fsdp2 import fsdp2
 from peft import LoraConfig
@@ -307,10 +308,12 @@ def engines() -> None:
     feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
     base = {"packed_attention": "auto", "verify_packing": "on", "moe": "on", "layer_compile": "on"}
     more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "family": "qwen3_moe"}
-    flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled", "ZeRO 1, 2": "is_deepspeed_enabled"}
+    flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled"}
+    flags |= dict.fromkeys(("ZeRO 1, 2", "ZeRO 3"), "is_deepspeed_enabled")
     planned = {"merge_accumulation": "on", "activation_memory_gib": 1.0}
     offloaded = {"checkpoint_offload": "double_buffer"}
     for engine, flag in flags.items():
+        transformers.integrations.is_deepspeed_zero3_enabled = lambda engine=engine: engine == "ZeRO 3"
         found: dict[str, str] = {}
         for fast in (planned, offloaded):
             trainer = make(FastSFTTrainer, lora={"target_modules": ["q_proj"]}, fast=base | fast, **more)

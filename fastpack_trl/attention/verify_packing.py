@@ -151,7 +151,7 @@ def _proof(run: Run, **options: Any) -> PackingProof | None:
     """Return the proof; None, and said, where it cannot be made and was not insisted on."""
     insists = run.settings.verify_packing == "on"
     try:
-        with run.taking("proof"), run.together_if_parted(), run.trainer.accelerator.autocast():
+        with run.taking("proof"), run.together_if_parted(), run.autocast():
             proof = verify_packing(run.model, **options)
     except PackingError:
         raise

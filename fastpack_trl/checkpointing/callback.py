@@ -139,7 +139,7 @@ def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
     if trainer is None:
         return ""
     if trainer.is_deepspeed_enabled:
-        return "DeepSpeed gathers and frees parameters around each layer: not tested with the offload, so refused"
+        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""

@@ -160,6 +160,8 @@ def why_not(run: Run) -> str:
     conflict = offload_conflict(args, run.trainer)
     if not conflict and run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
         conflict = "activation_checkpointing of FSDP says what to keep"
+    if run.is_deepspeed:
+        conflict = "DeepSpeed makes its own copies of weights and gradients, which no plan knows"
     if not conflict and not enabled:
         conflict = "gradient_checkpointing=False keeps all activations"
     if not conflict and keywords:

@@ -8,7 +8,7 @@ from functools import partial
 
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.report import LoraReport
-from fastpack_trl.run import SHARDED, Run
+from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 
 
 @contextmanager
@@ -22,8 +22,8 @@ def cache_dequantized(run: Run) -> Iterator[None]:
             run.say("cache_dequantized", "off", "per use", why)
         yield
         return
-    if run.is_sharded:
-        run.say("cache_dequantized", "off", "per use", SHARDED)
+    if run.is_sharded or run.is_deepspeed:
+        run.say("cache_dequantized", "off", "per use", SHARDED if run.is_sharded else DEEPSPEED)
         yield
         return
     copies, spare = applied.copies, partial(_drop, run, applied.copies)

@@ -26,8 +26,9 @@ def lora(run: Run) -> Iterator[None]:
         yield
         return
     cache = run.settings.cache_dequantized
-    # `auto` waits for the plan of the activations. FSDP 2 gathers other tensors each time: no copy of one would serve.
-    cache = "off" if cache == "auto" or run.is_fsdp2 else cache
+    # `auto` waits for the plan of the activations. FSDP 2 gathers other tensors each time, DeepSpeed casts them: a copy
+    # of one serves nobody.
+    cache = "off" if cache == "auto" or run.is_fsdp2 or run.is_deepspeed else cache
     applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype)
     try:
         fast = applied.fast or applied.already

@@ -11,7 +11,7 @@ import torch
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.run import SHARDED, Run
+from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.capture import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.step.graph_device import CudaGraphs
 from fastpack_trl.step.merge_accumulation import has_dropout, rope_follows_length
@@ -69,6 +69,7 @@ def why_not(run: Run) -> str:
         "a loss over all logits reads sizes on the host (sync_free)": not run.loss_is_ours,
         static: bool(static),
         SHARDED: run.is_sharded,
+        DEEPSPEED: run.is_deepspeed,
         "several processes reduce their gradients inside of the micro-step": trainer.accelerator.num_processes > 1,
         "several devices in one process": args.n_gpu > 1,
         "the loss scaler of fp16 asks the device": bool(args.fp16),

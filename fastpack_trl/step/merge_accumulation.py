@@ -18,7 +18,7 @@ from fastpack_trl.model.user_code import (
     once_per_micro_batch,
     replaced_methods,
 )
-from fastpack_trl.run import MERGED_ROW_TOKENS, PADDED_ROWS, Run
+from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, PADDED_ROWS, Run
 from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 
 CPU_ROW_NUMBERS = 1 << 17
@@ -71,6 +71,7 @@ def _why_not(run: Run) -> str:
     own = replaced_methods(trainer, BATCH_METHODS)
     reasons = {
         "switched off": setting == "off",
+        DEEPSPEED: run.is_deepspeed,
         "loss and metrics per micro-batch need sync_free": not run.loss_is_ours,
         f"{PADDED_ROWS} pads each row to its longest document": attention == PADDED_ROWS,
         f"the dense mask of {attention} grows with the square of a row": attention == "sdpa" and setting == "auto",

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.model.facts import is_prompt_learning
-from fastpack_trl.model.upstream import found
 from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import Run
+from fastpack_trl.run import DEEPSPEED, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, head_of
@@ -160,15 +159,17 @@ def sync_free(run: Run) -> Iterator[None]:
     stock = run.ranks.agreed(lambda: why_stock_loss(run))
     own_step = replaced_methods(run.trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
     remarks = _remarks(run, own_step)
-    if stock:
-        run.say("sync_free", "on", "host work only", "; ".join([f"loss and metrics as stock: {stock}", *remarks]))
-    else:
-        run.say("sync_free", "on", "loss, metrics, host work", "; ".join([step.forward.products, *remarks]))
+    host = not run.is_deepspeed
+    ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
+    path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
+    why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
+    run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]))
     run.loss_is_ours = not stock
     run.undo.append(step.metrics.mark)
     walk, run.parameters = run.parameters, lambda: step.contents.parameters_of(run.model)
     try:
-        with step.running(loss=not stock, host=True, filters=not own_step):
+        # The filter is switched on again by what `host` replaces.
+        with step.running(loss=not stock, host=host, filters=host and not own_step):
             yield
     finally:
         run.loss_is_ours = False
@@ -185,7 +186,6 @@ def why_stock_loss(run: Run) -> str:
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
     head = head_of(base_model(model))
-    zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
     reasons = {
         f"trl lacks {', '.join(lacks)}": bool(lacks),
         run.plan.reason: not run.packs,
@@ -194,7 +194,7 @@ def why_stock_loss(run: Run) -> str:
         "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
         "FSDP version 1 flattens the head: set fsdp_version=2": trainer.is_fsdp_enabled and not run.is_fsdp2,
-        "ZeRO-3 shards the head": trainer.is_deepspeed_enabled and (zero3 is None or zero3()),
+        "ZeRO-3 shards the head": run.is_deepspeed and run.is_sharded,
         f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
         step.forward.missing: bool(step.forward.missing),
         "the model's forward was replaced": not step.forward.in_place,
@@ -220,11 +220,11 @@ def _remarks(run: Run, own_step: str) -> list[str]:
     remarks = {
         "the loss scaler of fp16 asks the device once per optimizer step": bool(args.fp16),
         "evaluation with compute_metrics runs as stock": trainer.compute_metrics is not None,
-        f"the NaN filter asks the device: {own_step} may look at the loss": bool(own_step),
+        f"the NaN filter asks the device: {own_step} may look at the loss": bool(own_step) and not run.is_deepspeed,
         "include_num_input_tokens_seen asks the device in each micro-batch": str(
             args.include_num_input_tokens_seen
         ).lower()
         not in ("no", "false"),
-        "DeepSpeed reads the gradient norm": trainer.is_deepspeed_enabled,
+        f"host work, NaN filter included, as stock: {DEEPSPEED}": run.is_deepspeed,
     }
     return [text for text, holds in remarks.items() if holds]

@@ -23,7 +23,7 @@ def torchrun(*command: str, timeout: float = 400) -> None:
 
     Not `accelerate launch --cpu`: it starts one process.
     """
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _free_port())
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
     _run(sys.executable, *launcher, *command, timeout=timeout)
 
 
@@ -32,10 +32,11 @@ def fork_ranks(script: Path, *arguments: str, imports: str, timeout: float = 400
 
     They take most of the time of a short run; torchrun would import them in each process.
     """
-    _run(forks.python(), str(HERE / "ranks.py"), _free_port(), imports, str(script), *arguments, timeout=timeout)
+    _run(forks.python(), str(HERE / "ranks.py"), free_port(), imports, str(script), *arguments, timeout=timeout)
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """Return a port that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

@@ -1,0 +1,75 @@
+"""Trains stock and ours under DeepSpeed on two ranks, for `test_deepspeed.py`; `accelerate launch` starts it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.training_args
+from compile_material import Counting
+from peft import LoraConfig
+from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.testing import tiny_model
+
+FOLDER, STAGE, BF16 = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "bf16"
+MICRO_BATCHES = 1 if STAGE == 1 else 2
+"""Of an optimizer step: TRL's configuration of ZeRO 1 fixes one."""
+GRAPHS = Counting(differentiate=True)
+# A CPU has it: only the check of the arguments asks for a GPU.
+transformers.training_args.is_torch_bf16_gpu_available = lambda: BF16
+
+
+def train(cls: Any, *, family: str = "qwen3", lora: bool = False, fast: dict[str, Any], **more: Any) -> Any:
+    # accelerate starts several processes of DeepSpeed on a CPU where the backend is named.
+    base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3} | more
+    args = settings(FOLDER, **base) | {"use_cpu": False, "ddp_backend": "gloo", "bf16": BF16}
+    config = FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args)
+    torch.manual_seed(0)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = cls(
+        tiny_model(family), args=config, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+        peft_config=adapters if lora else None,
+    )  # fmt: skip
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+    assert trainer.accelerator.num_processes == 2
+    return trainer
+
+
+def main() -> None:
+    """What is on under ZeRO 1 and 2 is stock's under ZeRO 3; the log, gradient norms included, is stock's under all."""
+    compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
+    for options, fast, on in (
+        ({"family": "qwen3_moe"}, {"moe": "on"}, {"moe": "fastpack"}),
+        ({"lora": True, "gradient_checkpointing": True}, {}, {"lora": "fast"}),
+        ({"gradient_accumulation_steps": MICRO_BATCHES}, {"layer_compile": "on"}, {"layer_compile": "compiled"}),
+    ):
+        ours, stock = (
+            train(cls, fast={"verify_packing": "on", "packed_attention": "sdpa"} | fast, **options)
+            for cls in (FastSFTTrainer, SFTTrainer)
+        )
+        if BF16:  # updates of bf16 weights differ by whole steps of theirs
+            losses = ([row["loss"] for row in one.state.log_history[:-1]] for one in (ours, stock))
+            torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-3, atol=0)
+        else:
+            assert_same_log(ours, stock)
+        report, whole = ours.fastpack_report, not ours.fastpack_run.is_sharded
+        assert whole == (STAGE < 3), report.table()
+        expected = on | {"sync_free": "loss, metrics", "verify_packing": "proof"}
+        for name, path in expected.items():
+            assert (report[name].path == path) == whole, (STAGE, report.table())
+            assert whole or "shard" in report[name].reason, report.table()
+        assert "engine owns backward and step" in report["sync_free"].reason
+        merges = options.get("gradient_accumulation_steps", 1) > 1
+        assert ("engine owns" in report["merge_accumulation"].reason) == merges, report.table()
+        assert "copies of weights and gradients" in report["activation_memory"].reason
+
+
+if __name__ == "__main__":
+    main()
