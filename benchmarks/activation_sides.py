@@ -61,8 +61,10 @@ class DecoderSide:
     offload: Offload | None = None
     timed: list[TimedCudaStreams] = field(default_factory=list)
 
-    def step(self, batch: Batch) -> tuple[Tensor, dict[str, int] | None]:
-        """Run forward and backward, drop the gradients; return the loss and the memory of the step."""
+    def step(
+        self, batch: Batch, between: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, dict[str, int] | None]:  # fmt: skip
+        """Run forward, call `between`, run backward; return the loss and the memory of the step."""
         memory = PeakMemory(self.device)
         self.model.zero_grad()
         decoder = backbones(self.model)[0]
@@ -71,6 +73,7 @@ class DecoderSide:
             with torch.autocast(self.device, dtype=torch.bfloat16):
                 hidden = decoder(batch.ids, use_cache=False, **kwargs)[0]
             loss = hidden.float().square().mean()
+            between()
             loss.backward()
         batch.packed.clear_derived()
         return loss.detach(), memory.read()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.headline_table import gain_lines, tiny_lines
 from fastpack_trl.measure.tables import aligned, disturbances, fact_lines, interval_cell, skipped
 
 _GIB = 1 << 30
@@ -23,8 +22,6 @@ def table(record: Mapping[str, Any], title: str) -> str:
         return "\n".join([*out, *moe_lines(rows)])
     if record["case"] == "host_overhead":
         return "\n".join([*out, *overhead_lines(rows)])
-    if record["case"] == "headline":
-        return "\n".join([*out, *model_lines(rows), *offload_lines(rows), *gain_lines(rows), *tiny_lines(record)])
     if record["case"] == "activation_memory":
         return "\n".join([*out, *model_lines(rows), *offload_lines(rows)])
     if any("sides" in row for row in rows):

@@ -188,23 +188,7 @@ def _moe(args: Namespace) -> dict[str, Any]:
     return moe.measure(models=args.model, layers=args.layers, device=_device(args), **_kept(args), **given)
 
 
-def _headline(args: Namespace) -> dict[str, Any]:
-    from benchmarks import headline
-
-    _without(args, "quick", "backends", "model", "layers", "tokens", "no_checkpointing")
-    device = _device(args)
-    scale = args.scale or ("full" if device == "cuda" else "tiny")
-    if scale == "full" and device != "cuda":
-        raise UserError("--scale full trains models of up to 32 billion parameters on a GPU: use --scale tiny here")
-    given = _given(rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    rows = None if args.rows is None else tuple(args.rows)
-    return headline.measure(scale=scale, rows=rows, device=device, **_kept(args), **given)
-
-
 CASES = {
-    "headline": Case(
-        "every row that others have published, beside stock, stock tuned, their 'before' and fastpack", _headline
-    ),
     "packed_attention": Case(
         "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
     ),

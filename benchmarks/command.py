@@ -36,13 +36,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--json); measures nothing without --case",
     )
     add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
-    add(
-        "--scale",
-        choices=("tiny", "full"),
-        help="headline: full (public shapes, needs a large GPU; the default on CUDA) or tiny (the same rows with tiny "
-        "models of the same families; the default elsewhere)",
-    )
-    add("--rows", metavar="NAME", nargs="+", help="headline: only these rows, e.g. qwen3-14b-qlora")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
     add("--pairs", metavar="N", type=int, help="timed pairs (rounds) per row; 6 or more for an interval of 95 %%")
     add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
@@ -50,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--seconds",
         metavar="S",
         type=float,
-        help="time for the whole call (default: 480): attention, lora, moe, activation_memory, headline, and "
+        help="time for the whole call (default: 480): attention, lora, moe, activation_memory, and "
         "packed_attention with --model; what finds no time is named",
     )
     add(
@@ -128,8 +121,6 @@ def run(args: Namespace) -> int:
         raise UserError(f"no case: give --case, one of {', '.join(CASES)}; a run of your own: fastpack-trl bench")
     if args.case not in CASES:
         raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
-    if args.case != "headline" and (args.scale is not None or args.rows is not None):
-        raise UserError("--scale and --rows go with --case headline: leave them out")
     if args.case != "lora" and args.liger:
         raise UserError("--liger goes with --case lora: leave it out")
     from fastpack_trl.measure.record import check_writable, write_json
@@ -153,11 +144,20 @@ def table(record: Mapping[str, Any]) -> str:
     return case_tables.table(record, CASES[record["case"]].help)
 
 
+def lines_of_tables(record: Mapping[str, Any]) -> list[str]:
+    """Return the table and the command of a record whose case has a table of its own."""
+    from benchmarks import by_itself_table, profile_table, side_table
+    from benchmarks.record_commands import command_of
+
+    tables = {"side_by_side": side_table, "row_profile": profile_table, "by_itself": by_itself_table}
+    made = tables.get(record["case"])
+    return [] if made is None else [made.table(record), f"`{command_of(record)}`"]
+
+
 def _report(paths: list[str], out: str | None) -> int:
-    from benchmarks.headline_table import report_lines
     from fastpack_trl.bench.command import report
 
-    return report(paths, out, more=report_lines)
+    return report(paths, out, more=lines_of_tables)
 
 
 def _check_report(args: Namespace) -> None:

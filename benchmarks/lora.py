@@ -34,7 +34,6 @@ from fastpack_trl.bench.baselines import (
     whole_row_attention,
 )
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
@@ -46,8 +45,6 @@ from fastpack_trl.trainer import FastSFTTrainer
 
 COMPILED, LIGER, PLANNED = "tuned", "tuned_liger", "fastpack_plan"
 SIDES, LIGER_SIDES = (STOCK, COMPILED, OURS, PLANNED), (STOCK, LIGER, OURS, PLANNED)
-AS_INSTALLED, REBUILD = "stock_sdpa", "rebuild"
-HEADLINE_SIDES = (AS_INSTALLED, REBUILD, COMPILED, OURS, PLANNED)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 4096, 8192), 9, 480.0
 WARMUP, LEAST_ROUNDS = 5, 3
 LOSS_TOLERANCE = 0.01
@@ -94,7 +91,7 @@ def measure(
         threads: torch's intra-op threads.
         device: ``cpu`` or ``cuda``.
         seed: of weights and order.
-        sides: which of `SIDES`, `LIGER_SIDES` and `HEADLINE_SIDES`; the first one that runs says what the losses are.
+        sides: `SIDES` or `LIGER_SIDES`; the first one that runs says what the losses are.
         progress: show a progress bar (on a terminal).
         file: written after every row; what it has of this very run is taken over (`run_rows`).
 
@@ -206,9 +203,7 @@ def _measure_row(
         good = [name for name in names if "failed" not in figures[name]]
         return {
             "base": model.base,
-            "attention": "varlen or per_document of fastpack-trl, on every side"
-            if AS_INSTALLED not in names
-            else "named in each side's path",
+            "attention": "varlen or per_document of fastpack-trl, on every side",
             "documents": document_tokens([step for step, _ in packed]),
             "sides": figures,
             "ratios": {name: found.ratio(name, OURS) for name in good if name != OURS} if OURS in good else {},
@@ -228,8 +223,7 @@ def _trainer(name: str, model: Any, arguments: dict[str, Any], documents: Any, t
         )
     else:
         trainer = SFTTrainer(model, args=SFTConfig(**arguments), train_dataset=documents, processing_class=tokenizer)
-        if name not in (AS_INSTALLED, REBUILD):
-            trainer.data_collator = PackingCollator(pad_token_id=PAD)
+        trainer.data_collator = PackingCollator(pad_token_id=PAD)
     trainer.train_dataset = without_emptiest(trainer.train_dataset)
     return trainer
 
@@ -245,14 +239,6 @@ def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[s
             yield ""  # what runs is decided in the first step
         finally:
             features.__exit__(None, None, None)
-        return
-    own = trainer.model.config._attn_implementation
-    if name == AS_INSTALLED:
-        yield str(own)
-        return
-    if name == REBUILD:
-        with rebuild_per_layer(trainer.model):
-            yield f"{own}, mask and metadata in each layer"
         return
     if name == STOCK:
         with packed_attention(trainer.model, compute_dtype=torch.bfloat16) as attention:

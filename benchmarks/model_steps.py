@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.lora_models import definitions
 from benchmarks.model_gate import TIMES_BUDGET, Reference, reference, token_losses
-from benchmarks.model_shapes import PAD, ModelShape, build_model
+from benchmarks.model_shapes import ModelShape, build_model
 from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_turns import largest_memory, make_sides, time_sides
 from benchmarks.steps import Step, SteppedTrainer, document_tokens, side_figures
@@ -34,7 +33,6 @@ from benchmarks.workload import (
     trainer_arguments,
     without_emptiest,
 )
-from fastpack_trl.bench.baselines import RECOMPILES, compiled_path, compiled_regions, whole_row_attention
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.bench.result_file import ResultFile
@@ -45,15 +43,13 @@ from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
-REBUILD, TUNED = "rebuild", "tuned"
+REBUILD = "rebuild"
 SIDES = (STOCK, REBUILD, OURS)
 DEFAULT_TOKENS, DEFAULT_ROUNDS, DEFAULT_SECONDS = (2048, 8192), 9, 480.0
 DOCUMENTS = (64, 1024)
 GATE_ROWS, WARMUP = 1, 1
-COMPILED_WARMUP = 3  # the second and third row find out which sizes change
 LEAST_ROUNDS = 3
 _REBUILDS = 7  # times that one rebuild of the metadata is measured by itself
 
@@ -66,21 +62,13 @@ class Run:
     checkpointing: bool
     device: str
     seed: int
-    documents: tuple[int, int] | None
-    """Tokens of the shortest and the longest document of random tokens; None: real source text."""
-    sides: tuple[str, ...] = SIDES
-    """`SIDES`, or ``tuned`` too: stock with this package's attention and its layers compiled by accelerate."""
-    backend: str = "inductor"
-    """Of the compiled side."""
+    documents: tuple[int, int]
+    """Tokens of the shortest and the longest document of random tokens."""
 
     @property
     def setting(self) -> Setting:
         name = f"bf16, {'checkpointing' if self.checkpointing else 'no checkpointing'}"
         return Setting(name, bf16=True, gradient_checkpointing=self.checkpointing)
-
-    @property
-    def warmup(self) -> int:
-        return COMPILED_WARMUP if TUNED in self.sides else WARMUP
 
     @property
     def clock(self) -> Clock:
@@ -149,7 +137,7 @@ def measure(
                 "models": {name: {"model_type": shape.model_type, **shape.fields} for name, shape in shapes.items()},
                 "documents": {"shortest": documents[0], "longest": documents[1], "distribution": "uniform"},
                 "rounds": rounds,
-                "warmup_steps": GATE_ROWS + run.warmup,
+                "warmup_steps": GATE_ROWS + WARMUP,
                 "checkpointing": checkpointing,
                 "gate": f"per token, {TIMES_BUDGET:g} x stock's bf16 error against fp32, both on separate documents",
                 "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
@@ -191,9 +179,6 @@ def _title(name: str, shape: ModelShape, run: Run) -> str:
 def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        if TUNED in run.sides:
-            stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         model = build_model(shape, positions=tokens, seed=run.seed, device=run.device)
         sides, paths, failed = _sides(model, shape, tokens, run, folder, stack)
@@ -201,7 +186,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
         failed |= wrong
         found, other_load = time_sides(
             {name: side for name, side in sides.items() if name not in failed}, weights=model, device=run.device,
-            rounds=run.rounds, warmup=run.warmup, least=LEAST_ROUNDS,
+            rounds=run.rounds, warmup=WARMUP, least=LEAST_ROUNDS,
             seconds=seconds - (time.perf_counter() - start), clock=run.clock,
         )  # fmt: skip
         return {
@@ -215,7 +200,7 @@ def _measure_row(shape: ModelShape, tokens: int, run: Run, seconds: float) -> di
                 name: {"failed": (failed | found.failed)[name]}
                 if name not in found.seconds
                 else {"path": paths[name], **_figures(found, name, run.clock)}
-                for name in run.sides
+                for name in SIDES
             },
             "ratios": {name: found.ratio(name, OURS) for name in found.seconds if name != OURS}
             if OURS in found.seconds
@@ -229,15 +214,10 @@ def _sides(
     model: Any, shape: ModelShape, tokens: int, run: Run, folder: str, stack: contextlib.ExitStack
 ) -> tuple[dict[str, SteppedTrainer], dict[str, str], dict[str, str]]:
     """Return the sides that could be built, what each runs, and why the others could not be built."""
-    steps = GATE_ROWS + run.warmup + run.rounds
+    steps = GATE_ROWS + WARMUP + run.rounds
     vocabulary, needed = shape.fields["vocab_size"], tokens * (steps + SPARE_ROWS + 1)
-    if run.documents is None:
-        tokenizer, documents = definitions(needed, vocabulary, longest=tokens)
-    else:
-        tokenizer, documents = (
-            make_tokenizer(vocabulary),
-            random_documents(*run.documents, vocabulary, needed, run.seed),
-        )
+    tokenizer = make_tokenizer(vocabulary)
+    documents = random_documents(*run.documents, vocabulary, needed, run.seed)
     arguments = trainer_arguments(run.setting, tokens, steps, run.device, run.seed, folder)
     if shape.has_experts:
         arguments["router_aux_loss_coef"] = 0.0  # the loss is compared with that of separate documents
@@ -252,20 +232,17 @@ def _sides(
             processing_class=tokenizer,
         )
         trainer.train_dataset = without_emptiest(trainer.train_dataset)
-        if name == TUNED:
-            trainer.data_collator = PackingCollator(pad_token_id=PAD)
         if first is not None:
             trainer.optimizer = first.optimizer.optimizer
-        paths[name] = stack.enter_context(_installed(name, trainer, run.backend))
-        with compiled_regions(trainer, run.backend) if name == TUNED else contextlib.nullcontext():
-            return SteppedTrainer(trainer, run.clock, steps)
+        paths[name] = stack.enter_context(_installed(name, trainer))
+        return SteppedTrainer(trainer, run.clock, steps)
 
-    sides, failed = make_sides(run.sides, make)
+    sides, failed = make_sides(SIDES, make)
     return sides, paths, failed
 
 
 @contextlib.contextmanager
-def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
+def _installed(name: str, trainer: Any) -> Iterator[str]:
     """Make a trainer this side; yield the name of its path."""
     stock = trainer.model.config._attn_implementation
     if name == OURS:
@@ -274,9 +251,6 @@ def _installed(name: str, trainer: Any, backend: str) -> Iterator[str]:
     elif name == REBUILD:
         with rebuild_per_layer(trainer.model):
             yield f"{stock}, mask and metadata in each layer"
-    elif name == TUNED:
-        with whole_row_attention(trainer.model, trainer.args.device.type) as attention:
-            yield compiled_path(attention.path, backend)
     else:
         yield stock
 

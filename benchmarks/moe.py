@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from benchmarks.attention import document_lengths
 from benchmarks.moe_sides import (
-    LOOP,
     MODES,
     OURS,
     RANK,
     SHAPES,
     STOCK,
-    implementation,
     make_model,
     routing,
     saved_bytes,
@@ -191,20 +189,12 @@ class Subject:
     facts: Mapping[str, Any]
 
 
-def row_task(row: Row, rounds: int, device: str, seed: int, *, loop: bool = False) -> RowTask:
-    """Return one row; `loop`: also beside transformers' loop over experts, the routing of the published figures."""
-    measure_row = partial(_measure_row, row, rounds, device=device, seed=seed, loop=loop)
-    return RowTask(row.describe(), measure_row, {"sides": {}, "ratios": {}})
-
-
-def _measure_row(
-    row: Row, rounds: int, seconds: float, device: str, seed: int, *, loop: bool = False
-) -> dict[str, Any]:
+def _measure_row(row: Row, rounds: int, seconds: float, device: str, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context((_block if row.part == "block" else decoder)(row, device, seed))
         clock = clock_of(device)
-        contexts, out, kept = sides(device) | ({LOOP: partial(implementation, name="eager")} if loop else {}), {}, {}
+        contexts, out, kept = sides(device), {}, {}
         gate, reference = {}, None
         for name, enter in contexts.items():
             tried, failure = attempt(partial(_gate_pass, subject, enter))

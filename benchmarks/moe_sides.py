@@ -17,7 +17,7 @@ from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 
-STOCK, OURS, LOOP = "stock", "fastpack", "loop"
+STOCK, OURS = "stock", "fastpack"
 MODES = ("lora", "frozen", "full")
 RANK = 16
 

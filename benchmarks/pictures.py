@@ -15,7 +15,6 @@ KINDS = {
     "packed_attention": "ratios",
     "lora": "breakdown",
     "moe": "ratios",
-    "headline": "ratios",
     "side_by_side": "sides",
 }
 """By case: which of `plots.FIGURES` is shown, or of those that are drawn here."""

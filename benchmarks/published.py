@@ -1,4 +1,4 @@
-"""Figures that others have published about the rows of the case ``headline``, quoted; none is measured here."""
+"""Figures that others have published about the rows of `benchmarks.by_itself`, quoted; none is measured here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ ROWS = {
     "qwen3-8b-reload": "Qwen3-8B, checkpoints reloaded from host memory",
     "qwen3-14b-reload": "Qwen3-14B, checkpoints reloaded from host memory",
     "qwen3-32b-reload": "Qwen3-32B, checkpoints reloaded from host memory",
-    "gpt-oss-20b": "gpt-oss-20b, whole training step",
-    "gpt-oss-20b-experts": "gpt-oss-20b, decoder layers with LoRA on the experts",
+    "gpt-oss-20b-routing": "gpt-oss-20b, decoder layers",
 }
-"""The rows of the case ``headline``, for people."""
+"""For people, by the row of `benchmarks.by_itself`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,11 @@ PUBLISHED = {
     "qwen3-8b-reload": Published("0.3739 to 0.4053 steps/s, +8.40 %, 0.37 GB more", "8B, whole model, B200"),
     "qwen3-14b-reload": Published("0.2245 to 0.2395 steps/s, +6.70 %, 0.47 GB more", "14B, whole model, B200"),
     "qwen3-32b-reload": Published("0.1979 to 0.2070 steps/s, +4.61 %, 0.23 GB more", "32B, whole model, B200"),
-    "gpt-oss-20b-experts": Published(
+    "gpt-oss-20b-routing": Published(
         "forward +23 %, backward +13 %", "gpt-oss-20b over a loop over experts; GPU, batch and length not stated"
     ),
 }
-"""By the row of the case ``headline``."""
+"""By the row of `benchmarks.by_itself`."""
 
 RELOAD_GAINS = {"qwen3-8b": 0.084, "qwen3-14b": 0.067, "qwen3-32b": 0.046}
 """Of a double buffer over a serial reload, whole models on a B200 (`GUIDE`)."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cuda_tests, profile_table, side_table
-from benchmarks.headline_table import LEGEND, gains_table
+from benchmarks.open_list import open_list
+from benchmarks.pages import PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.published import GUIDE, PUBLISHED, ROWS
-from benchmarks.readme_cells import made_by, ratio_cell
+from benchmarks.readme_cells import between, made_by, ratio_cell
 from benchmarks.readme_runs import equal_memory_table, first_step_table, glance, memory_caps_table
 from benchmarks.readme_training import activation_table, lora_table
 from benchmarks.results_folder import RESULTS, load_results
@@ -41,49 +42,29 @@ def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts += memory_caps_table(results)
     if len(parts) == 1:
         parts = ["Nothing is measured."]
-    parts.append(_headline({name: record for name, record in results.items() if is_published_table(record)}))
-    return "\n\n".join([*parts, *without_gain(results)])
+    return "\n\n".join([*parts, _published(), *without_gain(results), *open_list(results)])
 
 
 def _left_out(record: Mapping[str, Any]) -> str:
-    """Return what the table of a record does not show: rows that were not reached, sides that did not run."""
-    rows = record["rows"]
-    skipped = sum(bool(row.get("skipped")) for row in rows)
-    said = f" Open: {skipped} of {len(rows)} rows, by the same command." if skipped else ""
-    said += "" if record["complete"] else " This run was stopped: rows after these are open."
+    """Return which sides of the table of a record did not run, and why."""
     failed: dict[str, str] = {}
-    for row in rows:
+    for row in record["rows"]:
         sides = row.get("sides")
         for name, side in sides.items() if isinstance(sides, dict) else ():
             if isinstance(side, dict) and side.get("failed"):
                 failed.setdefault(name, str(side["failed"]).partition(": ")[0])
     listed = ", ".join(f"*{name}* ({reason})" for name, reason in failed.items())
-    return said + (f" Did not run: {listed}." if failed else "")
+    return f" Did not run: {listed}." if failed else ""
 
 
-def is_published_table(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of the published table in its public shapes, on a GPU."""
-    return bool(record["case"] == "headline" and record["settings"]["scale"] == "full")
-
-
-def _headline(results: Mapping[str, Mapping[str, Any]]) -> str:
-    command = "python -m benchmarks --case headline --scale full --device cuda --json FILE"
+def _published() -> str:
     quoted = [f"| {ROWS[row]} | {one.quoted} | {one.setting} |" for row, one in PUBLISHED.items()]
     said = (
-        f"**What others have published**, quoted from {GUIDE}, on other hardware and against other code: none of it is "
-        "a figure of this package."
+        f"**What others have published** about three optimisations, quoted from {GUIDE}, on other hardware and against "
+        "other code: none of it is a figure of this package. Each of them by itself, with its arithmetic: [packing "
+        "metadata](packed-metadata.md), [reload of offloaded inputs](offload-reload.md), [routing](routing.md)."
     )
-    parts = [
-        said,
-        "\n".join(["| row | published | setting |", "| --- | --- | --- |", *quoted]),
-        f"Open here: `{command}` measures these rows and goes on with its file where it stopped.",
-    ]
-    if results:
-        parts = ["\n".join([f"{parts[0]} {LEGEND}", "", gains_table(results.values(), every_row=False)]), parts[2]]
-    for name, record in results.items():
-        parts.append(made_by(name, record))
-        parts += _picture(name, record)
-    return "\n\n".join(parts)
+    return "\n".join([said, "", "| row | published | setting |", "| --- | --- | --- |", *quoted])
 
 
 def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
@@ -97,7 +78,7 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"| {row.label}, {device_of(record)} | {ratio.over} | {ratio.by} | {ratio} | "
         f"{'slower' if ratio.slower else 'not told apart'} |"
         for name, record in results.items()
-        if record["case"] in _TABLES or is_published_table(record)
+        if record["case"] in _TABLES
         for row, ratio in no_gain(record)
     ]
     lines += [line for record in results.values() for line in side_table.slower(record)]
@@ -117,7 +98,7 @@ def with_numbers(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         ValueError: it lacks a mark.
     """
-    return _between(page, BEGIN, END, numbers(results))
+    return between(page, BEGIN, END, numbers(results))
 
 
 def with_glance(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -126,15 +107,7 @@ def with_glance(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         ValueError: it lacks a mark.
     """
-    return _between(readme, *GLANCE, glance(results))
-
-
-def _between(text: str, begin: str, end: str, new: str) -> str:
-    before, opened, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (opened and closed):
-        raise ValueError(f"the page has no {begin} ... {end}: put both marks where its numbers belong")
-    return f"{before}{begin}\n{new}\n{end}{after}"
+    return between(readme, *GLANCE, glance(results))
 
 
 def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
@@ -270,6 +243,9 @@ def main() -> None:
     for page, fill in ((PAGE, with_numbers), ("README.md", with_glance)):
         path = ROOT / page
         path.write_text(fill(path.read_text(encoding="utf-8"), results), encoding="utf-8")
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(with_optimisation(page, path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,3 +23,16 @@ def made_by(name: str, record: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
     of = f"commit {commit[:7]}" if commit else "commit not recorded"
     return f"`{command_of(record)}`: {where}, {packages}, {of}; `benchmarks/results/{name}`."
+
+
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """Return a page with what stands between two marks replaced.
+
+    Raises:
+        ValueError: it lacks a mark.
+    """
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise ValueError(f"the page has no {begin} ... {end}: put both marks where its numbers belong")
+    return f"{before}{begin}\n{new}\n{end}{after}"

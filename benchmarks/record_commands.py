@@ -96,7 +96,7 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "activation_memory": _on_its_device,
     "host_overhead": _on_its_device,
     "collator": lambda record: "python -m benchmarks --case collator",
-    "headline": lambda record: "python -m benchmarks --case headline --scale full --device cuda --json FILE",
+    "by_itself": lambda record: f"python -m benchmarks.by_itself {record['settings']['optimisation']} --json FILE",
     "first_step": _first_step,
     "memory_caps": _memory_caps,
     "equal_memory": lambda record: f"python -m benchmarks.equal_memory {_rows_of(record)} --json FILE",

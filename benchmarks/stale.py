@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "equal_memory": TRAINING,
     "everyday": TRAINING,
     "first_step": TRAINING,
-    "headline": TRAINING,
+    "by_itself": TRAINING,
     "host_overhead": TRAINING,
     "lora": TRAINING,
     "memory_caps": TRAINING,

@@ -104,7 +104,7 @@ _FIRST = (
     "test_inductor", "test_notebooks", "test_compile_parity", "test_compile", "test_users_hooks",
     "test_capture_changes", "test_quickstart", "test_sft_command", "test_everyday", "test_nested", "test_compile_moe",
     "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits", "test_one_graph",
-    "test_case_headline", "test_trl_examples", "test_first_step", "test_without_bf16", "test_moved_names",
+    "test_trl_examples", "test_first_step", "test_without_bf16", "test_moved_names",
     "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
     "test_scripts", "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_sharded_loss",
     "test_sharded", "test_package",

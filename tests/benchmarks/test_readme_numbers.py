@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.open_list import PLANNED_CASES, open_list
+from benchmarks.pages import FIGURES, PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
 from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, with_numbers, without_gain
 from benchmarks.results_folder import RESULTS, load_results
+from benchmarks.side_by_side import DEFAULT_SIDES, FIRST
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +26,13 @@ def test_pages_and_results_agree(page: str, fill: Any) -> None:
     assert fill(text, load_results()) == text, "run: python -m benchmarks.readme"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_of_one_optimisation_have_their_record_or_its_command(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert with_optimisation(page, text, load_results()) == text, "run: python -m benchmarks.readme"
+    assert f"python -m benchmarks.by_itself {PAGES[page]} " in text.partition(FIGURES[0])[2].partition(FIGURES[1])[0]
+
+
 def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
     for name, record in load_results().items():
         assert name.startswith(f"{record['case']}_{record['machine']['device']}_")
@@ -30,19 +40,39 @@ def test_results_are_complete_runs_without_names_of_machines_or_folders() -> Non
         assert "/" not in str(record["machine"].values())
 
 
-def test_tables_say_what_they_do_not_show() -> None:
+def test_what_no_table_shows_is_said_and_open_in_one_list() -> None:
     said = 0
-    for name, record in load_results().items():
+    results = load_results()
+    (listed,) = open_list(results)
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert page.index(listed) > page.rindex("| --- |")
+    for name, record in results.items():
+        skipped = 0 if record["case"] in PLANNED_CASES else sum("skipped" in row for row in record["rows"])
+        assert (f"- {skipped} of {len(record['rows'])} rows of `{name}`" in listed) == bool(skipped), name
+        assert (f"`{name}`, which was stopped" in listed) != record["complete"], name
         text = numbers({name: record})
-        skipped = sum("skipped" in row for row in record["rows"])
-        assert (f"Open: {skipped} of {len(record['rows'])} rows" in text) == bool(skipped), name
-        assert ("This run was stopped" in text) != record["complete"], name
         for row in record["rows"]:
             for side, figures in row["sides"].items() if isinstance(row.get("sides"), dict) else ():
                 if "failed" in figures:
                     assert f"*{side}* (" in text.partition("Did not run: ")[2], (name, side)
                     said += 1
     assert said
+
+
+def test_the_open_list_asks_for_what_no_record_of_a_gpu_has() -> None:
+    def listed(device: str, *rows: dict[str, Any]) -> str:
+        machine = {"device": device}
+        return open_list({"x": {"case": "side_by_side", "rows": rows, "machine": machine, "complete": True}})[0]
+
+    row, *others = FIRST
+    runs = [{"row": row, "side": side} for side in DEFAULT_SIDES]  # what else a run has is not read here
+    assert f'--rows "{row}" "{others[0]}" ' in listed("cuda", *runs[:1])
+    assert f'--rows "{row}" "{others[0]}" ' in listed("cpu", *runs)
+    assert f'--rows "{others[0]}" ' in listed("cuda", *runs)
+    assert f'--rows "{row}" "{others[0]}" ' in listed("cuda", *({**run, "skipped": "no time"} for run in runs))
+    every = [{"row": row, "side": side} for row in FIRST for side in DEFAULT_SIDES]
+    assert "six rows beside stock" not in listed("cuda", *every)
+    assert max(map(len, listed("cpu").splitlines())) < 1000  # a command is pasted as one line
 
 
 def test_peaks_leave_out_what_other_sides_keep() -> None:

@@ -1,0 +1,72 @@
+"""Layer inputs fetched back from host memory one by one, or each while the layer after it runs: decoders with LoRA."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.activation_memory import DOCUMENT, WORKLOADS, Workload
+from benchmarks.activation_sides import CHECKPOINT, OURS, SINGLE, Batch, DecoderSide, side
+from benchmarks.arithmetic import reload_saved
+from benchmarks.by_itself_row import Pass, row_of
+from benchmarks.lora_models import LoraModel, build
+from fastpack_trl.checkpointing.trace import host_copy_seconds
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.record import OtherLoad
+from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
+
+SIDES = (SINGLE, OURS, CHECKPOINT)
+ROWS = {f"{name}-reload": WORKLOADS[name] for name in ("qwen3-8b", "qwen3-14b", "qwen3-32b")}
+TINY: dict[str, Workload] = {
+    "qwen3-8b-reload": (LoraModel("tiny-qwen3", "bf16"), 3, 256),
+    "qwen3-14b-reload": (LoraModel("tiny-qwen3", "nf4"), 3, 256),
+    "qwen3-32b-reload": (LoraModel("tiny-qwen3", "nf4"), 3, 128),
+}
+WARMUP = 1
+TOLERANCE = 0.0
+"""Of the loss: fetching an input back changes no bit of it."""
+
+
+def measure_row(row: Workload, rounds: int, device: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Time forward and backward of the sides in turn, over one set of weights, and one copy by itself."""
+    start = time.perf_counter()
+    model, layers, tokens = row
+    clock = clock_of(device)
+    weights = build(model, layers=layers, positions=tokens, seed=seed, device=device)
+    config = weights.get_base_model().config
+    batch = Batch.of(tokens, min(DOCUMENT, tokens), int(config.vocab_size), device, seed)
+    nbytes = tokens * int(config.hidden_size) * weights.get_input_embeddings().weight.element_size()
+    with contextlib.ExitStack() as stack:
+        sides = {name: stack.enter_context(side(name, weights, device)) for name in SIDES}
+        load = OtherLoad()
+        turns = take_turns(
+            {name: partial(_pass, made, batch, clock) for name, made in sides.items()}, rounds=rounds, warmup=WARMUP,
+            seconds=seconds - (time.perf_counter() - start), least=min(3, rounds), clock=clock, begin=load.restart,
+            dropped=lambda *_: free_memory(device),
+        )  # fmt: skip
+        busy = load.cores()
+    passes = {name: [_seconds(found, clock) for found in each] for name, each in turns.results.items()}
+    rate = nbytes / host_copy_seconds(torch.device("cuda"), nbytes)(nbytes) if device == "cuda" else float("inf")
+    behind = median(one.backward for one in passes[OURS]) / layers if passes.get(OURS) else 0.0
+    parts = {"layers": layers, "layer_input_bytes": nbytes, "bytes_per_second": rate, "layer_backward_seconds": behind}
+    row_found = row_of(passes, turns.failed, SINGLE, OURS, reload_saved(layers, nbytes, rate, behind), parts, TOLERANCE)
+    return row_found | {"other_load": busy}
+
+
+def _pass(made: DecoderSide, batch: Batch, clock: Clock) -> tuple[list[Any], Any, int | None]:
+    marks = [clock.mark()]
+    loss, memory = made.step(batch, between=lambda: marks.append(clock.mark()))
+    marks.append(clock.mark())
+    return marks, loss, None if memory is None else memory["peak_bytes"]
+
+
+def _seconds(found: tuple[list[Any], Any, int | None], clock: Clock) -> Pass:
+    (start, middle, end), loss, peak = found
+    seconds = clock.seconds
+    return Pass(seconds(start, middle), seconds(middle, end), seconds(start, end), float(loss), peak)

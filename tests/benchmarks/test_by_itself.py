@@ -1,0 +1,115 @@
+"""Each optimisation by itself: its arithmetic, its sides on tiny models, and what a row says of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import by_itself, by_itself_metadata, by_itself_routing
+from benchmarks.arithmetic import (
+    Saved,
+    metadata_saved,
+    published_checks,
+    reload_saved,
+    routing_saved,
+    sound,
+)
+from benchmarks.by_itself import OPTIMISATIONS, measure
+from benchmarks.by_itself_row import Pass, row_of
+from benchmarks.by_itself_table import table
+from benchmarks.published import PUBLISHED, ROWS
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.timing import WallClock
+
+
+def test_metadata_is_made_once_instead_of_in_every_layer_and_its_recomputation() -> None:
+    assert metadata_saved(16, 2.0, recomputed=False) == Saved(30.0, 0.0)
+    assert metadata_saved(16, 2.0, recomputed=True) == Saved(30.0, 32.0)
+
+
+def test_a_reload_hides_behind_a_layer_as_far_as_that_lasts() -> None:
+    assert reload_saved(3, 100.0, 50.0, layer_backward=5.0) == Saved(0.0, 4.0)
+    assert reload_saved(3, 100.0, 50.0, layer_backward=0.5) == Saved(0.0, 1.0)
+
+
+def test_routing_saves_the_difference_of_the_dispatches_in_each_pass() -> None:
+    assert routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=False) == Saved(8.0, 10.0)
+    assert routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=True) == Saved(8.0, 18.0)
+
+
+def test_the_arithmetic_predicts_what_others_have_published() -> None:
+    checks = published_checks()
+    assert len(checks) == 5
+    for name, predicted, published in checks:
+        assert sound(predicted, published), name
+    assert not sound(1.0, 2.0)
+    assert not sound(1.0, 0.0)
+
+
+def test_every_published_figure_has_a_row() -> None:
+    rows = [row for one in OPTIMISATIONS.values() for row in one.rows]
+    assert PUBLISHED.keys() == ROWS.keys()
+    for name in PUBLISHED:
+        assert any(row.startswith(name) for row in rows), name
+    for one in OPTIMISATIONS.values():
+        assert one.rows.keys() == one.tiny.keys()
+
+
+def test_a_row_compares_the_two_sides_that_differ_in_one_thing() -> None:
+    def passes(seconds: float, loss: float = 2.0, peak: int = 2**30) -> list[Pass]:
+        return [Pass(seconds / 4, 3 * seconds / 4, seconds, loss, peak)] * 6
+
+    sides = {"off": passes(1.0), "on": passes(0.8, peak=2**31), "other": passes(0.5, loss=3.0)}
+    row = row_of(sides, {"last": "OutOfMemoryError"}, "off", "on", Saved(0.1, 0.06), {}, tolerance=0.01)
+    assert row["gains"]["seconds"]["median"] == row["gains"]["forward"]["median"] == pytest.approx(1.25)
+    assert row["saved_seconds"] == pytest.approx(0.2)
+    assert row["sound"]  # 0.16 of 0.2
+    assert row["extra_bytes"] == 2**30
+    assert "its loss is 5.00e-01 off that of off" in row["sides"]["other"]["failed"]
+    assert row["sides"]["last"] == {"failed": "OutOfMemoryError"}
+    unsure = row_of(sides, {}, "off", "other", Saved(0.1, 0.06), {}, tolerance=0.01)
+    assert "gains" not in unsure
+
+
+def test_both_dispatches_sum_the_same_experts() -> None:
+    hidden = torch.randn(10, 4, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(10)])
+    weights = torch.rand(10, 2, dtype=torch.float64)
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        return rows * (int(number) + 1)
+
+    loop, once = (call(hidden, ids, weights, 5, expert) for call in by_itself_routing.DISPATCHES.values())
+    expected = hidden * ((ids + 1) * weights).sum(1, keepdim=True)
+    torch.testing.assert_close(loop, expected)
+    torch.testing.assert_close(once, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("metadata", "qwen3-0.6b"), ("reload", "qwen3-8b-reload"), ("routing", "gpt-oss-20b-routing-2048")],
+)
+def test_every_side_of_an_optimisation_trains_to_the_same_loss(name: str, row: str) -> None:
+    record = measure(name, [row], tiny=True, rounds=1, progress=False)
+    (found,) = record["rows"]
+    assert not [side["failed"] for side in found["sides"].values() if "failed" in side]
+    assert len(found["sides"]) == 3
+    assert set(found["gains"]) == {"forward", "backward", "seconds"}
+    assert found["predicted"]["backward"] >= 0
+    text = table(record)
+    assert f"| {row}, " in text
+    assert "published by others" in text
+    assert "%, " not in text.splitlines()[4].rpartition("|")[0].rpartition("|")[2]  # nothing published of a tiny model
+
+
+def test_a_rebuild_is_timed_over_the_documents_of_the_rows() -> None:
+    assert by_itself_metadata.rebuild_seconds([[3, 2], [5]], "cpu", WallClock()) > 0
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="there is no 'metdata'; did you mean"):
+        measure("metdata")
+    with pytest.raises(UserError, match="there is no row 'qwen3'"):
+        measure("metadata", ["qwen3"])
+    assert by_itself.tokens_of(by_itself_metadata.ROWS["qwen3-0.6b"]) == 2048
