@@ -105,6 +105,7 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "balance": lambda record: "python -m benchmarks.balance --json FILE",
     "nf4": lambda record: "python -m benchmarks.nf4 --json FILE",
     "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
+    "fp8_products": lambda record: "python -m benchmarks.fp8_products --json FILE",
     "side_by_side": _side_by_side,
     "row_profile": _row_profile,
     "cuda_tests": cuda_tests.command,

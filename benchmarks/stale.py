@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "everyday": TRAINING,
     "first_step": TRAINING,
     "by_itself": TRAINING,
+    "fp8_products": ("kernels", "measure"),
     "host_overhead": TRAINING,
     "lora": TRAINING,
     "memory_caps": TRAINING,
