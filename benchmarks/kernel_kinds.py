@@ -38,7 +38,7 @@ OPERATORS: tuple[tuple[str, re.Pattern[str]], ...] = (
 """What a kernel is for by the operators around its launch, the innermost first; products are decided before."""
 
 KERNELS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    (COPIES, re.compile(r"^Mem(cpy|set)|direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor|^aten::("
+    (COPIES, re.compile(r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|FillFunctor|^aten::("
                         r"copy_|clone|cat|zero_|fill_|_to_copy|contiguous)$")),
     (ATTENTION, re.compile(r"flash_(fwd|bwd)|flash::|fmha_|AttentionKernel|sdpa|flex_attention|_attn_(fwd|bwd)|"
                            r"FlashAttn|aten::_?scaled_dot_product|triton_tem_fused.*flex")),

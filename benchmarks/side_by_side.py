@@ -160,6 +160,7 @@ def runs(rows: Sequence[str], sides: Sequence[str], rounds: int) -> Iterator[tup
 def measure(
     rows: Sequence[str], sides: Sequence[str], *, rounds: int, seed: int, seconds: float = math.inf,
     file: ResultFile | None = None, progress: bool = True, unsloth: str = "",
+    timeout: float = TIMEOUT,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure sides of rows, each run in a process of its own; a run that fails is an entry with its error.
 
@@ -171,6 +172,7 @@ def measure(
         file: written after every run; what it has of this very measurement is taken over.
         progress: show a bar, and name failures on stderr.
         unsloth: path of the Python of the side `UNSLOTH`.
+        timeout: seconds after which a run is ended; its entry says so.
 
     Raises:
         UserError: an unknown row or side; no Python for a side that needs one; `file` holds another run.
@@ -182,7 +184,7 @@ def measure(
         RowTask(
             {"setting": f"{row}, {side}, round {number}", "row": row, "side": side, "round": number,
              "tokens": ROWS[row].tokens, "layers": layers_of(row)},
-            partial(_run, row, side, seed, unsloth), empty={},
+            partial(_run, row, side, seed, unsloth, timeout), empty={},
         )
         for row, side, number in runs(rows, sides, rounds)
     ]  # fmt: skip
@@ -200,10 +202,10 @@ def layers_of(row: str) -> str:
     return f"{shape.layers} of {shape.published_layers}"
 
 
-def _run(row: str, side: str, seed: int, unsloth: str, seconds: float) -> dict[str, Any]:
+def _run(row: str, side: str, seed: int, unsloth: str, timeout: float, seconds: float) -> dict[str, Any]:
     if side == UNSLOTH:
-        return unsloth_folder.run(ROWS[row], row, seed, unsloth, TIMEOUT)
-    return answer_of("benchmarks.side_by_side", ("--rows", row, "--sides", side, "--seed", seed, "--here"), TIMEOUT)
+        return unsloth_folder.run(ROWS[row], row, seed, unsloth, timeout)
+    return answer_of("benchmarks.side_by_side", ("--rows", row, "--sides", side, "--seed", seed, "--here"), timeout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -214,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--unsloth", metavar="PYTHON", default="", help=f"of an environment with it, for {UNSLOTH}")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for all runs; the next command goes on")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of one run, seconds (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
     parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
     parser.add_argument("--report", metavar="FILE", help="print the table of a record and stop")
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
         record = measure(
             args.rows, args.sides, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file,
-            unsloth=args.unsloth,
+            unsloth=args.unsloth, timeout=args.timeout,
         )  # fmt: skip
         if file is not None:
             file.save(record)

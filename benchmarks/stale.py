@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "equal_memory": TRAINING,
     "everyday": TRAINING,
     "first_step": TRAINING,
-    "by_itself": TRAINING,
+    "by_itself": ("attention", "checkpointing", "kernels", "model", "moe", "packing"),
     "fp8_products": ("kernels", "measure"),
     "host_overhead": TRAINING,
     "lora": TRAINING,
@@ -51,6 +51,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "side_by_side": TRAINING,
 }
 """Rooms of the package by case; a case that is not here uses all."""
+OPTIMISATIONS = {
+    "metadata": ("attention", "model", "packing"),
+    "reload": ("attention", "checkpointing", "model", "packing"),
+    "routing": ("attention", "kernels", "model", "moe", "packing"),
+}
+"""Of the rooms of ``by_itself``, those of each of its records."""
 _EXPERTS = re.compile(r"gpt.oss|moe|a3b|experts", re.IGNORECASE)
 _NAMES = ("model", "row", "name", "setting")
 """Keys of a row that say what model it is about."""
@@ -66,6 +72,8 @@ class Stale(NamedTuple):
 
 def rooms_of(record: Record) -> tuple[str, ...]:
     """Return the rooms of the package that the rows of a record use."""
+    if record["case"] == "by_itself":
+        return OPTIMISATIONS[record["settings"]["optimisation"]]
     rooms = ROOMS.get(record["case"]) or tuple(code_hashes())
     experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
     return (*rooms, "moe") if experts and rooms is TRAINING else rooms

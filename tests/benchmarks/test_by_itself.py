@@ -103,6 +103,16 @@ def test_every_side_of_an_optimisation_trains_to_the_same_loss(name: str, row: s
     assert "%, " not in text.splitlines()[4].rpartition("|")[0].rpartition("|")[2]  # nothing published of a tiny model
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPTIMISATIONS)
+def test_on_a_gpu_every_row_has_its_sides_and_its_memory(name: str) -> None:
+    for row in measure(name, tiny=True, rounds=2, progress=False)["rows"]:
+        assert not [side["failed"] for side in row["sides"].values() if "failed" in side], row["row"]
+        assert row["extra_bytes"] is not None
+        assert row["predicted"]["backward"] > 0
+        assert all(value > 0 for part in ("forward", "backward") for value in row["sides"][row["on"]][part]["values"])
+
+
 def test_a_rebuild_is_timed_over_the_documents_of_the_rows() -> None:
     assert by_itself_metadata.rebuild_seconds([[3, 2], [5]], "cpu", WallClock()) > 0
 

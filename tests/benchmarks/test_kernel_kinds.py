@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.kernel_kinds import (
     ATTENTION,
@@ -21,6 +22,7 @@ from benchmarks.kernel_kinds import (
     by_kind,
     kind_of,
     largest,
+    launches_of,
 )
 from benchmarks.step_bounds import Device, Work, bound_seconds, products_seconds
 
@@ -51,6 +53,7 @@ NAMES = {
     "Memset (Device)": COPIES,
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
     "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>>": COPIES,
+    "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16tofloat32_copy_kernel_cuda(float)>": COPIES,
     "void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<c10::BFloat16, unsigned int>": COPIES,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2": GLUE,
     "triton_poi_fused_mul_silu_3": GLUE,
@@ -149,3 +152,27 @@ def test_launches_are_grouped_by_kind_and_the_largest_named() -> None:
     found = by_kind(launches, DENSE)
     assert list(found) == [GLUE, COPIES]
     assert largest(found[GLUE], 1) == [["a_rms_norm", 3.0, 2]]
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_product_is_known_by_its_operator_and_in_a_replayed_graph_by_its_name() -> None:
+    rows, thin, wide = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((256, 512), (512, 16), (512, 1024))
+    )
+
+    def products() -> None:
+        _ = rows @ thin, rows @ wide, rows.float()
+
+    products()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products()
+    for run, kinds in ((products, {THIN, BASE, COPIES}), (graph.replay, {BASE, COPIES})):
+        with torch.profiler.profile(record_shapes=True) as seen:
+            run()
+            torch.cuda.synchronize()
+        found = by_kind(launches_of(seen.events() or (), "cuda"), Facts(9999))
+        assert found.keys() == kinds
+        sizes = {launch.product for kind in (THIN, BASE) for launch in found.get(kind, ())}
+        assert sizes == ({(1, 256, 512, 16), (1, 256, 512, 1024)} if run is products else {None})
+        assert all(launch.seconds > 0 for launches in found.values() for launch in launches)

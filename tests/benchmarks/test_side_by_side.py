@@ -137,7 +137,7 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
 ) -> None:
     asked = []
 
-    def answer(row: str, side: str, seed: int, unsloth: str, seconds: float) -> dict[str, Any]:
+    def answer(row: str, side: str, seed: int, unsloth: str, timeout: float, seconds: float) -> dict[str, Any]:
         asked.append(side)
         return dict(measured[side]) if side in measured else {"failed": "OutOfMemoryError: too large"}
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import stale
+from benchmarks import by_itself, stale
 from benchmarks.record_commands import command_of
 from benchmarks.results_folder import load_results
-from benchmarks.stale import ROOMS, reason, rooms_of
+from benchmarks.stale import OPTIMISATIONS, ROOMS, reason, rooms_of
 from fastpack_trl.measure.code_hash import code_hashes, code_of, hashes_of
 from fastpack_trl.measure.record import make_record
 
@@ -51,6 +51,13 @@ def test_a_record_is_stale_once_a_room_that_it_uses_has_other_code(
     why = reason(a_record(case, model), changed(path, text), lambda commit: None)
     assert (why is None) == (stale_room is None), why
     assert stale_room is None or why.endswith(f": {stale_room}")
+
+
+def test_a_record_of_one_optimisation_uses_the_rooms_of_that_one() -> None:
+    for name, rooms in OPTIMISATIONS.items():
+        assert set(rooms) <= set(ROOMS["by_itself"])
+        assert rooms_of({"case": "by_itself", "settings": {"optimisation": name}}) == rooms
+    assert OPTIMISATIONS.keys() == by_itself.OPTIMISATIONS.keys()
 
 
 def test_what_is_said_is_not_code() -> None:
