@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 PADDED_ROWS = "padded_rows"
 """The attention path that unpacks documents into padded rows, under stock's own attention."""
 SHARDED = "parameters are sharded while the step runs"
+ONCE_PARTED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
 DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""

@@ -17,19 +17,23 @@ SCRIPT = Path(__file__).with_name("uneven_ranks.py")
 IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
-def _resumed(cls: Any, folder: Path) -> Any:
-    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 6}
+def _trained(cls: Any, folder: Path, resume: str = "", **more: Any) -> Any:
+    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"} | more
     trainer = cls(
         tiny_model("qwen3"), args=SFTConfig(**settings(folder, **options)), train_dataset=make_dataset("text", 40),
         processing_class=make_tokenizer(),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     return trainer
 
 
-def test_uneven_batches_log_what_stock_logs_and_one_process_resumes_what_two_saved(tmp_path: Path) -> None:
+def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer_processes(tmp_path: Path) -> None:
+    for cls in (FastSFTTrainer, SFTTrainer):
+        _trained(cls, tmp_path / f"one_{cls.__name__}", max_steps=2, save_strategy="steps", save_steps=2)
     fork_ranks(SCRIPT, str(tmp_path), "uneven", imports=IMPORTS)
-    ours, stock = (_resumed(cls, tmp_path / cls.__name__) for cls in (FastSFTTrainer, SFTTrainer))
+    ours, stock = (
+        _trained(cls, tmp_path / cls.__name__, "checkpoint-2", max_steps=6) for cls in (FastSFTTrainer, SFTTrainer)
+    )
     assert_same_log(ours, stock)
     assert ours.state.global_step == 6
 
@@ -45,11 +49,12 @@ def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
         ("proof", ["AloneError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in _proof"]),
         ("plan", ["AloneError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in plan_memory"]),
         ("step", ["RuntimeError: the kernel failed", "in training_step"]),
+        ("dispatched", ["TypeError: Can only concatenate tensors but got"]),  # as under stock
     ],
 )
 def test_one_rank_that_fails_ends_all_with_its_reason(where: str, said: list[str], tmp_path: Path) -> None:
-    """Inside of the proof, the plan and the first step under FSDP 2, out of memory in a step under DDP."""
+    """Inside of the proof, the plan and the first step under FSDP 2; out of memory, or in a loader, under DDP."""
     with pytest.raises(AssertionError):  # not a timeout
         fork_ranks(SCRIPT, str(tmp_path), where, imports=IMPORTS, timeout=60)
-    text = (tmp_path / "said1").read_text(encoding="utf-8")
+    text = (tmp_path / f"said{int(where != 'dispatched')}").read_text(encoding="utf-8")
     assert [words for words in said if words not in text] == [], text

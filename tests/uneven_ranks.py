@@ -24,6 +24,7 @@ from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1])
 OWN_BATCHES = {"accelerator_config": {"dispatch_batches": False}}
+DISPATCHED = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}
 
 
 def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, **more: Any) -> Any:
@@ -38,9 +39,9 @@ def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, 
     )  # fmt: skip
 
 
-def run(cls: Any, **options: Any) -> Any:
+def run(cls: Any, resume: str = "", **options: Any) -> Any:
     trainer = make(cls, **options)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(FOLDER / f"one_{cls.__name__}" / resume) if resume else None)
     return trainer
 
 
@@ -50,9 +51,11 @@ def uneven() -> None:
         {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},
         {"accelerator_config": {"even_batches": False}, "per_device_train_batch_size": 2},
         {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2},
+        DISPATCHED | {"packing": False, "per_device_train_batch_size": 4},
         {"streamed": 2, **OWN_BATCHES},
         {"streamed": 1, **OWN_BATCHES},  # the second rank has no shard
         {"save_strategy": "steps", "save_steps": 2},
+        {"resume": "checkpoint-2", "max_steps": 6},
     ):
         assert_same_log(run(FastSFTTrainer, **options), run(SFTTrainer, **options))
 
@@ -112,6 +115,11 @@ def saying() -> Iterator[None]:
         raise
 
 
+def dispatched() -> None:
+    with saying():
+        run(FastSFTTrainer, accelerator_config={"dispatch_batches": True})
+
+
 def no_memory() -> None:
     with saying():
         run(FastSFTTrainer, callbacks=[NoMemory()])
@@ -134,6 +142,7 @@ def inside(**fast: Any) -> None:
 CASES = {
     "uneven": uneven,
     "no memory": no_memory,
+    "dispatched": dispatched,
     "one reason": one_reason,
     "proof": partial(inside, verify_packing="auto"),
     "plan": partial(inside, activation_memory_gib=1.0),

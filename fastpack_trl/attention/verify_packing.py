@@ -18,7 +18,7 @@ from fastpack_trl.model.loop import called
 from fastpack_trl.model.sharded import part_up
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
-from fastpack_trl.run import Run
+from fastpack_trl.run import ONCE_PARTED, Run
 
 logger = get_logger(__name__)
 
@@ -67,7 +67,7 @@ def _now_or_once_parted(run: Run, stack: ExitStack, prove: Callable[[], None]) -
         finally:
             part_up(run.model)
 
-    run.say("verify_packing", "on", "pending", "proven when FSDP has parted the parameters")
+    run.say("verify_packing", "on", "pending", ONCE_PARTED)
     stack.enter_context(called(run.trainer, at_begin=together))
 
 

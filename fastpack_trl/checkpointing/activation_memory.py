@@ -10,7 +10,7 @@ from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.sharded import part_up
-from fastpack_trl.run import Run
+from fastpack_trl.run import ONCE_PARTED, Run
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def activation_memory(run: Run) -> Iterator[None]:
         return
     with ExitStack() as stack:
         if run.is_fsdp2:
-            run.say(memory.FEATURE, "on", "pending", "planned when FSDP has parted the parameters")
+            run.say(memory.FEATURE, "on", "pending", ONCE_PARTED)
             run.activations_left = 0  # `checkpoint_offload` is this plan's
             stack.callback(setattr, run, "activations_left", None)
             installed = stack.enter_context(ExitStack())
