@@ -17,6 +17,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.attention.packed_attention import choose_attention, packed_attention, plan_rows_again
 from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import add_to_card, save_report
 from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
@@ -202,6 +203,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
                 run.enter(stack, feature)
             if announce:
                 stack.enter_context(save_report(run))
+                stack.enter_context(resumed_data(run))
             if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
                 stack.enter_context(called(self, at_begin=self._fastpack_announce))
             elif announce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _ROWS_AT_A_TIME = 10_000
+_ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
 _ROWS_OF_A_CHUNK = 100  # on average, below which chunks are joined: each costs a tenth of a millisecond
 
 
@@ -84,6 +86,19 @@ def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     """Return the items per row of a list column, in the data set's order."""
     parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+
+
+def rows_digest(dataset: Dataset) -> str:
+    """Return a digest of the rows in their order: how long all and their documents are, the tokens of a few.
+
+    Packing sorts documents by length: those of another order may make rows of the same lengths.
+    """
+    digest = hashlib.blake2b(column_lengths(dataset, "input_ids"), digest_size=8)
+    few = dataset.select(np.unique(np.linspace(0, len(dataset) - 1, _ROWS_OF_A_DIGEST, dtype=np.int64)))
+    for part, column in ((dataset, "seq_lengths"), (few, "input_ids")):
+        for chunk in _chunks(part, column) if column in part.column_names else ():
+            digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
+    return digest.hexdigest()
 
 
 def check_lengths(dataset: Dataset, name: str = "train") -> None:
