@@ -24,7 +24,9 @@ _NEAR = 0.1
 """A side is the slots of a step where it is off the mean of the steps by at most this share."""
 
 _OPERATOR = re.compile(r"(?!autograd::)\w+::")
-_PRODUCTS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|addbmm)$")
+_PRODUCTS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|addbmm)_?$")
+_SUMMED = re.compile(r"aten::b?addb?mm")
+"""Products with another input before their factors."""
 _GROUPED = re.compile(r"(_grouped_mm|_scaled_grouped_mm)$|GroupProblemShape|grouped_gemm|prepare_grouped|_grouped_")
 _LOOKED_UP = re.compile(r"aten::(embedding|index_select|embedding_dense_backward)")
 """Operators one of whose sides is the vocabulary, though they are no part of the head."""
@@ -52,7 +54,7 @@ KERNELS: tuple[tuple[str, re.Pattern[str]], ...] = (
                          r"aten::(sort|argsort|topk|searchsorted|bincount|histc|cumsum|nonzero|one_hot|index_put)",
                          re.IGNORECASE)),
     (BASE, re.compile(r"nvjet|gemm|cutlass::Kernel|cutlass.*tensorop|xmma|cublas|splitK|gemv|dot_kernel|aten::(mm|addmm"
-                      r"|bmm|baddbmm|dot|mv)$", re.IGNORECASE)),
+                      r"|bmm|baddbmm|dot|mv)_?$", re.IGNORECASE)),
     (GLUE, re.compile(r"^triton_|elementwise|reduce_kernel|layer_norm|rms_norm|RMSNorm|rope|swiglu|geglu|gather|"
                       r"index_kernel|indexSelect|embedding|softmax_warp|triu_tril|distribution_|arange|cat_kernel|"
                       r"where_kernel|element_mul|scan|compute_cuda_kernel|^aten::", re.IGNORECASE)),
@@ -117,7 +119,7 @@ class Launch:
 
     def _factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         factors = [shape for shape in self.shapes if len(shape) >= 2]
-        factors = factors[-2:] if self.operator.endswith(("addmm", "baddbmm", "addbmm")) else factors[:2]
+        factors = factors[-2:] if _SUMMED.search(self.operator) else factors[:2]
         return (factors[0], factors[1]) if len(factors) == 2 else ((), ())
 
 
@@ -133,7 +135,7 @@ def kind_of(launch: Launch, facts: Facts) -> str:
             if pattern.search(operator) and (kind != ROUTING or facts.slots):
                 return kind
     kind = next((kind for kind, pattern in KERNELS if pattern.search(launch.name)), UNKNOWN)
-    if kind in (GLUE, COPIES) and any(abs(side - facts.slots) <= _NEAR * facts.slots for side in sides):
+    if facts.slots and kind in (GLUE, COPIES) and any(abs(side - facts.slots) <= _NEAR * facts.slots for side in sides):
         return ROUTING
     return GLUE if kind == ROUTING and not facts.slots else kind
 

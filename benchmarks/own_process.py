@@ -29,18 +29,19 @@ def answer_of(
         arguments: of its command line.
         timeout: seconds after which it is ended.
         environment: variables beside those of this process.
-        python: path of the interpreter.
+        python: path of the interpreter; another one than this has its own packages, not those of PYTHONPATH.
 
     Returns:
         The answer; where there is none, or the process was ended, ``failed`` beside what the answer has by then.
     """
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         answer = Path(folder) / "answer.json"
+        variables = {**os.environ, **(environment or {})}
+        if python != sys.executable:
+            variables.pop("PYTHONPATH", None)
         command = [python, "-m", module, *map(str, arguments), "--json", str(answer)]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(environment or {})}
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
             failed = None if answer.exists() else done.stderr.strip()[-_SAID:] or f"exit code {done.returncode}"
         except OSError as error:
             failed = f"{python} does not run: {error}"

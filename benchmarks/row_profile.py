@@ -127,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=list(FIRST), help=f"of {', '.join(ROWS)} (default: the first 6)")
     parser.add_argument("--sides", nargs="+", default=[OURS], help=f"of {', '.join(SIDES)} (default: {OURS})")
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="of a large bf16 product (default: %(default)s)")
-    parser.add_argument(
-        "--terabytes", type=float, default=TERABYTES, help="per second of memory (default: %(default)s)"
-    )
+    parser.add_argument("--terabytes", type=float, help="per second of memory (default: of this device's data sheet)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for all rows; the next command goes on")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
     parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
@@ -137,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    peaks = Device(args.tflops * 1e12, args.terabytes * 1e12)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peaks = Device(args.tflops * 1e12, 1e12 * (args.terabytes or TERABYTES.get(name, TERABYTES["NVIDIA H200"])))
     if args.here:  # in the process of one row
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found = measure_row(ROWS[args.rows[0]], args.sides[0], device, args.seed, peaks)

@@ -77,8 +77,8 @@ ROWS = {
         Row("tiny-gpt-oss", 256, "experts"),
     )
 } | {
-    "gpt-oss-20b experts 4096, all layers": Row("gpt-oss-20b", 4096, "experts", 24),
-    "qwen3-30b-a3b experts 4096, 24 layers": Row("qwen3-30b-a3b", 4096, "experts", 24),
+    "gpt-oss-20b experts 4096 whole": Row("gpt-oss-20b", 4096, "experts", 24),
+    "qwen3-30b-a3b experts 4096 half": Row("qwen3-30b-a3b", 4096, "experts", 24),
 }  # fmt: skip
 FIRST = tuple(ROWS)[:6]
 TINY = tuple(name for name in ROWS if name.startswith(("small", "tiny")))

@@ -24,8 +24,10 @@ from benchmarks.kernel_kinds import (
     Launch,
 )
 
-TFLOPS, TERABYTES = 790.0, 4.8
-"""Of an H200: a large bf16 product as measured, the memory as in the data sheet."""
+TFLOPS = 790.0
+"""Of a large bf16 product, as measured on an H200 and an H100."""
+TERABYTES = {"NVIDIA H200": 4.8, "NVIDIA H100 80GB HBM3": 3.35}
+"""Per second of memory, of the data sheets."""
 _BF16 = 2
 
 
@@ -34,7 +36,7 @@ class Device:
     """Operations and bytes per second."""
 
     flops: float = TFLOPS * 1e12
-    bandwidth: float = TERABYTES * 1e12
+    bandwidth: float = TERABYTES["NVIDIA H200"] * 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

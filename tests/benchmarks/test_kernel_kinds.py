@@ -97,6 +97,7 @@ def test_kernels_of_experts_are_told_by_name(name: str, kind: str) -> None:
         ("aten::mm", ((4096, 4096), (4096, 12288)), DENSE, BASE),
         ("aten::addmm", ((12288,), (4096, 4096), (4096, 12288)), DENSE, BASE),
         ("aten::mm", ((4096, 4096), (4096, 16)), DENSE, THIN),
+        ("aten::addmm_", ((4096, 12288), (4096, 64), (64, 12288)), DENSE, THIN),
         ("aten::mm", ((48, 4096), (4096, 12288)), DENSE, THIN),
         ("aten::mm", ((1024, 4096), (4096, 151_936)), DENSE, HEAD),
         ("aten::bmm", ((32, 512, 128), (32, 128, 512)), DENSE, ATTENTION),
@@ -113,6 +114,7 @@ def test_products_are_told_apart_by_shape(
 def test_what_is_no_product_is_told_by_the_operators_around_it_and_by_its_sides() -> None:
     add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
     assert kind_of(Launch(add, 1.0, "aten::add", ((4096, 4096),)), SPARSE) == GLUE
+    assert kind_of(Launch(add, 1.0, "aten::add", ((0, 4096),)), DENSE) == GLUE
     assert kind_of(Launch(add, 1.0, "aten::add", ((16_300, 2880),)), SPARSE) == ROUTING
     assert kind_of(Launch(add, 1.0, "aten::add", ((512, 151_936),)), DENSE) == HEAD
     assert kind_of(Launch(add, 1.0, "aten::embedding", ((151_936, 4096), (1, 4096))), DENSE) == GLUE
