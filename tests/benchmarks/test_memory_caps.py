@@ -122,10 +122,10 @@ def test_a_row_that_fails_is_named_and_a_row_without_time_is_not_begun(monkeypat
 
     model, peft_config = caps_side.model_of(memory_caps.WORKLOADS["tiny-gpt-oss"], 256, "cpu", 0)
     side = caps_side.Side(get_peft_model(model, peft_config), "stock", "cpu", seed=0, seconds=60.0)
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def fail(*args: Any) -> None:
-        raise full
+        # Made here: one that is kept has the frames of its traceback, and with them the hooks of torch's checkpoint.
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     handle = side.model.base_model.model.model.layers[1].register_forward_hook(fail)
     assert side.fits(128) is False
