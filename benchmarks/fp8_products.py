@@ -44,6 +44,7 @@ from benchmarks.fp8_quantise import BLOCK, Quantised, quantise_rows, quantise_ro
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
 from benchmarks.nf4 import replayed_graph
+from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import check_writable, make_record, write_json
@@ -75,7 +76,13 @@ def measure(
 
     Returns:
         A record; rows of the kinds ``layer``, ``parts`` and ``errors``. Incomplete if seconds ran out.
+
+    Raises:
+        UserError: a model has projections whose dimensions are no multiples of a block.
     """
+    for name, shape in models.items():
+        if any(each.out_features % BLOCK or each.in_features % BLOCK for each in projections(shape)):
+            raise UserError(f"{name}: dimensions of its projections are no multiples of {BLOCK}, the size of a block")
     end = time.perf_counter() + seconds
     rows = []
     todo = list(_tasks(models, tokens, rounds, device, seed))

@@ -19,7 +19,8 @@ from hypothesis.extra.numpy import arrays
 from benchmarks import fp8_layer, fp8_products
 from benchmarks.fp8_quantise import BLOCK, FP8, LARGEST, LEAST, quantise_blocks, quantise_rows_torch, quantise_tensor
 from benchmarks.fp8_table import table
-from benchmarks.model_shapes import ModelShape
+from benchmarks.model_shapes import MODELS, ModelShape
+from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.record import write_json
 
@@ -138,3 +139,8 @@ def test_rows_that_the_seconds_do_not_reach_are_open() -> None:
     record = fp8_products.measure({"tiny": TINY}, tokens=(32,), rounds=2, device="cpu", seconds=0)
     assert not record["complete"]
     assert "Seconds ran out" in table(record)
+
+
+def test_a_model_without_whole_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match="tiny-qwen3: dimensions of its projections are no multiples of 128"):
+        fp8_products.measure({"tiny-qwen3": MODELS["tiny-qwen3"]}, tokens=(32,), rounds=2, device="cpu")
