@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks.kernel_kinds import KINDS, UNKNOWN
@@ -13,7 +14,7 @@ ENOUGH = 0.95
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return Markdown: a line per row and side, milliseconds of each kind and its bound in brackets."""
+    """Return Markdown: a column per row and side; of each kind its milliseconds, and its bound in brackets."""
     rows = [row for row in record["rows"] if row.get("kinds")]
     kinds = [kind for kind in KINDS if any(kind in row["kinds"] for row in rows)]
     settings = record["settings"]
@@ -24,34 +25,46 @@ def table(record: Mapping[str, Any]) -> str:
         "were run, recomputation included). Kernels are launched one by one here: idle share and launches are those "
         "of a step that is not replayed as a graph."
     )
-    columns = ["row", "side", *kinds, "sum", "farthest above its bound", "launches", "idle"]
-    lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]
-    for row in rows:
-        lines.append(f"| {row['row']} | {row['side']} | {' | '.join(_cells(row, kinds))} |")
-    lines += [f"| {row['row']} | {row['side']} | {_why(row)} |" for row in record["rows"] if not row.get("kinds")]
+    titles = [row["row"] if row["side"] == "fastpack" else f"{row['row']}, {row['side']}" for row in rows]
+    lines = [head, "", f"| kind | {' | '.join(titles)} |", f"| --- | {' | '.join(['---:'] * len(rows))} |"]
+    cells: dict[str, Callable[[Mapping[str, Any]], str]] = {kind: partial(_kind, kind) for kind in kinds}
+    for name, cell in {**cells, **_SUMMARY}.items():
+        lines.append(f"| {name} | {' | '.join(cell(row) for row in rows)} |")
     notes = [note for row in rows for note in _notes(row)]
+    notes += [f"- {row['row']}, {row['side']}: {_why(row)}" for row in record["rows"] if not row.get("kinds")]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
-def _cells(row: Mapping[str, Any], kinds: list[str]) -> list[str]:
-    found = row["kinds"]
-    cells = [
-        f"{_ms(found[kind]['seconds'])} ({_ms(found[kind]['bound_seconds'])})" if kind in found else "-"
-        for kind in kinds
-    ]
-    sums = [sum(kind[part] for kind in found.values()) for part in ("seconds", "bound_seconds")]
-    gaps = {kind: one["seconds"] - one["bound_seconds"] for kind, one in found.items()}
+def _kind(kind: str, row: Mapping[str, Any]) -> str:
+    found = row["kinds"].get(kind)
+    return "-" if found is None else f"{_ms(found['seconds'])} ({_ms(found['bound_seconds'])})"
+
+
+def _sum(row: Mapping[str, Any]) -> str:
+    seconds, bound = (sum(kind[part] for kind in row["kinds"].values()) for part in ("seconds", "bound_seconds"))
+    return f"{_ms(seconds)} ({_ms(bound)})"
+
+
+def _farthest(row: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the kind whose time lies farthest above its bound, and by how many seconds."""
+    gaps = {kind: one["seconds"] - one["bound_seconds"] for kind, one in row["kinds"].items()}
     worst = max(gaps, key=gaps.__getitem__)
-    launches = "-" if row["launches"] is None else f"{row['launches']:,.0f}"
-    idle = "-" if row["idle"] is None else f"{row['idle']:.0%}"
-    return [*cells, f"{_ms(sums[0])} ({_ms(sums[1])})", f"{worst}: {_ms(gaps[worst])}", launches, idle]
+    return worst, gaps[worst]
+
+
+_SUMMARY: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "sum": _sum,
+    "farthest above its bound": lambda row: f"{_farthest(row)[0]}: {_ms(_farthest(row)[1])}",
+    "step": lambda row: _ms(row["step_seconds"]),
+    "idle": lambda row: "-" if row["idle"] is None else f"{row['idle']:.0%}",
+    "launches": lambda row: "-" if row["launches"] is None else f"{row['launches']:,.0f}",
+}
+"""Lines below those of the kinds."""
 
 
 def _notes(row: Mapping[str, Any]) -> list[str]:
     """Return the kernels without a kind, and the largest of the kind that is farthest above its bound."""
-    found = row["kinds"]
-    gaps = {kind: one["seconds"] - one["bound_seconds"] for kind, one in found.items()}
-    worst = max(gaps, key=gaps.__getitem__)
+    found, (worst, _) = row["kinds"], _farthest(row)
     named = "; ".join(f"`{_cut(name)}` {_ms(seconds)} ms in {count:,.0f}" for name, seconds, count in
                       found[worst]["largest"])  # fmt: skip
     notes = [f"- {row['row']}, {row['side']}: largest of *{worst}*: {named}."]

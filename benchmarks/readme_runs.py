@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import made_by
+from benchmarks.side_by_side import FIRST
 from benchmarks.side_table import cells, times, title
 from fastpack_trl.bench.views import device_of
 
@@ -44,12 +45,13 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _packed_glance(name: str, record: Mapping[str, Any]) -> list[str]:
-    """Return the rows of a record of `benchmarks.side_by_side` that stock and fastpack have run."""
+    """Return the first rows of `benchmarks.side_by_side` that stock and fastpack have run in a record."""
     lines = [
         "| training | stock, tokens/s | fastpack, tokens/s | over stock | over stock compiled | peak memory |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row, sides in cells(record).items():
+    shown = [(row, sides) for row, sides in cells(record).items() if row in FIRST]
+    for row, sides in shown:
         ours, stock = sides.get("fastpack"), sides.get("stock")
         if ours is None or stock is None or (ratio := times(row, sides, "stock", ours)) is None:
             continue

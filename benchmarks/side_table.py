@@ -11,6 +11,7 @@ from fastpack_trl.bench.views import device_of
 
 LOSS_BUDGET = 1e-3
 """Relative, of a logged loss of a dense model in bf16; beyond it a time is not believed."""
+ORDER = ("stock", "stock compiled", "stock + Liger", "unsloth", "fastpack (same memory)", "fastpack")
 LEAKS = ("gpt-oss",)
 """Models whose packed documents see each other under stock: their losses differ."""
 
@@ -47,7 +48,7 @@ class Cell:
 
 
 def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
-    """Return the sides of each row, in the order of the record."""
+    """Return the sides of each row, rows in the order of the record and sides in `ORDER`."""
     grouped: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for run in record["rows"]:
         grouped.setdefault(run["row"], {}).setdefault(run["side"], []).append(run)
@@ -57,7 +58,11 @@ def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
             good = [run for run in entries if "step_seconds" in run]
             bad = [str(run.get("failed") or run.get("skipped")) for run in entries if "step_seconds" not in run]
             out.setdefault(row, {})[side] = Cell(good, bad[0].splitlines()[-1] if bad and not good else "")
-    return out
+    return {row: dict(sorted(sides.items(), key=lambda side: _place(side[0]))) for row, sides in out.items()}
+
+
+def _place(side: str) -> int:
+    return ORDER.index(side) if side in ORDER else -1
 
 
 def loss_difference(stock: Cell, other: Cell) -> float | None:
