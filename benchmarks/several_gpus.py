@@ -217,10 +217,11 @@ def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float
         expected = float(resumed.model(input_ids=ids, labels=ids, use_cache=False).loss)
     resumed.accelerator.wait_for_everyone()
     found = {"losses_apart": max(abs(a - b) / abs(b) for a, b in zip(after, losses[half:], strict=True))}
+    if case.checkpoints == "sharded":  # by all ranks: they wait for each other at its end
+        merge_fsdp_weights(str(last / "pytorch_model_fsdp_0"), str(folder / "merged"))
     if not resumed.is_world_process_zero():
         return found
     if case.checkpoints == "sharded":
-        merge_fsdp_weights(str(last / "pytorch_model_fsdp_0"), str(folder / "merged"))
         resumed.accelerator.unwrap_model(resumed.model).config.save_pretrained(folder / "merged")
         last = folder / "merged"
     loaded = AutoModelForCausalLM.from_pretrained(last).to(device)
