@@ -17,12 +17,17 @@ def ratio_cell(ratio: Mapping[str, float]) -> str:
 
 def made_by(name: str, record: Mapping[str, Any]) -> str:
     """Return the line under a table: command, device, versions, commit, and the file of the record."""
-    machine, versions, commit = record["machine"], record["versions"], record["source"]["commit"]
+    machine, versions = record["machine"], record["versions"]
     where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}"
     where = machine.get("gpu") or where
     packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers", "trl", "peft"))
-    of = f"commit {commit[:7]}" if commit else "commit not recorded"
-    return f"`{command_of(record)}`: {where}, {packages}, {of}; `benchmarks/results/{name}`."
+    return f"`{command_of(record)}`: {where}, {packages}; {record_of(name, record)}."
+
+
+def record_of(name: str, record: Mapping[str, Any]) -> str:
+    """Return the file of a record and its commit; `benchmarks.stale` says whether that is of today's code."""
+    commit = record["source"]["commit"]
+    return f"`benchmarks/results/{name}`, {f'commit {commit[:7]}' if commit else 'commit not recorded'}"
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
-from benchmarks.readme_cells import made_by
+from benchmarks.readme_cells import made_by, record_of
 from benchmarks.side_by_side import FIRST
 from benchmarks.side_table import cells, times, title
 from fastpack_trl.bench.views import device_of
@@ -38,7 +38,7 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
             "is `trl.SFTTrainer` as installed, with gradient checkpointing. Steps are the last 50 of 100 in a run that "
             "is long: compiled, and replayed as CUDA graphs where the GPU waited for the host's kernel launches. Rows "
             f"of 4,096 tokens and more of dense models gain less ([tables]({PAGE})). fastpack spends free memory on "
-            f"keeping activations. Record: `benchmarks/results/{name}`."
+            f"keeping activations. Record: {record_of(name, record)}."
         )
         lines += ["", note]
     return "\n".join([*packed, *(lines if len(lines) > 2 else [])]) or "Open."
@@ -62,7 +62,7 @@ def _packed_glance(name: str, record: Mapping[str, Any]) -> list[str]:
         lines.append(f"| {title(record, row)} | {rates} | **{ratio:.1f} times** | {over} | {memory} GiB |")
     note = (
         f"{device_of(record)}; real text in packed rows, every side at its defaults in a process of its own. *stock "
-        f"compiled*: its layers compiled by accelerate. Record: `benchmarks/results/{name}`."
+        f"compiled*: its layers compiled by accelerate. Record: {record_of(name, record)}."
     )
     return [*lines, "", note, ""] if len(lines) > 2 else []
 

@@ -34,6 +34,20 @@ def test_pages_of_one_optimisation_have_their_record_or_its_command(page: str) -
     assert f"python -m benchmarks.by_itself {PAGES[page]} " in text.partition(FIGURES[0])[2].partition(FIGURES[1])[0]
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_every_record_that_a_page_names_is_there(page: str) -> None:
+    for name in re.findall(r"benchmarks/results/([\w.*-]+\.json)", (ROOT / page).read_text(encoding="utf-8")):
+        assert list(RESULTS.glob(name)), name
+
+
+def test_rows_of_the_readme_name_their_record_and_its_commit() -> None:
+    for name, record in load_results().items():
+        if record["case"] in ("first_step", "side_by_side"):
+            text = with_glance("".join(GLANCE), {name: record})
+            commit = record["source"]["commit"]
+            assert f"`benchmarks/results/{name}`, commit {commit[:7] if commit else 'not recorded'}" in text
+
+
 def test_results_are_complete_runs_without_names_of_machines_or_folders() -> None:
     for name, record in load_results().items():
         assert name.startswith(f"{record['case']}_{record['machine']['device']}_")

@@ -102,7 +102,13 @@ def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the
 
 
 def record_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"case": "side_by_side", "rows": entries, "machine": {"device": "cuda", "gpu": "X"}, "date": "2026-01-01"}
+    return {
+        "case": "side_by_side",
+        "rows": entries,
+        "machine": {"device": "cuda", "gpu": "X"},
+        "date": "2026-01-01",
+        "source": {"commit": "0123456789"},
+    }
 
 
 def entry(side: str, seconds: float, loss: float = 2.0, row: str = "qwen3", **more: Any) -> dict[str, Any]:
