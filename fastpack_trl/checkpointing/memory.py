@@ -19,7 +19,7 @@ from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.facts import backbones, keeps_logits, text_model
+from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
@@ -201,13 +201,13 @@ def largest_row(run: Run) -> tuple[int, int]:
 def decoder_run(run: Run) -> DecoderRun:
     """Return a function that runs the decoder on one document of so many tokens, as a training step does.
 
-    On several where the model has fewer positions: a table of them ends there (GPT-2's after 1,024).
+    On several where a table of positions ends before: GPT-2's has 1,024.
 
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**62
+    positions = learned_positions(run.model) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings

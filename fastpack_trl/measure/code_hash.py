@@ -30,12 +30,10 @@ def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
     Args:
         files: text of the Python files by their path within the package, e.g. ``lora/linear.py``.
     """
-    rooms: dict[str, hashlib._Hash] = {}
+    rooms: dict[str, list[str]] = {}
     for path in sorted(files):
-        room = PurePosixPath(path).parts[0]
-        digest = rooms.setdefault(room, hashlib.sha256())
-        digest.update(f"{path}\n{code_of(files[path])}\n".encode())
-    return {room: digest.hexdigest()[:_DIGITS] for room, digest in rooms.items()}
+        rooms.setdefault(PurePosixPath(path).parts[0], []).append(f"{path}\n{code_of(files[path])}\n")
+    return {room: hashlib.sha256("".join(texts).encode()).hexdigest()[:_DIGITS] for room, texts in rooms.items()}
 
 
 def code_of(source: bytes) -> str:

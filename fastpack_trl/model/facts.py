@@ -96,6 +96,19 @@ def backbones(model: nn.Module) -> list[Any]:
     ]
 
 
+def learned_positions(model: nn.Module) -> int | None:
+    """Return how many positions a document may have where the model reads them from a table, as GPT-2 and OPT do.
+
+    Found as an embedding beside that of the tokens with a row per position, of which some families leave the first two
+    unused. None where positions are computed.
+    """
+    base = text_model(model)
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    tables = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    others = [table for table in tables if table is not base.get_input_embeddings()]
+    return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
+
+
 def is_prompt_learning(model: nn.Module) -> bool:
     """Return whether PEFT prepends virtual tokens to each *row* and drops `position_ids`: prompt, prefix, p-tuning."""
     config = getattr(model, "active_peft_config", None)

@@ -19,7 +19,7 @@ from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -29,6 +29,7 @@ from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels, training
+from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.testing import tiny_model
 
 MODELS = [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
@@ -343,12 +344,17 @@ def test_a_level_that_is_asked_for_is_installed_without_a_budget_and_changes_no_
 
 
 def test_a_model_with_a_table_of_positions_is_planned_within_it(tmp_path: Path) -> None:
-    ours, stock = both(
-        tmp_path, family="opt", gradient_checkpointing=True, eval_strategy="no", fast={"activation_memory": "keep"}
-    )
-    assert ours.model.config.max_position_embeddings < WORKING_TOKENS[-1]
-    assert ours.fastpack_report["activation_memory"].path == "keep"
-    assert_same_log(ours, stock)
+    options: dict[str, Any] = {"gradient_checkpointing": True, "eval_strategy": "no"}
+    runs = [
+        train(
+            kind, tmp_path / kind.__name__, model=tiny_model("opt", max_position_embeddings=256), fast=fast, **options
+        )
+        for kind, fast in ((FastSFTTrainer, {"activation_memory": "keep"}), (SFTTrainer, None))
+    ]
+    assert learned_positions(runs[0].model) == 256 < WORKING_TOKENS[-1]
+    assert learned_positions(tiny_model("qwen3")) is None
+    assert runs[0].fastpack_report["activation_memory"].path == "keep"
+    assert_same_log(*runs)
 
 
 EXCLUDED = {
