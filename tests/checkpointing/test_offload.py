@@ -471,7 +471,7 @@ def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path:
     [
         ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=False)}, "set fsdp_version=2"),
         ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=True)}, ""),
-        ({"is_deepspeed_enabled": True}, "DeepSpeed gathers and frees parameters"),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed is not tested with the offload"),
     ],
     ids=["fsdp-1", "fsdp-2", "deepspeed"],
 )
