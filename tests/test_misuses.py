@@ -40,6 +40,9 @@ COMMANDS = [
     Misuse("init qwen3-8b-lora-8k --forse", "did you mean '--force'?"),
     # sft: flags
     Misuse("sft", "no settings: --config FILE names a YAML"),
+    Misuse(
+        "sft --config {yaml}", "'fastpack-trl init quickstart' makes it", "model_name_or_path: quickstart-output/model"
+    ),
     Misuse("sft --confg {yaml}", "did you mean '--config'?"),
     Misuse("sft --config", "--config needs a YAML file, e.g."),
     Misuse("sft --config absent.yaml", "'absent.yaml' does not exist (looked for"),

@@ -12,7 +12,7 @@ from datasets import Dataset
 from trainer_material import figures, make_dataset, make_tokenizer, sentences, settings
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl import FastSFTTrainer
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.callbacks.resumed_data import CHANGED, KEY
 from fastpack_trl.packing.dataset import rows_digest
 from fastpack_trl.testing import tiny_model
@@ -53,6 +53,12 @@ def test_another_data_set_is_noticed_on_resume(packing: bool, tmp_path: Path, ca
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
     assert set(state["stateful_callbacks"]) >= {"TrainerControl"}
     assert KEY in state["stateful_callbacks"]
+    off = tmp_path / "off"
+    args = FastSFTConfig(
+        **settings(off, max_steps=1, save_strategy="steps", save_steps=1, eval_strategy="no"), save_report=False
+    )
+    FastSFTTrainer(tiny_model("qwen3"), args=args, train_dataset=data, processing_class=make_tokenizer()).train()
+    assert KEY not in (off / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8")
 
 
 def test_streamed_data_resumes_exactly_and_without_a_digest(tmp_path: Path) -> None:

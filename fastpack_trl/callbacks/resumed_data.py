@@ -37,10 +37,14 @@ class _Compares(TrainerCallback):
 
 @contextmanager
 def resumed_data(run: Run) -> Iterator[None]:
-    """Write the digest of a map-style data set into each checkpoint, and compare it when a run resumes."""
+    """Write the digest of a map-style data set into each checkpoint, and compare it when a run resumes.
+
+    Not where ``save_report`` is off: the saved files are then stock's.
+    """
     dataset = run.trainer.train_dataset
-    if not (isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids", "seq_lengths"))):
-        yield  # streamed: read again from its beginning, never as a whole
+    streamed = not (isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids", "seq_lengths")))
+    if streamed or run.settings.save_report == "off":  # a stream is read again from its beginning, never as a whole
+        yield
         return
     callback = _Compares(rows_digest(dataset))
     run.trainer.add_callback(callback)

@@ -69,13 +69,15 @@ class Ranks:
         if self.count == 1:
             return own
         text = own.encode()[:_REASON_BYTES]
-        sent = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
-        sent[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        found = [torch.empty_like(sent) for _ in range(self.count)]
-        work = distributed.all_gather(found, sent, group=self._group, async_op=True)
-        assert work is not None
-        work.wait(*([] if patience is None else [timedelta(seconds=patience)]))
-        theirs = (f"rank {rank}: {text}" for rank, text in enumerate(map(_text, found)) if text)
+        said = torch.zeros(self.count, _REASON_BYTES, dtype=torch.uint8)
+        said[distributed.get_rank(), : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        options = distributed.AllreduceOptions()
+        options.reduceOp = distributed.ReduceOp.MAX
+        if patience is not None:
+            # Of the operation: one whose `wait` alone was given up holds the end of the process for the group's time.
+            options.timeout = timedelta(seconds=patience)
+        self._group.allreduce([said], options).wait()
+        theirs = (f"rank {rank}: {text}" for rank, text in enumerate(map(_text, said)) if text)
         return own or next(theirs, "")
 
     def agreed(self, why_not: Callable[[], str]) -> str:

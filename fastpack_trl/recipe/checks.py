@@ -22,6 +22,10 @@ _REPORTERS = (
 """Targets of `report_to` that are the name of a package."""
 
 
+_QUICKSTART = "quickstart-output/"
+"""Begins the names in ``configs/quickstart.yaml``: local, and not there before the command that makes them."""
+
+
 def check_reporters(training: FastSFTConfig) -> None:
     """Check that the targets of `report_to` are installed: transformers does so after preparing model and data.
 
@@ -82,6 +86,8 @@ def local_model(model: ModelConfig) -> str:
     if not name:
         raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
     path = Path(name).expanduser()
+    if name.startswith(_QUICKSTART) and not path.exists():
+        raise UserError(f"model_name_or_path {name!r} is not there yet: 'fastpack-trl init quickstart' makes it")
     if name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or path.exists():
         if not path.is_dir():
             raise UserError(

@@ -1,4 +1,4 @@
-"""Stores notebooks that were run: their outputs, and nothing of the machine or the moment.
+"""Stores notebooks that were run: with what their cells print and draw, without metadata, progress bars and paths.
 
 ``python tests/support/stored_notebooks.py RUN STORED`` writes each notebook of the folder RUN into STORED; ``make
 notebooks`` does both steps.
@@ -18,7 +18,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-PATH = re.compile(r"""(?:^|[\s"'(=])(?:/\w|~/|[A-Za-z]:\\)""", re.MULTILINE)
+PATH = re.compile(r"""(?:^|[\s"'`(=\[,]|file://)(?:/\w|~/|[A-Za-z]:\\)""", re.MULTILINE)
 """Begins an absolute path in a source or an output."""
 
 
