@@ -35,6 +35,7 @@ from benchmarks.document_lengths import (
     Lengths,
     pack,
 )
+from benchmarks.one_line import in_one_line
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.record import check_writable, make_record, write_json
@@ -324,4 +325,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.balance", main))

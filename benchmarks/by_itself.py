@@ -11,17 +11,16 @@ have published. A file of ``--json`` grows row by row, and the same command goes
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import by_itself_metadata, by_itself_reload, by_itself_routing
 from benchmarks.by_itself_table import table
+from benchmarks.one_line import in_one_line, record_of
 from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.result_file import ResultFile
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.report is not None:
-        print(table(json.loads(Path(args.report).read_text(encoding="utf-8"))))
+        print(table(record_of(args.report, CASE)))
         return
     file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
     record = measure(
@@ -121,4 +120,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.by_itself", main))

@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from benchmarks.gpu_profile import profile_figures
 from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions, files
 from benchmarks.model_shapes import build_model, shape_of
+from benchmarks.one_line import in_one_line
 from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
@@ -284,4 +285,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.captured", main))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
+from benchmarks.one_line import in_one_line
 from fastpack_trl.bench.config_run import EXIT_INTERRUPTED
-from fastpack_trl.cli.main import EXIT_USER_ERROR, CommandParser, _without_kernel_advice
-from fastpack_trl.errors import UserError, describe, did_you_mean
+from fastpack_trl.cli.main import CommandParser
+from fastpack_trl.errors import UserError, did_you_mean
 
 PROG = "python -m benchmarks"
 
@@ -88,15 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code, as `fastpack_trl.cli.main.main` does."""
     parser = CommandParser(prog=PROG, description="The in-house cases of fastpack-trl.", allow_abbrev=False)
     add_arguments(parser)
-    try:
-        with _without_kernel_advice():
-            return run(parser.parse_args(argv))
-    except UserError as error:
-        print(f"{PROG}: error: {describe(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return in_one_line(PROG, lambda: run(parser.parse_args(argv)))
 
 
 def run(args: Namespace) -> int:

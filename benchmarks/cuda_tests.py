@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.one_line import in_one_line
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import make_record, write_json
@@ -114,4 +115,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_one_line("python -m benchmarks.cuda_tests", main))

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import captured
 from benchmarks.captured import Row, Watch, material
+from benchmarks.one_line import in_one_line
 from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
@@ -204,4 +205,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.equal_memory", main))

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.lora_models import definitions
+from benchmarks.one_line import in_one_line
 from fastpack_trl.bench.compare import compare
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.record import make_record, write_json
@@ -148,4 +149,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.everyday", main))

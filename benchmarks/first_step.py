@@ -23,6 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.captured import ROWS, SMALL, Row, as_on_a_t4, material, scalable
+from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
 
     if args.record is not None:
-        _draw(json.loads(Path(args.record).read_text(encoding="utf-8")), args.plot, Path(args.record).name)
+        _draw(record_of(args.record, "first_step"), args.plot, Path(args.record).name)
         return
 
     def note(rows: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
@@ -198,4 +199,4 @@ def _draw(record: dict[str, Any], file: str | None, source: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.first_step", main))

@@ -12,12 +12,10 @@ device's cache. Errors are against float64, of some rows.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from benchmarks.fp8_quantise import BLOCK, Quantised, quantise_rows, quantise_ro
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
 from benchmarks.nf4 import replayed_graph
+from benchmarks.one_line import in_one_line, record_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
@@ -55,6 +54,8 @@ CASE = "fp8_products"
 WORTH = 1.35
 """Ratio to bf16 from which FP8 products are worth a feature."""
 MODELS, TOKENS = ("qwen3-8b", "qwen3-14b"), (4096, 8192)
+SMALL = "small"
+"""The shape that a CPU can do."""
 _TURN_BYTES = 1 << 28
 _SHAPES = 64
 """Graphs of one compiled function at most: each shape has its own."""
@@ -270,12 +271,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.report is not None:
-        print(table(json.loads(Path(args.report).read_text(encoding="utf-8"))))
+        print(table(record_of(args.report, CASE)))
         return
+    models = {name: shape_of(name) for name in args.model}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and set(models) != {SMALL}:
+        raise UserError(f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU")
     file = None if args.json is None else check_writable(args.json)
     record = measure(
-        {name: shape_of(name) for name in args.model}, tokens=args.tokens, rounds=args.rounds, seconds=args.seconds,
-        device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed,
+        models, tokens=args.tokens, rounds=args.rounds, seconds=args.seconds,
+        device=device, seed=args.seed,
     )  # fmt: skip
     if file is not None:
         write_json(file, record)
@@ -283,4 +288,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.fp8_products", main))

@@ -20,6 +20,7 @@ import torch
 from benchmarks.caps_search import STEP
 from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, measure_side
 from benchmarks.captured import Row
+from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
@@ -222,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _measure_here(args.models[0], args.side, Path(args.task), Path(args.json))
         return
     if args.report is not None:
-        print(table(json.loads(Path(args.report).read_text(encoding="utf-8"))))
+        print(table(record_of(args.report, CASE)))
         return
     file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
     record = measure(
@@ -235,4 +236,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.memory_caps", main))

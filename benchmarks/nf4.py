@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from benchmarks.one_line import in_one_line
 from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import make_record, write_json
@@ -175,4 +176,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.nf4", main))

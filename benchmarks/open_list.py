@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import captured, memory_caps
 from benchmarks.by_itself import OPTIMISATIONS
-from benchmarks.record_commands import command_of
+from benchmarks.record_commands import begun, command_of
 from benchmarks.side_by_side import DEFAULT_SIDES, FIRST, OURS, UNSLOTH
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -87,15 +87,16 @@ def open_list(results: Results) -> list[str]:
         if missing:
             lines.append(f"- {plan.what}: `{plan.command(missing)}`")
     for name, record in results.items():
-        left_out = sum(bool(row.get("skipped")) for row in record["rows"])
+        rows = begun(record)
+        left_out = sum(bool(row.get("skipped")) for row in rows)
         if left_out and record["case"] not in PLANNED_CASES:
-            lines.append(f"- {left_out} of {len(record['rows'])} rows of `{name}`: `{command_of(record)}`")
+            lines.append(f"- {left_out} of {len(rows)} rows of `{name}`: `{command_of(record)}`")
         if not record["complete"]:
             lines.append(f"- what came after the rows of `{name}`, which was stopped: `{command_of(record)}`")
     lines.append("- on two GPUs: `python benchmarks/several_gpus.py --json FILE`")
     head = (
-        "**Open.** In no record yet, for a GPU. A command goes on with its file where it stopped; those of records of "
-        "older code are printed by `python -m benchmarks.stale`."
+        "**Open.** In no record yet, for a GPU. A command that was stopped goes on with its file; those of `captured` "
+        "and `first_step` write it anew. Commands of records of older code are printed by `python -m benchmarks.stale`."
     )
     return ["\n".join([head, "", *lines])]
 

@@ -73,8 +73,10 @@ def first_step_table(name: str, record: Mapping[str, Any]) -> str:
     head = (
         f"**From `train()` on, {device_of(record)}.** Seconds to the end of a step, in a process of its own. The "
         "caches of Inductor and Triton were empty, or filled by the run before. Layers are compiled in the second "
-        "step, in a run that is long enough for it. *~*: not run; from the longest measured run and the time of its "
-        "last 50 steps."
+        "step, in a run that is long enough for it. Of fastpack, the first two steps and *a step* are of a run that "
+        "decides as a long one does; each column between them is of another run, of so many steps, and decides for "
+        "these: its end can come before the second step of the other. *~*: not run; from the longest measured run and "
+        "the time of its last 50 steps."
     )
     columns = ["work", "side", "first step", "second step", *(f"{count} steps" for count in steps), "a step, ms"]
     lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]

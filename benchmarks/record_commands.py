@@ -11,12 +11,18 @@ Record = Mapping[str, Any]
 
 
 def command_of(record: Record) -> str:
-    """Return the command line of a record of any case; its file is ``FILE``, where the case writes one by itself."""
+    """Return the command line that measures a record again, into ``FILE``: the models that it has a figure of."""
     return _COMMANDS[record["case"]](record)
 
 
+def begun(record: Record) -> list[Mapping[str, Any]]:
+    """Return the rows of the models that a record has a figure of: other models were asked for, and found no time."""
+    models = {row.get("model") for row in record["rows"] if not row.get("skipped")}
+    return [row for row in record["rows"] if row.get("model") in models]
+
+
 def _models_of(record: Record) -> str:
-    return " ".join(dict.fromkeys(str(row["model"]) for row in record["rows"]))
+    return " ".join(dict.fromkeys(str(row["model"]) for row in begun(record)))
 
 
 def _rows_of(record: Record) -> str:
@@ -26,12 +32,12 @@ def _rows_of(record: Record) -> str:
 def _packed_attention(record: Record) -> str:
     settings = record["settings"]
     if "models" not in settings:
-        return f"python -m benchmarks --case packed_attention --quick --pairs {settings['pairs']}"
+        return f"python -m benchmarks --case packed_attention --quick --pairs {settings['pairs']} --json FILE"
     lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
     plain = "" if settings["checkpointing"] else " --no-checkpointing"
     return (
         f"python -m benchmarks --case packed_attention --device cuda --model {' '.join(settings['models'])} "
-        f"--tokens {lengths}{plain}"
+        f"--tokens {lengths}{plain} --json FILE"
     )
 
 
@@ -40,7 +46,8 @@ def _lora(record: Record) -> str:
     tokens = " ".join(str(row["tokens"]) for row in record["rows"])
     return (
         f"python -m benchmarks --case lora --device {record['machine']['device']} --model {_models_of(record)} "
-        f"--tokens {tokens} --pairs {record['settings']['rounds']}{' --liger' if liger else ''}"
+        f"--tokens {tokens} --pairs {record['settings']['rounds']}{' --liger' if liger else ''} "
+        "--json FILE"
     )
 
 
@@ -49,12 +56,12 @@ def _moe(record: Record) -> str:
     threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
     return (
         f"python -m benchmarks --case moe --device {machine['device']} --model {_models_of(record)} "
-        f"--pairs {record['settings']['rounds']}{threads}"
+        f"--pairs {record['settings']['rounds']}{threads} --json FILE"
     )
 
 
 def _on_its_device(record: Record) -> str:
-    return f"python -m benchmarks --case {record['case']} --device {record['machine']['device']}"
+    return f"python -m benchmarks --case {record['case']} --device {record['machine']['device']} --json FILE"
 
 
 def _first_step(record: Record) -> str:
@@ -95,7 +102,7 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "moe": _moe,
     "activation_memory": _on_its_device,
     "host_overhead": _on_its_device,
-    "collator": lambda record: "python -m benchmarks --case collator",
+    "collator": lambda record: "python -m benchmarks --case collator --json FILE",
     "by_itself": lambda record: f"python -m benchmarks.by_itself {record['settings']['optimisation']} --json FILE",
     "first_step": _first_step,
     "memory_caps": _memory_caps,

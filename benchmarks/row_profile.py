@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.captured import Row
 from benchmarks.kernel_kinds import UNKNOWN, Facts, by_kind, largest, launches_of
+from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
 from benchmarks.profile_table import table
 from benchmarks.row_loop import RowTask, run_rows
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
     if args.report is not None:
-        print(table(json.loads(Path(args.report).read_text(encoding="utf-8"))))
+        print(table(record_of(args.report, CASE)))
         return
     file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
     record = measure(args.rows, args.sides, seed=args.seed, peaks=peaks, seconds=args.seconds, file=file)
@@ -153,4 +154,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.row_profile", main))

@@ -333,6 +333,16 @@ def main() -> None:
     if options.train:
         train(cases[options.train[0]], options.train[1], options.device, options.json)
         return
+    unknown = [name for name in options.cases or () if name not in cases]
+    if unknown:
+        raise SystemExit(f"several_gpus.py: error: there is no case {unknown[0]!r} (cases: {', '.join(cases)})")
+    import torch
+
+    if options.device == "cuda" and torch.cuda.device_count() < PROCESSES:
+        raise SystemExit(
+            f"several_gpus.py: error: torch sees {torch.cuda.device_count()} CUDA devices, and {PROCESSES} are needed; "
+            "tiny shapes on the CPU: --device cpu"
+        )
     from fastpack_trl.measure.record import make_record
 
     rows: dict[str, Any] = {}

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 from benchmarks import unsloth_folder
 from benchmarks.captured import Row, material
 from benchmarks.model_shapes import shape_of
+from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
 from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_table import table
@@ -175,11 +177,14 @@ def measure(
         timeout: seconds after which a run is ended; its entry says so.
 
     Raises:
-        UserError: an unknown row or side; no Python for a side that needs one; `file` holds another run.
+        UserError: an unknown row or side; no Python, or none that runs, for a side that needs one; `file` holds
+            another run.
     """
     known(rows, [side for side in sides if side != UNSLOTH])
     if (UNSLOTH in sides) != bool(unsloth):
         raise UserError(f"{UNSLOTH} has an environment of its own: give --unsloth PYTHON and --sides {UNSLOTH}")
+    if unsloth and shutil.which(unsloth) is None:
+        raise UserError(f"--unsloth {unsloth!r} is no program: name the Python of an environment with {UNSLOTH}")
     tasks = [
         RowTask(
             {"setting": f"{row}, {side}, round {number}", "row": row, "side": side, "round": number,
@@ -230,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
     if args.report is not None:
-        record = json.loads(Path(args.report).read_text(encoding="utf-8"))
+        record = record_of(args.report, CASE)
     else:
         file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
         record = measure(
@@ -247,4 +252,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.side_by_side", main))

@@ -58,16 +58,22 @@ OPTIMISATIONS = {
 }
 """Of the rooms of ``by_itself``, those of each of its records."""
 _EXPERTS = re.compile(r"gpt.oss|moe|a3b|experts", re.IGNORECASE)
+_UNKNOWN = "unknown: "
 _NAMES = ("model", "row", "name", "setting")
 """Keys of a row that say what model it is about."""
 
 
 class Stale(NamedTuple):
-    """One record of older code: its file, why, and the command that measures it again."""
+    """One record of older or unknown code: its file, why, and the command that measures it again."""
 
     name: str
     why: str
     command: str
+
+    @property
+    def unknown(self) -> bool:
+        """Return whether this clone does not have the commit of the record."""
+        return self.why.startswith(_UNKNOWN)
 
 
 def rooms_of(record: Record) -> tuple[str, ...]:
@@ -94,7 +100,7 @@ def reason(record: Record, today: Hashes, at_commit: Callable[[str], Hashes | No
     if then is None:
         then = at_commit(commit)
     if then is None:
-        return f"unknown: of commit {commit[:7]}, which this clone does not have"
+        return f"{_UNKNOWN}of commit {commit[:7]}, which this clone does not have"
     changed = [room for room in rooms_of(record) if then.get(room) != today.get(room)]
     at = f" since {commit[:7]}" if commit else ""
     return f"changed{at}: {', '.join(changed)}" if changed else None
@@ -103,7 +109,7 @@ def reason(record: Record, today: Hashes, at_commit: Callable[[str], Hashes | No
 def stale(
     results: Mapping[str, Record], today: Hashes, at_commit: Callable[[str], Hashes | None]
 ) -> Iterator[Stale]:  # fmt: skip
-    """Yield the records that are of older code; the arguments are those of `reason`."""
+    """Yield the records that are of older code, or of code that is not known; the arguments are those of `reason`."""
     for name, record in results.items():
         why = reason(record, today, at_commit)
         if why is not None:
@@ -136,7 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = list(stale(results, code_hashes(), hashes_at))
     for one in found:
         print(f"{(RESULTS / one.name).relative_to(RESULTS.parents[1])}\n  {one.why}\n  {one.command}")
-    print(f"{len(found)} of {len(results)} records are of older code{': run these commands again' if found else ''}")
+    print("\n".join(summed_up(found, len(results))))
+
+
+def summed_up(found: Sequence[Stale], records: int) -> list[str]:
+    """Return how many of `records` are of older code, and how many of unknown code, each with the remedy."""
+    unknown = sum(one.unknown for one in found)
+    older = len(found) - unknown
+    lines = [f"{older} of {records} records are of older code{': run these commands again' if older else ''}"]
+    if unknown:
+        lines.append(f"{unknown} of {records} are of commits that this clone does not have: git fetch --unshallow")
+    return lines
 
 
 if __name__ == "__main__":

@@ -92,6 +92,27 @@ def test_every_record_has_rooms_that_exist_and_a_command() -> None:
     for name, record in load_results().items():
         assert set(rooms_of(record)) <= code_hashes().keys(), name
         assert command_of(record).startswith("python "), name
+        assert " --json FILE" in command_of(record), name
+
+
+def test_a_command_names_the_models_that_its_record_has_a_figure_of() -> None:
+    assert command_of(load_results()["moe_cuda_2026-11-20_gpt-oss-20b.json"]) == (
+        "python -m benchmarks --case moe --device cuda --model gpt-oss-20b --pairs 7 --json FILE"
+    )
+
+
+def test_a_clone_without_history_knows_of_no_older_code() -> None:
+    record = a_record()
+    today = record.pop("code")
+    record["source"] = {"commit": "0123456789", "modified": False}
+    record |= {"settings": {"rounds": 3}, "rows": [{"model": "small", "tokens": 64, "sides": {}}]}
+    lines = stale.summed_up(list(stale.stale({"one.json": record}, today, lambda commit: None)), 2)
+    assert lines == [
+        "0 of 2 records are of older code",
+        "1 of 2 are of commits that this clone does not have: git fetch --unshallow",
+    ]
+    lines = stale.summed_up(list(stale.stale({"one.json": record}, today, lambda commit: {**today, "lora": "-"})), 2)
+    assert lines == ["1 of 2 records are of older code: run these commands again"]
 
 
 def test_a_case_can_reach_the_rooms_that_it_is_said_to_use() -> None:
