@@ -16,9 +16,9 @@ def command_of(record: Record) -> str:
 
 
 def begun(record: Record) -> list[Mapping[str, Any]]:
-    """Return the rows of the models that a record has a figure of: other models were asked for, and found no time."""
+    """Return the rows of the models that a record has a figure of, all rows where there is none."""
     models = {row.get("model") for row in record["rows"] if not row.get("skipped")}
-    return [row for row in record["rows"] if row.get("model") in models]
+    return [row for row in record["rows"] if row.get("model") in models] or list(record["rows"])
 
 
 def _models_of(record: Record) -> str:

@@ -13,6 +13,7 @@ from benchmarks.pages import FIGURES, PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
 from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, with_numbers, without_gain
+from benchmarks.record_commands import begun
 from benchmarks.results_folder import RESULTS, load_results
 from benchmarks.side_by_side import DEFAULT_SIDES, FIRST
 from benchmarks.side_table import slower
@@ -62,8 +63,12 @@ def test_what_no_table_shows_is_said_and_open_in_one_list() -> None:
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     assert page.index(listed) > page.rindex("| --- |")
     for name, record in results.items():
-        skipped = 0 if record["case"] in PLANNED_CASES else sum("skipped" in row for row in record["rows"])
-        assert (f"- {skipped} of {len(record['rows'])} rows of `{name}`" in listed) == bool(skipped), name
+        rows = begun(record)
+        skipped = 0 if record["case"] in PLANNED_CASES else sum("skipped" in row for row in rows)
+        assert (f"- {skipped} of {len(rows)} rows of `{name}`" in listed) == bool(skipped), name
+        alike = [other for other in results.values() if other["case"] == record["case"]]
+        of_some = {row.get("model") for other in alike for row in begun(other)}
+        assert {row.get("model") for row in record["rows"]} <= of_some, f"{name}: a model of it is in no list"
         assert (f"`{name}`, which was stopped" in listed) != record["complete"], name
         text = numbers({name: record})
         for row in record["rows"]:
