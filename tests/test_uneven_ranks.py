@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,21 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.testing import tiny_model
 
 SCRIPT = Path(__file__).with_name("uneven_ranks.py")
+ALONE = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from fastpack_trl.model.ranks import Ranks
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))
+ranks = Ranks(2, timedelta(seconds=300))
+ranks.all(True)
+with ranks.together(0.5):
+    if rank:
+        raise ValueError("alone")
+    dist.barrier()
+"""
 IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
@@ -58,3 +75,20 @@ def test_one_rank_that_fails_ends_all_with_its_reason(where: str, said: list[str
         fork_ranks(SCRIPT, str(tmp_path), where, imports=IMPORTS, timeout=60)
     text = (tmp_path / f"said{int(where != 'dispatched')}").read_text(encoding="utf-8")
     assert [words for words in said if words not in text] == [], text
+
+
+def test_a_process_that_gives_up_waiting_ends_at_once_whatever_the_timeout_of_the_group(tmp_path: Path) -> None:
+    """Processes of their own: what a forked one leaves behind does not hold its end."""
+    command = [sys.executable, "-c", ALONE]
+    where = (tmp_path / "store").as_uri()
+    ranks = [
+        subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE, text=True, cwd=SCRIPT.parents[1])
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[1] for rank in ranks]  # the groups would wait for 300 s
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode for rank in ranks)
+    assert "AloneError: rank 1: ValueError: alone" in said[1]
