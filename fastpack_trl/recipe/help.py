@@ -17,6 +17,7 @@ EPILOG = (
 )
 COMMAND_OPTIONS: Mapping[str, str] = {
     "--config FILE": "a YAML of settings; `fastpack-trl init NAME` writes one",
+    "--accelerate_config NAME": "start several processes by a config of TRL's (fsdp2, zero2, multi_gpu, ...) or a file",
     "--verbose": "the banner says why each feature is off (also: FASTPACK_VERBOSE=1)",
     "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
     "-h, --help": "this text",
