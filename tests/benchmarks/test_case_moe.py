@@ -84,7 +84,7 @@ def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch
 def test_readme_table_of_a_record(tiny: str) -> None:
     text = readme.numbers({"moe.json": _run(tiny)})
     assert "| tiny, 2 decoder layers without the head, lora r=16, float32" in text
-    assert "`python -m benchmarks --case moe --device cpu --model tiny --pairs 2 --threads 1`" in text
+    assert "`python -m benchmarks --case moe --device cpu --model tiny --pairs 2 --threads 1 --json FILE`" in text
 
 
 def test_plan_of_cuda_names_every_configuration() -> None:
