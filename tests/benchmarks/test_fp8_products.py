@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from fp8_values import KINDS, matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from triton_cases import run_cases
 
 from benchmarks import fp8_layer, fp8_products
 from benchmarks.fp8_quantise import BLOCK, FP8, LARGEST, LEAST, quantise_blocks, quantise_rows_torch, quantise_tensor
@@ -34,25 +32,15 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
-def _run_cases(**environment: str) -> None:
-    # In a process of its own: Triton reads the variable when it is imported, and all that it decorates stays so.
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", str(CASES)],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert " passed" in run.stdout
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
-    _run_cases(TRITON_INTERPRET="1")
+    run_cases(CASES, interpret=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_kernels_equal_their_twins_on_cuda() -> None:
-    _run_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, interpret=False)
 
 
 values = st.floats(-(2.0**100), 2.0**100, width=32) | st.just(float("nan"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_material import packed_weight
+from triton_cases import run_cases
 
 from fastpack_trl.kernels import dequantise
 from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
@@ -23,25 +21,15 @@ CASES = Path(__file__).with_name("triton_dequantise_cases.py")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def _run_cases(**environment: str) -> None:
-    # In a process of its own: Triton reads the variable when it is imported, and all that it decorates stays so.
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", str(CASES)],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert " passed" in run.stdout
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
-    _run_cases(TRITON_INTERPRET="1")
+    run_cases(CASES, interpret=True)
 
 
 @pytest.mark.cuda
 @needs_cuda
 def test_the_kernel_equals_its_twin_and_bitsandbytes_on_cuda() -> None:
-    _run_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, interpret=False)
 
 
 # Rows of even length that end within a block: bitsandbytes 0.50 gives them wrong scales on a CPU with AVX-512.
