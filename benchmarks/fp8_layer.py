@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks.fp8_quantise import (
-    BLOCK,
+from benchmarks.fp8_quantise import BLOCK, quantise_blocks, quantise_tensor
+from benchmarks.model_shapes import ModelShape
+from fastpack_trl.kernels.fp8 import (
     Quantised,
-    quantise_blocks,
     quantise_rows,
     quantise_rows_torch,
-    quantise_tensor,
+    scaled_product,
+    scaled_product_torch,
     transposed,
 )
-from benchmarks.model_shapes import ModelShape
 
 BF16 = "bf16"
 SHORT = 128
@@ -121,19 +121,12 @@ def activations(candidate: Candidate, x: Tensor, factor: Tensor | None = None) -
 
 def product(a: Quantised, b: Quantised, fast: bool) -> Tensor:
     """Return ``a b^T`` in bf16. Shapes: a (rows, inner), b (columns, inner)."""
-    return torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    return scaled_product(a, b, torch.bfloat16, fast=fast)
 
 
-def product_torch(a: Quantised, b: Quantised, fast: bool = False) -> Tensor:
-    """Compute `product` in fp32."""
-    return (a.dense() @ b.dense().t()).to(torch.bfloat16)
-
-
-def product_of(device: str) -> tuple[Callable[[Quantised, Quantised, bool], Tensor], str]:
-    """Return the product on a device and its name; off CUDA it is the reference."""
-    return (product, "torch._scaled_mm") if device == "cuda" else (product_torch, "reference in fp32")
+def path_of(device: str) -> str:
+    """Return what multiplies on a device."""
+    return "torch._scaled_mm" if device == "cuda" else f"{scaled_product_torch.__name__}, in fp32"
 
 
 @cache
@@ -172,16 +165,15 @@ class Layer:
 
     def in_fp8(self, candidate: Candidate, frozen: Mapping[str, Frozen]) -> int:
         """Multiply forward and backward, an input quantised once for the projections that read it."""
-        multiply, _ = product_of(self.grads["q"].device.type)
         read: dict[str, Quantised] = {}
         for each in self.projections:
             if each.reads not in read:
                 read = {each.reads: activations(candidate, self.inputs[each.reads])}
-            multiply(read[each.reads], frozen[each.name].forward, candidate.fast)
+            product(read[each.reads], frozen[each.name].forward, candidate.fast)
         for each in reversed(self.projections):
             weight = frozen[each.name]
             grad = activations(candidate, self.grads[each.name], weight.factor)
-            multiply(grad, weight.across(), candidate.fast)
+            product(grad, weight.across(), candidate.fast)
         return 0
 
 

@@ -33,17 +33,19 @@ from benchmarks.fp8_layer import (
     Projection,
     activations,
     compiled_on_cuda,
-    product_of,
+    path_of,
+    product,
     projections,
     random_rows,
     random_weight,
 )
-from benchmarks.fp8_quantise import BLOCK, Quantised, quantise_rows, quantise_rows_torch, quantise_tensor, transposed
+from benchmarks.fp8_quantise import BLOCK, quantise_tensor
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
 from benchmarks.nf4 import replayed_graph
 from benchmarks.one_line import in_one_line, record_of
 from fastpack_trl.errors import UserError
+from fastpack_trl.kernels.fp8 import Quantised, quantise_rows, quantise_rows_torch, transposed
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import check_writable, make_record, write_json
@@ -132,7 +134,7 @@ def _layer_row(name: str, shape: ModelShape, tokens: int, rounds: int, device: s
     for side, candidate in CANDIDATES.items():
         frozen = {part: Frozen.of(weight, candidate) for part, weight in layer.weights.items()}
         nbytes[side] = sum(each.nbytes for each in frozen.values())
-        paths[side] = product_of(device)[1]
+        paths[side] = path_of(device)
         sides[side] = partial(layer.in_fp8, candidate, frozen)
     found, failed = _turns(sides, rounds, device)
     flops = 4 * tokens * sum(each.weights for each in layer.projections)
@@ -211,11 +213,11 @@ def _parts_row(name: str, of: Projection, tokens: int, rounds: int, device: str,
 
 
 def _forward(candidate: Candidate, x: Quantised, weights: Sequence[Frozen], at: int) -> Tensor:
-    return product_of(x.values.device.type)[0](x, weights[at].forward, candidate.fast)
+    return product(x, weights[at].forward, candidate.fast)
 
 
 def _backward(candidate: Candidate, grad: Quantised, weights: Sequence[Frozen], at: int) -> Tensor:
-    return product_of(grad.values.device.type)[0](grad, weights[at].across(), candidate.fast)
+    return product(grad, weights[at].across(), candidate.fast)
 
 
 def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, Any]:
@@ -245,10 +247,9 @@ def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, 
 
 def _both_ways(candidate: Candidate, x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     frozen = Frozen.of(weight, candidate)
-    multiply, _ = product_of(x.device.type)
     return (
-        multiply(activations(candidate, x), frozen.forward, candidate.fast),
-        multiply(activations(candidate, grad, frozen.factor), frozen.across(), candidate.fast),
+        product(activations(candidate, x), frozen.forward, candidate.fast),
+        product(activations(candidate, grad, frozen.factor), frozen.across(), candidate.fast),
     )
 
 

@@ -10,25 +10,33 @@ from fastpack_trl.bench.views import device_of
 BF16 = "bf16"
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """Return Markdown: what is decided, a table of layers, one of errors and one of parts."""
-    rows: dict[str, list[Mapping[str, Any]]] = {"layer": [], "errors": [], "parts": []}
-    for row in record["rows"]:
-        rows[row["kind"]].append(row)
+def layers_table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: what is decided, and a table of layers."""
+    rows = _of_kind(record, "layer")
     made_by = f"{device_of(record)}, torch {record['versions']['torch']}"
     head = f"**FP8 products of frozen weights beside bf16's, {made_by}.**"
-    lines = [head, "", *(decision(row, record["settings"]["worth"]) for row in rows["layer"])]
+    lines = [head, "", *(decision(row, record["settings"]["worth"]) for row in rows)]
     if not record["complete"]:
         lines.append("Seconds ran out: later rows are open.")
     lines += ["", "| layer, forward and dX | side | ms | TFLOP/s | over bf16 | weights of all layers, GiB | by |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-    for row in rows["layer"]:
+    for row in rows:
         lines += [f"| {row['setting']} | {side} | {cells} |" for side, cells in _layer(row)]
+    return "\n".join(lines)
+
+
+def _of_kind(record: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if row["kind"] == kind]
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: what is decided, a table of layers, one of errors and one of parts."""
+    lines = [layers_table(record)]
     lines += ["", "| relative error, forward / dX | outliers | of | of the worst row |", "| --- | --- | --- | --- |"]
-    for row in rows["errors"]:
+    for row in _of_kind(record, "errors"):
         lines += list(_errors(row))
     lines += ["", "| projection | part | us |", "| --- | --- | ---: |"]
-    for row in rows["parts"]:
+    for row in _of_kind(record, "parts"):
         for part, found in row["parts"].items():
             time = found["failed"] if "failed" in found else f"{found['seconds']['median'] * 1e6:,.1f}"
             lines.append(f"| {row['setting']}, {row['shape'][0]} x {row['shape'][1]} | {part} | {time} |")

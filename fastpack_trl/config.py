@@ -21,6 +21,7 @@ PackedAttentionPath = Literal[
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
+FrozenBase = Literal["as_loaded", "fp8"]
 ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
@@ -37,10 +38,11 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """
     if isinstance(value, str):
         value = {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value.lower())
-    if isinstance(value, bool):
-        value = ("on" if "on" in choices else "auto") if value else "off"
-    elif value == "on" and "on" not in choices:
-        value = "auto"
+    switched_on = "on" if "on" in choices else "auto"
+    if isinstance(value, bool) and (switched_on if value else "off") in choices:
+        value = switched_on if value else "off"
+    elif value == "on" and switched_on in choices:
+        value = switched_on
     if isinstance(value, str) and value in choices:
         return value
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -112,6 +114,15 @@ class Settings:
         metadata=_choice(
             "With LoRA, keep 4-bit base weights dequantised and fp32 ones cast, for the run: auto (where "
             "activations leave the memory for it), on, or off. Costs 2 bytes per weight.",
+        ),
+    )
+    frozen_base: FrozenBase = field(
+        default="as_loaded",
+        metadata=_choice(
+            "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8), forward and "
+            "backward, on CUDA from Ada and Hopper on. What is computed changes, as with QLoRA; the error of each "
+            "layer is measured when training starts. Costs 1 to 2 bytes per weight on the device; loaded 16-bit "
+            "weights wait in host memory; FP8 checkpoints keep their values, and cost up to 1 byte more.",
         ),
     )
     moe: Switch = field(
@@ -288,6 +299,11 @@ class FastSFTConfig(Settings, SFTConfig):
             for the run: ``auto`` (where the plan of `activation_memory` keeps every layer and leaves enough of its
             budget; without such a plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each
             use).
+        frozen_base: with `lora`, products of frozen base weights: ``as_loaded``, or ``fp8`` (e4m3, a scale per row of
+            weights, activations and gradients; forward and backward), which changes what is computed, as QLoRA does.
+            FP8 checkpoints are multiplied with the values and block scales that they have.
+            Layers whose products lose too much stay as loaded. Evaluation during training is in FP8 too; everything
+            after training has the weights as they were loaded.
         moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
             (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
             unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),

@@ -6,6 +6,7 @@ from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
 from fastpack_trl.compile.layer_compile import layer_compile
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
+from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.lora.lora import lora
 from fastpack_trl.moe.moe import moe
 from fastpack_trl.run import Feature
@@ -19,6 +20,7 @@ BEFORE_ATTENTION: tuple[Feature, ...] = (moe,)
 
 AFTER_ATTENTION: tuple[Feature, ...] = (
     lora,
+    frozen_base,  # of the layers of `lora`; changes the memory that is left to plan
     sync_free,
     aux_loss,  # says whether the loss of `sync_free` has it
     activation_memory,

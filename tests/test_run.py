@@ -18,7 +18,7 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
 FEATURES = [feature.__name__ for feature in (*BEFORE_ATTENTION, *AFTER_ATTENTION)]
-SWITCHED = [name for name in FEATURES if name in NEEDS]
+SWITCHED = [name for name in FEATURES if name in NEEDS and name != "frozen_base"]
 
 
 def make(folder: Path, kind: Any = FastSFTConfig, family: str = "qwen3", **fast: Any) -> FastSFTTrainer:
@@ -107,7 +107,7 @@ def test_padded_rows_are_weighed_again_where_their_limit_was_changed(tmp_path: P
 def test_a_feature_that_is_off_misses_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in SWITCHED:
+    for name in (*SWITCHED, "frozen_base"):  # the last is off as it stands, and has no line then
         monkeypatch.setitem(NEEDS, name, ("transformers.nowhere.Gone",))
     with caplog.at_level(logging.WARNING):
         ours = train(

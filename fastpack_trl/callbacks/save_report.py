@@ -20,6 +20,8 @@ from fastpack_trl.run import Run
 logger = logging.getLogger(__name__)
 
 FILE = "fastpack_report.json"
+_CHANGING = ("frozen_base",)
+"""Features that change what is computed; each has a line only where it is on."""
 _CARD = "README.md"
 _TITLE = "### fastpack-trl"
 
@@ -168,6 +170,7 @@ def _section(run: Run) -> str:
     rate, proof = run.part(MeasuredRate), run.part(PackingProof)
     name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
     lines = [f"Trained with {name} {__version__}: {on or 'everything off, as stock'}.", ""]
+    lines += [f"- What is computed is not stock's: {line}." for line in run.report if line.feature in _CHANGING]
     if rate is not None and rate.per_second:
         lines.append(f"- Speed: {rate.per_second:,.0f} tokens/s, between logs, of all processes.")
     if proof is not None:

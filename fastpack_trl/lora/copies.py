@@ -105,6 +105,6 @@ def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype |
     if kind == "Linear4bit":
         dtype: torch.dtype | None = compute_dtype or base.compute_dtype
         return dtype
-    if kind == "Linear8bitLt" or compute_dtype is None or base.weight.dtype == compute_dtype:
+    if kind in ("Linear8bitLt", "FP8Linear") or compute_dtype is None or base.weight.dtype == compute_dtype:
         return None
     return None if base.weight.requires_grad else compute_dtype

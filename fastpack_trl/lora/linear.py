@@ -17,9 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
-from fastpack_trl.lora.adapters import CastAdapter, cast_here, cast_together, clear, is_sharded, needs_cast
-from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
+from fastpack_trl.lora.adapters import CastAdapter, cast_here, is_sharded, needs_cast
+from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, from_4bit
+from fastpack_trl.lora.cast_hook import CastHook, autocasts
 from fastpack_trl.lora.copies import FrozenCopies
+from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear, reason_against_layout
+from fastpack_trl.lora.host_weight import HostWeight
 from fastpack_trl.lora.projection import lora_projection, low_rank
 from fastpack_trl.lora.report import LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
@@ -41,16 +44,20 @@ class FastLora(nn.Module):
 
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
-    fastpack_dense: BaseWeight | None = None
-    """A copy of the frozen weight in the compute dtype that is kept for the run."""
+    fastpack_dense: BaseWeight | Fp8Weight | None = None
+    """A copy of the frozen weight, in the compute dtype or in FP8, that is kept for the run."""
     fastpack_copied_from: Any = None
     """The parameter that `fastpack_dense` was made from, with its version and address then."""
+    fastpack_on_host: HostWeight | None = None
+    """The frozen weight itself, where its copy stands in for it."""
     fastpack_hooked: SameInRecompute
     """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
         if found is None:
+            if self.fastpack_on_host is not None:  # asked here: dynamo of torch 2.11 traces no `__dict__.pop`
+                self._fastpack_fetch_weight()
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
         a, b, scaling, dropout, base, dtype = found
@@ -68,10 +75,12 @@ class FastLora(nn.Module):
             return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype):
-            frozen = self.fastpack_dense
+            frozen: BaseWeight | Fp8Weight = self.fastpack_dense
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
+            if self.fastpack_on_host is not None:
+                self._fastpack_fetch_weight()
             dense = weight if weight.dtype == dtype else weight.to(dtype)
             frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
         if through is not None:  # as bitsandbytes and autocast round the input, and its gradient on the way back
@@ -92,7 +101,16 @@ class FastLora(nn.Module):
         self._fastpack_drop_copy()
         return super().unmerge(*args, **kwargs)
 
+    def _fastpack_fetch_weight(self) -> None:
+        """Bring a frozen weight back from the host, for a call that needs it itself; what was made of it stays good."""
+        host = self.__dict__.pop("fastpack_on_host", None)
+        if host is not None:
+            host.restore()
+            weight = self.base_layer.weight
+            self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
+
     def _fastpack_drop_copy(self) -> None:
+        self._fastpack_fetch_weight()
         self.__dict__.pop("fastpack_dense", None)
         self.__dict__.pop("fastpack_copied_from", None)
 
@@ -100,8 +118,7 @@ class FastLora(nn.Module):
         source, version, address = self.fastpack_copied_from
         copied = self.fastpack_dense
         assert copied is not None
-        assert copied.weight is not None
-        if source is not weight or copied.weight.dtype != dtype:
+        if source is not weight or not copied.serves(dtype):
             return False  # merged and unmerged since: bitsandbytes made a new parameter
         return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
 
@@ -111,7 +128,9 @@ class FastLora(nn.Module):
         Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
         """
         layer: Any = self
-        if layer.disable_adapters or layer.merged or not (layer.training or torch.is_grad_enabled()):
+        if layer.disable_adapters or layer.merged:
+            return None
+        if not (layer.training or torch.is_grad_enabled() or isinstance(self.fastpack_dense, Fp8Weight)):
             return None
         name = layer.active_adapter
         if not isinstance(name, str):
@@ -148,6 +167,10 @@ class FastLora(nn.Module):
                 "adapters in the dtype of the input would be fast"
             )
             return None
+        held = self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype)
+        if is_fp8_linear(base) and not held:
+            self._fastpack_decline("an FP8 base as it was loaded")
+            return None
         return _Found(a, b, layer.scaling[name], dropout, base, dtype)
 
     def _fastpack_decline(self, reason: str) -> None:
@@ -173,7 +196,7 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
     device = x.device
     if weight.requires_grad or not (device == a.device == b.device == weight.device):
         return None
-    autocast = _autocasts(device.type)
+    autocast = autocasts(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
     if autocast:
         if x.dtype not in _AUTOCAST_INPUTS or a.dtype not in _AUTOCAST_INPUTS:
@@ -188,7 +211,7 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
             return None
         fits = base.compute_dtype in _AUTOCAST_INPUTS if autocast else base.compute_dtype == dtype
         return dtype if fits and x.shape[-1] == state.shape[1] else None
-    return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
+    return dtype if kind in ("Linear8bitLt", "FP8Linear") or autocast or weight.dtype == dtype else None
 
 
 def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
@@ -203,10 +226,6 @@ def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
 
 def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
-
-
-def _autocasts(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta has no autocast: asking raises
 
 
 class FastLinear(FastLora, LoraLinear):
@@ -236,7 +255,11 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def apply_lora(
-    model: nn.Module, *, cache_dequantized: str = "auto", compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    cache_dequantized: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+    fp8_bases: bool = False,
 ) -> LoraReport:
     """Give the LoRA layers of a PEFT model a forward and a backward without glue; parameters and files stay.
 
@@ -259,6 +282,7 @@ def apply_lora(
             in the compute dtype: ``on``, ``off``, or ``auto`` (where the copies take at most a quarter of the free
             device memory; never on the CPU).
         compute_dtype: the autocast dtype of the run, e.g. ``torch.bfloat16`` under ``bf16=True``; None: none.
+        fp8_bases: include layers over transformers' `FP8Linear`, for `put_in_fp8`: until then PEFT's own forward runs.
 
     Returns:
         What was done, with `LoraReport.revert`.
@@ -278,12 +302,14 @@ def apply_lora(
     report = LoraReport()
     with ExitStack() as unwinding:
         unwinding.callback(report.revert)
-        _apply(model, report, cache_dequantized, compute_dtype)
+        _apply(model, report, cache_dequantized, compute_dtype, fp8_bases)
         unwinding.pop_all()
     return report
 
 
-def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None) -> None:
+def _apply(
+    model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None, fp8_bases: bool
+) -> None:
     fast: list[Any] = []
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
@@ -294,7 +320,7 @@ def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute
         if hasattr(module, "parameter_name"):  # PEFT's ParamWrapper
             report.on_parameters.append(name)
             continue
-        if reason := _not_covered(module, compute_dtype):
+        if reason := _not_covered(module, compute_dtype, fp8_bases):
             report.handed_over.setdefault(reason, []).append(name)
             continue
         stock: Any = type(module)
@@ -311,7 +337,7 @@ def _apply(model: nn.Module, report: LoraReport, cache_dequantized: str, compute
     elif report.copies and cache_dequantized == "auto":
         report.copies.keep_where_free()
     for backbone in _backbones(model) if fast else []:
-        hook: RemovableHandle = backbone.register_forward_pre_hook(_CastHook(fast))
+        hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast))
         report._undo.append(hook.remove)
 
 
@@ -321,59 +347,12 @@ class _Restore:
     stock: Any
 
     def __call__(self) -> None:
-        for name in ("fastpack_cast", "fastpack_dense", "fastpack_copied_from"):
-            self.module.__dict__.pop(name, None)
+        FastLora._fastpack_drop_copy(self.module)
+        self.module.__dict__.pop("fastpack_cast", None)
         # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
         if type(self.module) is _fast_class(self.stock):
             self.module.__class__ = self.stock
             self.module.__dict__.pop("fastpack_hooked", None)
-
-
-class _CastHook:
-    """Pre-hook of the backbone: casts the adapters of all its layers together where it runs with gradients.
-
-    In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
-    earlier cast still holds.
-    """
-
-    def __init__(self, modules: list[Any]) -> None:
-        self.modules = modules
-
-    def __call__(self, backbone: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # a model compiled as a whole fuses the casts by itself
-        if getattr(backbone, "_is_replica", False):
-            return  # of `nn.DataParallel`: its layers are not those of this list
-        if not torch.is_grad_enabled():
-            clear(self.modules)
-            return
-        todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
-        for module in self.modules:
-            pair = _pair(module)
-            if pair is None or is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
-                continue
-            a, _, scaling = pair
-            device = a.device.type
-            dtype = torch.get_autocast_dtype(device) if _autocasts(device) else a.dtype
-            if not needs_cast(a, scaling, dtype):
-                continue
-            modules, adapters = todo.setdefault((a.device, dtype), ([], []))
-            modules.append(module)
-            adapters.append(pair)
-        for (_, dtype), (modules, adapters) in todo.items():
-            cast_together(modules, adapters, dtype)
-
-
-def _pair(layer: Any) -> tuple[Tensor, Tensor, float] | None:
-    names = layer.active_adapters
-    if len(names) != 1 or layer.disable_adapters or layer.merged:
-        return None
-    first = layer._modules["lora_A"]._modules.get(names[0])
-    if first is None:
-        return None
-    a = first._parameters.get("weight")
-    b = layer._modules["lora_B"]._modules[names[0]]._parameters.get("weight")
-    return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
 
 
 def _backbones(model: nn.Module) -> list[Any]:
@@ -381,13 +360,16 @@ def _backbones(model: nn.Module) -> list[Any]:
     return backbones(model) if hasattr(base, "get_input_embeddings") else []
 
 
-def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
+def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool) -> str:
     """Return why this LoRA layer stays PEFT's for good; empty if the fast forward can serve it."""
     kind, base = type(module), module.base_layer
     if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"
     base_kind = type(base)
-    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
+    if fp8_bases and is_fp8_linear(base):
+        if reason := reason_against_layout(base):
+            return reason
+    elif base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))

@@ -26,10 +26,12 @@ def lora(run: Run) -> Iterator[None]:
         yield
         return
     cache = run.settings.cache_dequantized
-    # `auto` waits for the plan of the activations. FSDP 2 gathers other tensors each time, DeepSpeed casts them: a copy
-    # of one serves nobody.
-    cache = "off" if cache == "auto" or run.is_fsdp2 or run.is_deepspeed else cache
-    applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype)
+    # `auto` waits for the plan of the activations, FP8 for its choice of layers. FSDP 2 gathers other tensors each
+    # time, DeepSpeed casts them: a copy of one serves nobody.
+    fp8 = run.settings.frozen_base == "fp8"
+    waits = cache == "auto" or fp8
+    cache = "off" if waits or run.is_fsdp2 or run.is_deepspeed else cache
+    applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype, fp8_bases=fp8)
     try:
         fast = applied.fast or applied.already
         run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied))

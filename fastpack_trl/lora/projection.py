@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.lora.base_weight import BaseWeight, add_product, grad_input
+from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
+from fastpack_trl.lora.fp8_operators import fp8_projection as fp8_operator
 from fastpack_trl.lora.operators import add_thin_gradient, thin_product
 from fastpack_trl.lora.operators import lora_projection as projection_operator
 
@@ -28,13 +29,19 @@ projection cost more time there (about 80 us, forward and backward each) than an
 
 
 def lora_projection(
-    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
+    x: Tensor,
+    base: BaseWeight | Fp8Weight,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """Return ``x W^T + bias + (x A^T) B^T``; saves x, x A^T and the adapter for backward, nothing of the base.
 
     Args:
         x: (..., in_features).
-        base: the frozen weight, (out_features, in_features) or 4-bit.
+        base: the frozen weight, (out_features, in_features), 4-bit, or in FP8: then x is quantised for its product,
+            and so is the gradient.
         a: (rank, in_features).
         b: (out_features, rank), times the scaling.
         bias: (out_features,) or None.
@@ -45,19 +52,22 @@ def lora_projection(
     """
     if torch.compiler.is_compiling():
         return _traced(x, base, a, b, bias, dropped)
-    if base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
+    if isinstance(base, BaseWeight) and base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
         return _by_torch(x, base, a, b, bias, dropped)
     low = _LowRank.apply(x, dropped, a, b, bias, base)
     out: Tensor = _AddBase.apply(low, x, base)
     return out
 
 
-def _traced(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
+def _traced(
+    x: Tensor, base: BaseWeight | Fp8Weight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None
+) -> Tensor:
     """Project in a graph: the thin product by itself, so that a recompute may make it without the base's."""
     rows = _rows(x)
     source = None if dropped is None else _rows(dropped)
     reduced = (rows if source is None else source).detach().mm(a.detach().t())
-    out: Tensor = projection_operator(rows, source, reduced, a, b, bias, *base)
+    operator = fp8_operator if isinstance(base, Fp8Weight) else projection_operator
+    out: Tensor = operator(rows, source, reduced, a, b, bias, *base)
     return out.view(*x.shape[:-1], b.shape[0])
 
 
@@ -88,7 +98,13 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: BaseWeight
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        base: BaseWeight | Fp8Weight,
     ) -> Tensor:
         source = x if dropped is None else dropped
         reduced = _rows(source).mm(a.t())
@@ -110,7 +126,7 @@ class _AddBase(torch.autograd.Function):
     """Adds ``x W^T`` to the output of `_LowRank`, in place; the gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight) -> Tensor:
+    def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
         ctx.mark_dirty(low)
         add_product(low.view(-1, low.shape[-1]), _rows(x), base)
         return low
@@ -125,7 +141,7 @@ def _gradients(
     ctx: Any, grad_out: Tensor, source: Tensor, reduced: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor | None, ...]:
     needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
-    grad, base = _rows(grad_out), BaseWeight(*ctx.base)
+    grad, base = _rows(grad_out), ctx.base
     if _version(base.weight) != ctx.version:
         raise RuntimeError(
             "a frozen weight under LoRA was changed in place between forward and backward (version "

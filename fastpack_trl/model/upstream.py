@@ -106,6 +106,14 @@ TABLE: tuple[Upstream, ...] = (
         ("lora",), "PEFT's own forward", "lora",
     ),
     Upstream(
+        ("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True,
+    ),
+    Upstream(
+        _all("transformers.integrations.finegrained_fp8.FP8Linear",
+             "weight_scale_inv block_size activation_scheme"),
+        ("lora",), "FP8 checkpoints: PEFT's own forward over transformers' layers, named",
+    ),
+    Upstream(
         _all("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS ExpertsInterface"),
         ("moe",), "stock's experts", "moe",
     ),
@@ -240,6 +248,11 @@ TABLE: tuple[Upstream, ...] = (
     ),
     Upstream(
         _all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock",
+    ),
+    Upstream(
+        (*_all("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
+         *_all("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks")),
+        ("step",), "under FSDP 2 the optimizer steps over DTensors",
     ),
     Upstream(
         ("transformers.Trainer._move_model_to_device",), ("trainer",),

@@ -11,8 +11,12 @@ from typing import Any
 
 import forks
 import pytest
+from lora_material import adapted
+from trainer_material import make_dataset, make_tokenizer, settings
 
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.lora import frozen_base
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.upstream import NEEDS, found, lacks
 from fastpack_trl.testing import tiny_model
@@ -67,7 +71,9 @@ for paths in json.loads(sys.argv[1]):
     os.wait()
 """
 ROOT = Path(__file__).parents[2]
-PATHS = sorted({path for paths in NEEDS.values() for path in paths})
+ON_REQUEST = {"frozen_base"}
+"""Features that are on by name alone: without what they need they are refused, not left out."""
+PATHS = sorted({path for feature, paths in NEEDS.items() if feature not in ON_REQUEST for path in paths})
 DECIDES = ("batches", "packed_attention")
 """Parts without which others do not run either."""
 
@@ -78,7 +84,7 @@ def _rounds() -> list[list[str]]:
     rounds.append([path for path in NEEDS["batches"] if "Collator" not in path])  # asked for together
     seen = {path for paths in rounds for path in paths}
     left: list[list[str]] = []
-    for part in (part for part in NEEDS if part not in DECIDES):
+    for part in (part for part in NEEDS if part not in (*DECIDES, *ON_REQUEST)):
         left.append([path for path in NEEDS[part] if path not in seen])
         seen.update(left[-1])
     columns = itertools.zip_longest(*left)
@@ -143,3 +149,14 @@ def test_varlen_is_refused_by_name_where_torch_lacks_its_operators(monkeypatch: 
     assert "needs CUDA" in BACKENDS["varlen"].refuses(features)
     monkeypatch.setitem(NEEDS, "varlen", ("torch.ops.aten._gone",))
     assert BACKENDS["varlen"].refuses(features) == "the installed torch has no torch.ops.aten._gone"
+
+
+def test_a_feature_on_request_is_refused_without_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEEDS, "frozen_base", ("torch.ops.aten._gone",))
+    monkeypatch.setattr(frozen_base, "_on_any_device", True)
+    args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), frozen_base="fp8")
+    trainer = FastSFTTrainer(
+        adapted("qwen3"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
+    )
+    with pytest.raises(ValueError, match=r"no torch\.ops\.aten\._gone; set frozen_base='as_loaded'"):
+        trainer.train()

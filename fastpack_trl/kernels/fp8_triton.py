@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `benchmarks.fp8_quantise`: largest magnitude, scale and cast in one pass; bytes transposed.
+"""Triton kernels of `fastpack_trl.kernels.fp8`: largest magnitude, scale and cast in one pass; bytes transposed.
 
 Imported only where a kernel runs: Triton decides on import whether it compiles or interprets.
 """
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.fp8_quantise import FP8, LARGEST, LEAST, Quantised
 from fastpack_trl.kernels._triton import on_device_of
 
 _TILE = 4096
@@ -55,9 +54,16 @@ def _transpose_kernel(x, out, rows, columns, side: tl.constexpr):
 
 
 def quantise_rows_triton(
-    x: Tensor, factor: Tensor | None = None, width: int | None = None, dtype: torch.dtype = FP8
-) -> Quantised:
-    """Compute `quantise_rows_torch` in one kernel; with another `dtype` than `FP8`, values before the last rounding."""
+    x: Tensor, factor: Tensor | None, width: int | None, *, dtype: torch.dtype, largest: float, least: float
+) -> tuple[Tensor, Tensor]:
+    """Compute values and scales of `quantise_rows_torch` in one kernel.
+
+    Args:
+        x, factor, width: as there.
+        dtype: of the values; a wider one than FP8 shows them before their last rounding.
+        largest: value of the format.
+        least: magnitude that a scale is made of.
+    """
     rows, columns = x.shape
     x = x.contiguous()
     width = width or columns
@@ -69,10 +75,10 @@ def quantise_rows_triton(
     with on_device_of(x):
         _quantise_kernel[(triton.cdiv(rows * per_row, groups),)](
             x, x if factor is None else factor, out, scales, rows, rows * per_row, width,
-            groups_per_row=per_row, has_factor=factor is not None, largest_value=LARGEST, least=LEAST,
+            groups_per_row=per_row, has_factor=factor is not None, largest_value=largest, least=least,
             groups=groups, columns=padded, num_warps=min(16, max(1, groups * padded // _PER_WARP)),
         )  # fmt: skip
-    return Quantised(out, scales.t())
+    return out, scales.t()
 
 
 def transposed_triton(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of FP8 beside their torch twins: run by `test_fp8_products.py`, interpreted or on CUDA."""
+"""The Triton kernels of FP8 beside their torch twins: run by `test_fp8.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from fp8_values import KINDS, matrix
 
-from benchmarks.fp8_quantise import FP8, quantise_rows_torch
-from benchmarks.fp8_triton import quantise_rows_triton, transposed_triton
+from fastpack_trl.kernels.fp8 import FP8, LARGEST, LEAST, Quantised, quantise_rows_torch
+from fastpack_trl.kernels.fp8_triton import quantise_rows_triton, transposed_triton
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -26,7 +26,8 @@ def test_one_pass_gives_the_bits_of_the_twin(
     x = matrix(kind, shape, dtype).to(DEVICE)
     factor = torch.rand(shape[1], device=DEVICE) + 0.5 if folded else None
     # The interpreter loses carries and NaN where it rounds to FP8: there, torch rounds what the kernel has made.
-    found = quantise_rows_triton(x, factor, width, FP8 if DEVICE == "cuda" else torch.float32)
+    dtype = FP8 if DEVICE == "cuda" else torch.float32
+    found = Quantised(*quantise_rows_triton(x, factor, width, dtype=dtype, largest=LARGEST, least=LEAST))
     expected = quantise_rows_torch(x, factor, width)
     values = found.values.to(FP8)
     assert found.scales.t().is_contiguous()

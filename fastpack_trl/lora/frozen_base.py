@@ -1,0 +1,222 @@
+"""The feature `frozen_base`: frozen LoRA bases multiplied in FP8 while a trainer trains, forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.kernels.fp8 import LEAST_CAPABILITY
+from fastpack_trl.lora.copies import FrozenCopies
+from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear
+from fastpack_trl.lora.fp8_layers import MOST_ERROR, product_errors, products_ratio, put_in_fp8, reasons_against, stays
+from fastpack_trl.lora.linear import FastLora, has_lora
+from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.facts import UNREADABLE, backbones, text_model
+from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.upstream import lacks
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.run import DEEPSPEED, SHARDED, Run
+
+FEATURE = "frozen_base"
+_KEEP = "set frozen_base='as_loaded'"
+_SAMPLE = 256
+"""Tokens of the data over which the errors are measured."""
+_SHARE_OF_FREE = 0.25
+_TIMED_TOKENS = 8192
+_WORTH = 1.1
+_on_any_device = False
+"""For tests alone: the plain torch reference runs, on the CPU and in fp32 too."""
+
+
+@contextmanager
+def frozen_base(run: Run) -> Iterator[None]:
+    """Put the frozen weights of LoRA layers in FP8; layers that lose too much stay as they were loaded, counted.
+
+    Raises:
+        ValueError: the run, the model or the device cannot; with the remedy.
+    """
+    if run.settings.frozen_base == "as_loaded" or not run.training:
+        yield
+        return
+    if reason := _refusal(run):
+        raise ValueError(f"frozen_base='fp8': {reason}")
+    applied = run.part(LoraReport)
+    if applied is None:
+        raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
+    layers: dict[str, Any] = {name: each for name, each in run.model.named_modules() if isinstance(each, FastLora)}
+    dtype = run.compute_dtype or next(run.model.parameters()).dtype
+    against = reasons_against(run.model, layers)
+    able = {name: layer for name, layer in layers.items() if name not in against}
+    others = Counter(against.values())
+    others.update({reason: len(names) for reason, names in applied.handed_over.items()})
+    others.update({"LoRA on stacked parameters": len(applied.on_parameters)} if applied.on_parameters else {})
+    if not able:
+        listed = "; ".join(f"{count} ({reason})" for reason, count in others.items())
+        raise ValueError(f"frozen_base='fp8': no LoRA layer can have it: {listed}; {_KEEP}")
+    on_host = run.ranks.count == 1
+    try:
+        for layer in able.values():
+            if is_fp8_linear(layer.base_layer):  # for the sample too: transformers' forward needs a kernel from the hub
+                put_in_fp8(layer, dtype, both_layouts=False, to_host=False)
+        errors = _agreed(run, product_errors(able, dtype, lambda: _run_sample(run)))
+        chosen = {name: layer for name, layer in able.items() if errors[name] <= MOST_ERROR}
+        if not chosen:
+            raise ValueError(
+                f"frozen_base='fp8': products of all {len(able)} layers are off by more than {MOST_ERROR:.0%}; {_KEEP}"
+            )
+        for name in able.keys() - chosen.keys():
+            able[name]._fastpack_drop_copy()
+            others[f"an error over {MOST_ERROR:.0%}"] += 1
+        free = run.ranks.least([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
+        both = _both_layouts(chosen, free, on_host=on_host)
+        for layer in chosen.values():
+            put_in_fp8(layer, dtype, both_layouts=both, to_host=on_host)
+        rest = [layer for name, layer in layers.items() if name not in chosen]
+        applied.copies = FrozenCopies(rest, run.compute_dtype)
+        if applied.copies and run.settings.cache_dequantized == "on":
+            applied.copies.keep()
+        run.say(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
+        _advise(run, chosen, dtype)
+        yield
+    finally:
+        for layer in able.values():
+            layer._fastpack_drop_copy()
+
+
+def _refusal(run: Run) -> str:
+    """Return why this run cannot have it, with the remedy; empty where it can."""
+    if run.settings.lora == "off":
+        return f"lora='off' leaves LoRA layers to PEFT, which has no FP8 products; set lora='auto', or {_KEEP}"
+    if not has_lora(run.model):
+        return (
+            "the model has no LoRA layers, and full fine-tuning changes the weights that would be quantised once; give "
+            f"peft_config=LoraConfig(...), or {_KEEP}"
+        )
+    if run.is_sharded or run.is_deepspeed:
+        return f"{SHARDED if run.is_sharded else DEEPSPEED}; train with DDP, or {_KEEP}"
+    if run.args.n_gpu > 1:
+        return f"torch.nn.DataParallel copies the model in each step; start it with accelerate launch, or {_KEEP}"
+    if missing := lacks(FEATURE):
+        return f"{missing}; {_KEEP}"
+    if _on_any_device:
+        return ""
+    device = run.device
+    if device.type != "cuda":
+        return f"a {device.type} device has no FP8 products; train on a CUDA device from Ada or Hopper on, or {_KEEP}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {have}, FP8 products need {need}; {_KEEP}"
+    dtype = run.compute_dtype or next(run.model.parameters()).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the run computes in {dtype}, and FP8 products give 16 bits; set bf16=True, or {_KEEP}"
+    return ""
+
+
+def _agreed(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the larger error of each layer, over all processes; infinite where one is NaN."""
+    worst = [max(both) if all(each == each for each in both) else inf for both in errors.values()]
+    return dict(zip(errors, run.ranks.most(worst), strict=True))
+
+
+def _run_sample(run: Run) -> None:
+    """Run the decoder over the first document of the data, in evaluation mode; where it cannot be run, do nothing."""
+    training = [module for module in run.model.modules() if module.training]
+    try:
+        decoder = backbones(run.model)[0]
+        ids = _sample(run)
+        batch = PackedBatch.from_lengths((ids.shape[1],)).to(run.device)
+        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
+        run.model.eval()
+        with users_hooks_off(run.model), run.autocast():
+            decoder(input_ids=ids, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except UNREADABLE:
+        return  # random values take the place of what its layers would have read
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _sample(run: Run) -> Tensor:
+    """Return token ids, (1, tokens): those of the first row of the data, or any where it cannot be looked at."""
+    vocabulary = text_model(run.model).get_input_embeddings().num_embeddings
+    data: Any = run.trainer.train_dataset
+    try:
+        ids = list(data[0]["input_ids"])[:_SAMPLE]
+    except (*UNREADABLE, NotImplementedError):
+        ids = []
+    return torch.tensor([ids or list(range(min(_SAMPLE, vocabulary)))], device=run.device)
+
+
+def _both_layouts(layers: Mapping[str, Any], free: float, *, on_host: bool) -> bool:
+    """Return whether the second layout takes at most a quarter of the memory that is free beside the first.
+
+    Weights of FP8 checkpoints have the first.
+
+    Args:
+        layers: whose weights go to FP8.
+        free: bytes on the device before that; infinite off CUDA.
+        on_host: dense weights leave the device, one by one.
+
+    Raises:
+        ValueError: one layout does not fit.
+    """
+    bases = [layer.base_layer for layer in layers.values()]
+    leaves = sum(base.weight.nbytes for base in bases if not stays(base)) if on_host else 0
+    second = sum(layer.in_features * layer.out_features for layer in layers.values())
+    nbytes = second - sum(base.weight.nbytes for base in bases if is_fp8_linear(base))
+    if nbytes > free + leaves:
+        raise ValueError(
+            f"frozen_base='fp8': {_size(nbytes)} of FP8 weights do not fit the {_size(free + leaves)} that are free on "
+            f"the device; {_KEEP}"
+        )
+    return second <= _SHARE_OF_FREE * (free + leaves - nbytes)
+
+
+def _described(chosen: Mapping[str, Any], errors: Mapping[str, float], others: Mapping[str, int], *, both: bool) -> str:
+    worst = max(chosen, key=lambda name: errors[name])
+    nbytes = sum(layer.fastpack_dense.nbytes for layer in chosen.values())
+    host = sum(layer.fastpack_on_host.nbytes for layer in chosen.values() if layer.fastpack_on_host is not None)
+    total = len(chosen) + sum(others.values())
+    own = sum(is_fp8_linear(layer.base_layer) for layer in chosen.values())
+    parts = [
+        f"{len(chosen)} of {total} LoRA bases multiply in FP8, forward and backward: what is computed changes",
+        *([f"{own} with the values and block scales of the checkpoint, not quantised again"] if own else []),
+        f"a product is off by {median(errors[name] for name in chosen):.1%}, at most {errors[worst]:.1%} ({worst})",
+        f"{_size(nbytes)} of FP8 weights, {'both layouts' if both else 'transposed per use'}",
+        f"the loaded weights ({_size(host)}) wait in host memory" if host else "the loaded weights stay on the device",
+        "evaluation during training is in FP8 too, all after training as loaded",
+    ]
+    parts += [f"as loaded: {count} ({reason})" for reason, count in others.items()]
+    return "; ".join(parts)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _advise(run: Run, layers: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    """Time the products alone on the device, and advise against FP8 where they gain little."""
+    if run.device.type != "cuda":
+        return
+    rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
+    tokens = min(_TIMED_TOKENS, rows)
+    try:
+        ratio = products_ratio(layers, tokens, dtype)
+    except torch.OutOfMemoryError:
+        ratio = inf  # not timed here
+    ratio = run.ranks.least([ratio])[0]
+    if ratio == inf:
+        return
+    text = f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+    run.report.remark(FEATURE, text if ratio >= _WORTH else f"{text}: too small a model to gain; {_KEEP}")

@@ -1,0 +1,107 @@
+"""FP8 matrices: what is quantised and how far off, and one kernel and its torch twin give the same bits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from fp8_values import KINDS, matrix
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+from triton_cases import run_cases
+
+from fastpack_trl.kernels.fp8 import (
+    LARGEST,
+    LEAST,
+    Quantised,
+    quantise_rows,
+    quantise_rows_torch,
+    scaled_product,
+    scaled_product_torch,
+)
+
+CASES = Path(__file__).with_name("triton_fp8_cases.py")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
+    run_cases(CASES, interpret=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_kernels_equal_their_twins_on_cuda() -> None:
+    run_cases(CASES, interpret=False)
+
+
+values = st.floats(-(2.0**100), 2.0**100, width=32) | st.just(float("nan"))
+
+
+@settings(deadline=None, max_examples=200)
+@given(arrays("float32", st.tuples(st.integers(1, 4), st.just(16)), elements=values))
+def test_a_value_is_off_by_a_sixteenth_or_by_the_smallest_step_of_its_row(x: object) -> None:
+    rows = torch.from_numpy(x)
+    found = quantise_rows_torch(rows)
+    assert (found.scales > 0).all()
+    assert torch.equal(found.values.isnan(), rows.isnan())
+    largest = rows.nan_to_num().abs().amax(1, keepdim=True)
+    # Half a step: of 3 bits of mantissa, or of the smallest value, 2**-9, times the scale.
+    allowed = torch.maximum(rows.abs() / 16, largest.clamp(min=LEAST) / LARGEST * 2**-10) * (1 + 1e-5)
+    assert ((found.dense() - rows).abs() <= allowed)[~rows.isnan()].all()
+    assert (found.values.float()[rows == 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_a_row_changes_no_other_row(kind: str) -> None:
+    hard, plain = (quantise_rows_torch(matrix(each, (3, 32), torch.float32)) for each in (kind, "plain"))
+    assert torch.equal(hard.values.float()[1:], plain.values.float()[1:])
+    assert torch.equal(hard.scales[1:], plain.scales[1:])
+
+
+def test_a_factor_is_multiplied_in_before_scales_are_made() -> None:
+    x, factor = torch.randn(3, 32), torch.rand(32) + 0.5
+    folded, expected = quantise_rows_torch(x, factor), quantise_rows_torch(x * factor)
+    assert torch.equal(folded.values.float(), expected.values.float())
+    assert torch.equal(folded.scales, expected.scales)
+
+
+def _operands() -> tuple[Tensor, Tensor, Quantised, Quantised]:
+    x, weight = torch.randn(3, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    return x, weight, quantise_rows(x), quantise_rows(weight)
+
+
+def test_torchs_product_is_that_of_the_reference() -> None:
+    _, _, a, b = _operands()
+    try:
+        found = torch._scaled_mm(
+            a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=torch.bfloat16
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"torch {torch.__version__} has no such product on the CPU: {error}")
+    assert torch.equal(found, scaled_product_torch(a, b, torch.bfloat16))
+
+
+def test_a_product_is_as_far_from_the_true_one_as_its_rounded_values() -> None:
+    x, weight, a, b = _operands()
+    true = x.double() @ weight.double().t()
+    rounded = a.dense().double() @ b.dense().double().t()
+    found = scaled_product(a, b, torch.float32).double()
+    assert (found - rounded).norm() < 1e-6 * true.norm()
+    assert 0.005 < (found - true).norm() / true.norm() < 0.06
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinite"])
+def test_what_is_not_finite_stays_so_in_its_row_alone(kind: str) -> None:
+    x = matrix(kind, (3, 32), torch.bfloat16)
+    out = scaled_product(quantise_rows(x), quantise_rows(torch.randn(16, 32)), torch.float32)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+
+
+def test_no_rows_give_no_rows() -> None:
+    _, weight, _, b = _operands()
+    assert scaled_product(quantise_rows(weight[:0]), b, torch.float32).shape == (0, 48)

@@ -1,0 +1,219 @@
+"""A base in FP8 on a CUDA device: the products of the device, compiled layers, captured steps, no host wait."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_checkpoint_material import dense_twin, fp8_checkpoint, with_lora
+from lora_material import adapted, any_ids, joint_error
+from quantised_material import quantised
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, apply_lora, packed_attention
+from fastpack_trl.kernels.fp8 import LEAST_CAPABILITY, Quantised, quantise_rows, scaled_product
+from fastpack_trl.lora.base_weight import Fp8Weight
+from fastpack_trl.lora.fp8_checkpoint import _multiplies_blocks
+from fastpack_trl.lora.fp8_layers import product_errors, put_in_fp8
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.lora.projection import lora_projection
+from fastpack_trl.testing import gradients
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY,
+        reason="needs a CUDA device that multiplies in FP8",
+    ),
+]
+SHAPE = {"hidden_size": 256, "intermediate_size": 512}
+blocks = pytest.mark.skipif(
+    not torch.cuda.is_available() or not _multiplies_blocks(torch.device("cuda")),
+    reason="needs a CUDA device that multiplies FP8 with block scales",
+)
+
+
+def in_fp8(model: Any) -> Any:
+    apply_lora(model, cache_dequantized="off", compute_dtype=torch.bfloat16, fp8_bases=True)
+    for layer in [module for module in model.modules() if isinstance(module, FastLora)]:
+        put_in_fp8(layer, torch.bfloat16, both_layouts=True, to_host=True)
+    return model
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 512])
+def test_the_product_of_the_device_is_that_of_the_reference(rows: int, fast: bool) -> None:
+    x, weight = (torch.randn(count, 4096, device="cuda").bfloat16() for count in (rows, 256))
+    a, b = quantise_rows(x), quantise_rows(weight)
+    found, true = scaled_product(a, b, torch.bfloat16, fast=fast), a.dense().double() @ b.dense().double().t()
+    # Rounding to bf16 alone: 2**-9 at most; sums in fewer bits than fp32 may add as much again.
+    assert (found.double() - true).norm() / true.norm() < 2**-8
+
+
+@blocks
+@pytest.mark.parametrize("inner", [512, 1536])
+@pytest.mark.parametrize("rows", [1, 7, 8, 513])
+def test_the_product_with_blocks_is_that_of_the_reference(rows: int, inner: int) -> None:
+    x, weight = (torch.randn(count, inner, device="cuda").bfloat16() for count in (rows, 1024))
+    scales = torch.rand(1024 // 128, inner // 128, device="cuda") + 0.5
+    a, b = quantise_rows(x, None, 128), Quantised(weight.to(torch.float8_e4m3fn), scales)
+    found, true = scaled_product(a, b, torch.bfloat16), a.dense().double() @ b.dense().double().t()
+    assert found.shape == true.shape
+    assert (found.double() - true).norm() / true.norm() < 2**-8
+
+
+@pytest.mark.parametrize("both_layouts", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [1, 37, 4096])
+@pytest.mark.parametrize("scaling", ["rows", pytest.param("blocks", marks=blocks)])
+def test_a_projection_is_that_of_the_cpu(scaling: str, tokens: int, compiled: bool, both_layouts: bool) -> None:
+    torch.manual_seed(0)
+    values = {"x": (tokens, 512), "a": (16, 512), "b": (1024, 16), "weight": (1024, 512), "grad": (tokens, 1024)}
+    given = {name: torch.randn(shape).bfloat16() for name, shape in values.items()}
+    scales = torch.rand(8, 4) + 0.5
+    results = []
+    for device in ("cpu", "cuda"):
+        own = {name: tensor.to(device) for name, tensor in given.items()}
+        if scaling == "rows":
+            base = Fp8Weight.of(own["weight"], both_layouts=both_layouts)
+        else:
+            stored = own["weight"].to(torch.float8_e4m3fn)
+            base = Fp8Weight.of_blocks(stored, scales.to(device), both_layouts=both_layouts)
+        read = [own[name].clone().requires_grad_() for name in ("x", "a", "b")]
+        torch._dynamo.reset()
+        project = torch.compile(lora_projection) if compiled and device == "cuda" else lora_projection
+        out = project(read[0], base, *read[1:])
+        out.backward(own["grad"])
+        results.append([out.detach().cpu(), *[leaf.grad.cpu() for leaf in read if leaf.grad is not None]])
+    for theirs, ours in zip(*results, strict=True):
+        # Values on the edge of two FP8 numbers may be rounded to either, by a compiler that divides with less care.
+        assert (ours.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_gradients_are_off_by_their_rounding(kind: str) -> None:
+    if kind == "nf4":
+        stock = quantised("nf4", dtype=torch.bfloat16).cuda()
+    else:
+        stock = adapted("qwen3", dtype=torch.bfloat16, **SHAPE).cuda()
+    fast = in_fp8(copy.deepcopy(stock))
+    apply_lora(stock, cache_dequantized="off", compute_dtype=torch.bfloat16)
+    for model in (stock, fast):
+        with torch.autocast("cuda", torch.bfloat16):
+            model(input_ids=any_ids(64).cuda(), labels=any_ids(64).cuda(), use_cache=False).loss.backward()
+    assert 0 < joint_error(gradients(fast), gradients(stock)) < 0.2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("checkpoint", marks=blocks)])
+def test_the_host_never_waits(kind: str, compiled: bool) -> None:
+    if kind == "dense":
+        model = in_fp8(adapted("llama", dtype=torch.bfloat16, **SHAPE).cuda())
+    else:
+        model = in_fp8(with_lora(fp8_checkpoint(dtype=torch.bfloat16)).cuda())
+    width = model.config.hidden_size
+    if compiled:
+        for layer in model.get_base_model().model.layers:
+            layer.compile(fullgraph=True)
+    backbone = model.get_base_model().model
+    hidden = torch.randn(1, 63, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    batch = PackedBatch.from_lengths((40, 23)).to("cuda")
+
+    def run() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = backbone(
+                inputs_embeds=hidden, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
+            ).last_hidden_state
+        out.sum().backward()
+
+    with packed_attention(model, compute_dtype=torch.bfloat16):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_errors_are_as_on_the_cpu() -> None:
+    model = adapted("qwen3", dtype=torch.bfloat16, **SHAPE)
+    found = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(model).to(device)
+        apply_lora(own, compute_dtype=torch.bfloat16)
+        layers = {name: module for name, module in own.named_modules() if isinstance(module, FastLora)}
+        with torch.autocast(device, torch.bfloat16):
+            found.append(product_errors(layers, torch.bfloat16, lambda: own(input_ids=any_ids(64).to(device))))  # noqa: B023
+    for name, (forward, backward) in found[0].items():
+        assert found[1][name][0] == pytest.approx(forward, rel=0.05)
+        assert found[1][name][1] == pytest.approx(backward, rel=0.1)  # of other random gradients
+
+
+@pytest.mark.parametrize("fields", [{}, {"layer_compile": "on"}, {"layer_compile": "on", "cuda_graph": "on"}], ids=str)
+def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, fields: dict[str, str]) -> None:
+    losses = {}
+    for base in ("as_loaded", "fp8"):
+        model = adapted("qwen3", dtype=torch.bfloat16, **SHAPE)
+        before = [layer.base_layer.weight.clone() for layer in model.modules() if hasattr(layer, "lora_A")]
+        args = settings(tmp_path / base, packing=True, use_cpu=False, bf16=True, max_steps=12)
+        trainer = FastSFTTrainer(
+            model,
+            args=FastSFTConfig(**args, frozen_base=base, **fields),
+            train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8, seed=7),
+            processing_class=make_tokenizer(),
+        )
+        trainer.train()
+        losses[base] = [row["loss"] for row in figures(trainer) if "loss" in row]
+        after = [layer.base_layer.weight for layer in trainer.model.modules() if hasattr(layer, "lora_A")]
+        assert all(torch.equal(one.cuda(), other) for one, other in zip(before, after, strict=True))
+        if base == "fp8":
+            assert trainer.fastpack_report["frozen_base"].path == "fp8", str(trainer.fastpack_report)
+            assert "products alone, quantisation included" in trainer.fastpack_report["frozen_base"].reason
+    assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
+    assert losses["fp8"] != losses["as_loaded"]
+
+
+@blocks
+@pytest.mark.parametrize("fields", [{}, {"layer_compile": "on"}, {"layer_compile": "on", "cuda_graph": "on"}], ids=str)
+def test_a_run_over_an_fp8_checkpoint_learns_as_one_over_the_dequantised_base(
+    tmp_path: Path, fields: dict[str, str]
+) -> None:
+    base = fp8_checkpoint(dtype=torch.bfloat16)
+    twin = dense_twin(base).bfloat16()
+    before = [module.weight.float().cuda() for module in base.modules() if hasattr(module, "weight_scale_inv")]
+    losses = {}
+    for kind, model in (("fp8", with_lora(base)), ("as_loaded", with_lora(twin))):
+        # The proof of packing runs transformers' own forward, by a kernel from the hub.
+        args = settings(tmp_path / kind, packing=True, use_cpu=False, bf16=True, max_steps=12, verify_packing="off")
+        trainer = FastSFTTrainer(
+            model,
+            args=FastSFTConfig(**args, frozen_base=kind, **fields),
+            train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8, seed=7),
+            processing_class=make_tokenizer(),
+        )
+        trainer.train()
+        losses[kind] = [row["loss"] for row in figures(trainer) if "loss" in row]
+        if kind == "fp8":
+            reason = trainer.fastpack_report["frozen_base"].reason
+            assert "7 of 7 LoRA bases multiply in FP8" in reason
+            assert "products alone, quantisation included" in reason
+    assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
+    assert losses["fp8"] != losses["as_loaded"]
+    after = [module.weight.float().cuda() for module in base.modules() if hasattr(module, "weight_scale_inv")]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@blocks
+def test_gradients_over_an_fp8_checkpoint_are_off_by_their_rounding() -> None:
+    base = fp8_checkpoint(dtype=torch.bfloat16)
+    stock, fast = with_lora(dense_twin(base).bfloat16()).cuda(), in_fp8(with_lora(base).cuda())
+    for model in (stock, fast):
+        with torch.autocast("cuda", torch.bfloat16):
+            model(input_ids=any_ids(63).cuda(), labels=any_ids(63).cuda(), use_cache=False).loss.backward()
+    assert 0 < joint_error(gradients(fast), gradients(stock)) < 0.2

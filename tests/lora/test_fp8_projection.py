@@ -1,0 +1,142 @@
+"""A LoRA projection over a base in FP8: eager and in a graph it is the reference, and as far from the truth as that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from functorch.compile import min_cut_rematerialization_partition
+from lora_material import functions_for_every_size  # noqa: F401
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from fastpack_trl.kernels.fp8 import quantise_rows_torch
+from fastpack_trl.lora.base_weight import Fp8Weight
+from fastpack_trl.lora.projection import lora_projection
+
+PARTITIONED = "aot_eager_decomp_partition"
+"""Inductor's partitioner without its code generation."""
+IN, OUT, RANK = 48, 32, 4
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
+
+
+class _BaseProduct(torch.autograd.Function):
+    """``x W^T``, its factors rounded to FP8 in both directions, multiplied in the dtype of x: the reference."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Fp8Weight) -> Tensor:
+        ctx.base = base
+        return quantise_rows_torch(x).dense().to(x.dtype) @ base.dense(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rounded = quantise_rows_torch(grad, ctx.base.scales.view(-1)).dense().to(grad.dtype)
+        return rounded @ ctx.base.weight.to(grad.dtype), None
+
+
+def reference(x: Tensor, base: Fp8Weight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
+    out: Tensor = _BaseProduct.apply(x, base) + F.linear(F.linear(x if dropped is None else dropped, a), b)
+    return out if bias is None else out + bias
+
+
+def leaves(seed: int = 0, tokens: int = 9) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (tokens, IN), "a": (RANK, IN), "b": (OUT, RANK), "bias": (OUT,), "weight": (OUT, IN)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def results(
+    project: Callable[..., Tensor], *, bias: bool, dropped: bool, both_layouts: bool, seed: int = 0
+) -> dict[str, Tensor]:
+    """Output and gradients."""
+    given = leaves(seed)
+    base = Fp8Weight.of(given.pop("weight"), both_layouts=both_layouts)
+    read = {name: tensor.requires_grad_() for name, tensor in given.items()}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        other = F.dropout(read["x"], 0.5) if dropped else None
+    out = project(read["x"], base, read["a"], read["b"], read["bias"] if bias else None, other)
+    out.sin().sum().backward()
+    return {"out": out.detach()} | {name: leaf.grad for name, leaf in read.items() if leaf.grad is not None}
+
+
+def compiled(*args: Any) -> Tensor:
+    torch._dynamo.reset()
+    out: Tensor = torch.compile(lora_projection, backend=PARTITIONED, fullgraph=True)(*args)
+    return out
+
+
+@pytest.mark.parametrize("project", [lora_projection, compiled])
+@pytest.mark.parametrize("both_layouts", [False, True], ids=["one-layout", "both-layouts"])
+@pytest.mark.parametrize(("bias", "dropped"), [(False, False), (True, False), (True, True)])
+def test_a_projection_and_its_gradients_equal_the_reference(
+    project: Callable[..., Tensor], both_layouts: bool, bias: bool, dropped: bool
+) -> None:
+    options = {"bias": bias, "dropped": dropped, "both_layouts": both_layouts}
+    found, expected = results(project, **options), results(reference, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_output_and_input_gradient_are_off_by_their_rounding_and_adapters_gradients_are_not(seed: int) -> None:
+    found = results(lora_projection, bias=True, dropped=False, both_layouts=True, seed=seed)
+    given = {name: tensor.double().requires_grad_() for name, tensor in leaves(seed).items()}
+    out = F.linear(given["x"], given["weight"], given["bias"]) + F.linear(F.linear(given["x"], given["a"]), given["b"])
+    # The true derivative at the output that ours had: what is wrong in it is then ours alone.
+    out.backward(found["out"].double().cos())
+    for name, true in (("out", out.detach()), ("x", given["x"].grad)):
+        assert 0.003 < (found[name] - true).norm() / true.norm() < 0.05
+    for name in ("a", "b", "bias"):
+        true = given[name].grad
+        assert (found[name] - true).norm() / true.norm() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_token_and_one(tokens: int) -> None:
+    given = leaves(tokens=tokens)
+    base = Fp8Weight.of(given["weight"], both_layouts=True)
+    x = given["x"].requires_grad_()
+    lora_projection(x, base, given["a"], given["b"]).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (tokens, IN)
+
+
+def test_an_outlier_costs_its_own_row_alone() -> None:
+    given = leaves()
+    base = Fp8Weight.of(given["weight"], both_layouts=True)
+    plain = lora_projection(given["x"], base, given["a"], given["b"])
+    given["x"][0, 3] = 1e4
+    hit = lora_projection(given["x"], base, given["a"], given["b"])
+    torch.testing.assert_close(hit[1:], plain[1:])
+    true = given["x"][0] @ (given["weight"] + given["b"] @ given["a"]).t()
+    assert (hit[0] - true).norm() < 0.06 * true.norm()
+
+
+def test_in_a_graph_an_input_of_several_projections_is_quantised_once() -> None:
+    counted: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[[Any, Any], Any]:
+        def compiler(graph: Any, _inputs: Any) -> Any:
+            counted[name] = sum(node.target is torch.ops.aten.amax.default for node in graph.graph.nodes)
+            return graph
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=counting("forward"), bw_compiler=counting("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+    given = leaves()
+    x, bases = given["x"].requires_grad_(), [Fp8Weight.of(given["weight"] + at, both_layouts=True) for at in range(3)]
+
+    def three(x: Tensor) -> Tensor:
+        return sum(lora_projection(x, base, given["a"], given["b"]).sin() for base in bases)  # type: ignore[return-value]
+
+    torch._dynamo.reset()
+    torch.compile(three, backend=backend, fullgraph=True)(x).sum().backward()
+    assert counted == {"forward": 1, "backward": 3}

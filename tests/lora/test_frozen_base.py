@@ -1,0 +1,390 @@
+"""``frozen_base="fp8"``: a whole run over a base in FP8, by the reference on the CPU; what refuses; what is left."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_material import Counting
+from lora_material import adapted
+from peft import LoraConfig
+from quantised_material import quantised
+from ranks import fork_ranks
+from torch import Tensor
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.compile import layer_compile as feature
+from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.lora import fp8_layers, frozen_base
+from fastpack_trl.lora.base_weight import Fp8Weight
+from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.testing import tiny_model
+
+LAYERS = 14
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_base, "_on_any_device", True)
+
+
+def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
+    args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
+    return FastSFTTrainer(
+        adapted("qwen3") if model is None else model,
+        args=args,
+        train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8, seed=7),
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def fast_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FastLora)]
+
+
+def lora_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def weights(model: Any) -> list[Tensor]:
+    return [layer.base_layer.weight.detach().clone() for layer in lora_layers(model)]
+
+
+class At(TrainerCallback):
+    """Calls a function once, at the end of the first step."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.found: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.found = self.function(kwargs["model"])
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize("layer_compile", ["off", "on"])
+def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
+    tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Counting(differentiate=True)
+    monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=graphs))
+    model = adapted("qwen3")
+    before, other = weights(model), copy.deepcopy(model)
+    inside = At(lambda model: [isinstance(layer.fastpack_dense, Fp8Weight) for layer in fast_layers(model)])
+    ours = made(tmp_path / "fp8", model, [inside], layer_compile=layer_compile)
+    ours.train()
+    plain = made(tmp_path / "plain", other, frozen_base="as_loaded", layer_compile="off")
+    plain.train()
+    assert inside.found == [True] * LAYERS
+    assert bool(graphs.graphs) == (layer_compile == "on")
+    line = ours.fastpack_report["frozen_base"]
+    assert (line.status, line.path) == ("on", "fp8")
+    assert f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward: what is computed changes" in str(
+        line
+    )
+    assert "frozen_base" not in plain.fastpack_report
+    losses = [[row["loss"] for row in figures(each) if "loss" in row] for each in (ours, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    held_out = [[row["eval_loss"] for row in figures(each) if "eval_loss" in row] for each in (ours, plain)]
+    assert held_out[0] == pytest.approx(held_out[1], rel=0.01)
+    assert not fast_layers(ours.model)
+    for layer, weight in zip(lora_layers(ours.model), before, strict=True):
+        assert torch.equal(layer.base_layer.weight, weight)
+        assert not any(name.startswith("fastpack") for name in vars(layer))
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_evaluation_in_a_run_is_in_fp8_and_after_it_as_loaded(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=2, eval_steps=2)
+    trainer.train()
+    (inside,) = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    after = trainer.evaluate()["eval_loss"]
+    assert after != inside
+    assert after == pytest.approx(inside, rel=0.01)
+    trainer.args.frozen_base = "as_loaded"
+    assert trainer.evaluate()["eval_loss"] == after
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_loaded_weights_wait_on_the_host_and_checkpoints_have_no_trace(tmp_path: Path) -> None:
+    model = adapted("qwen3")
+    before = weights(model)
+
+    def look(model: Any) -> Any:
+        layers = fast_layers(model)
+        stubs = [layer.base_layer.weight for layer in layers]
+        saved = [layer.base_layer.state_dict()["weight"] for layer in layers]
+        return [bool(stub.isnan().all()) and stub.untyped_storage().nbytes() == 4 for stub in stubs], saved
+
+    looked = At(look)
+    trainer = made(tmp_path, model, [looked], save_strategy="steps", save_steps=2)
+    trainer.train()
+    hollow, saved = looked.found
+    assert hollow == [True] * LAYERS
+    assert all(torch.equal(*pair) for pair in zip(saved, before, strict=True))
+    resumed = made(tmp_path, adapted("qwen3"), save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for row, expected in zip(figures(resumed), figures(trainer), strict=True):
+        for name in row.keys() & {"loss", "eval_loss", "grad_norm"}:
+            assert row[name] == pytest.approx(expected[name], rel=1e-6)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_a_second_run_starts_from_the_loaded_base(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=1)
+    before = weights(trainer.model)
+    for _ in range(2):
+        trainer.train()
+        assert all(torch.equal(*pair) for pair in zip(weights(trainer.model), before, strict=True))
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_after_an_error_the_base_is_as_loaded(tmp_path: Path) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("stop")
+
+    trainer = made(tmp_path, None, [At(fail)])
+    before = weights(trainer.model)
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer.train()
+    assert all(torch.equal(*pair) for pair in zip(weights(trainer.model), before, strict=True))
+    assert not fast_layers(trainer.model)
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize("moment", ["merged", "disabled"])
+def test_merging_and_disabling_adapters_in_a_run_see_the_loaded_weights(tmp_path: Path, moment: str) -> None:
+    model = adapted("qwen3")
+    ids = torch.arange(3, 20)[None]
+
+    def logits(model: Any) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = model(input_ids=ids).logits
+        return out
+
+    with model.disable_adapter():
+        expected = logits(model)
+
+    def look(model: Any) -> Any:
+        if moment == "disabled":
+            with model.disable_adapter():
+                return logits(model)
+        model.merge_adapter()
+        merged = [layer.base_layer.weight.isfinite().all() for layer in lora_layers(model)]
+        model.unmerge_adapter()
+        return merged
+
+    looked = At(look)
+    trainer = made(tmp_path, model, [looked])
+    trainer.train()
+    if moment == "disabled":
+        torch.testing.assert_close(looked.found, expected)
+    else:
+        assert all(looked.found)
+    assert all(row["loss"] < 10 for row in trainer.state.log_history if "loss" in row)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None:
+    model = quantised("nf4")
+    inside = At(lambda model: [layer.fastpack_dense for layer in fast_layers(model)])
+    trainer = made(tmp_path, model, [inside])
+    trainer.train()
+    assert len(inside.found) == LAYERS
+    for layer, base in zip(lora_layers(trainer.model), inside.found, strict=True):
+        expected = Fp8Weight.of(fp8_layers.dense_weight(layer, torch.float32), both_layouts=True)
+        assert torch.equal(base.weight.float(), expected.weight.float())
+    assert "the loaded weights stay on the device" in trainer.fastpack_report["frozen_base"].reason
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize(
+    ("family", "layers", "rest"),
+    [("gpt2", 8, 0), ("qwen2", 14, 0), ("phi3", 8, 0), ("qwen3_moe", 8, "LoRA on stacked parameters")],
+)
+def test_bases_of_every_kind_train_and_are_as_loaded_after_it(
+    tmp_path: Path, family: str, layers: int, rest: Any
+) -> None:
+    if family == "qwen3_moe":
+        stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        model = adapted(family, target_modules=targets, target_parameters=stacks)
+    elif family == "gpt2":
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=96, pad_token_id=0)
+        model = adapted(GPT2LMHeadModel(config))
+    else:
+        model = adapted(family)
+    before = {name: own.detach().clone() for name, own in model.named_parameters() if "lora_" not in name}
+    inside = At(lambda model: sum(isinstance(layer.fastpack_dense, Fp8Weight) for layer in fast_layers(model)))
+    trainer = made(tmp_path, model, [inside], max_steps=2)
+    trainer.train()
+    assert inside.found == layers, str(trainer.fastpack_report)
+    if rest:
+        assert f"({rest})" in trainer.fastpack_report["frozen_base"].reason
+    assert all(torch.equal(own, before[name]) for name, own in trainer.model.named_parameters() if "lora_" not in name)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_a_model_generates_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    def generate(model: Any) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            ids: Tensor = model.generate(input_ids=torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False)
+        model.train()
+        return ids
+
+    generated = At(generate)
+    made(tmp_path, None, [generated], max_steps=2).train()
+    assert generated.found.shape == (1, 10)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_layers_that_cannot_or_lose_too_much_stay_as_loaded_and_are_counted(tmp_path: Path) -> None:
+    base = tiny_model("qwen3", intermediate_size=40)  # no multiple of 16
+    attention = base.model.layers[0].self_attn
+    with torch.no_grad():  # one row is all of the product, and its values are below the smallest step of their scale
+        attention.q_proj.weight[:, 1:] *= 1e-6
+        attention.q_proj.weight[:, 0] = 0
+        attention.q_proj.weight[0, 0] = 1e30
+    errors = {}
+    model = adapted(base)
+    inside = At(lambda model: [isinstance(layer.fastpack_dense, Fp8Weight) for layer in fast_layers(model)])
+    trainer = made(tmp_path, model, [inside], max_steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        real = frozen_base.product_errors
+
+        def worse(*args: Any) -> Any:
+            errors.update(real(*args))
+            first = next(iter(errors))
+            return errors | {first: (0.5, 0.01)}
+
+        patch.setattr(frozen_base, "product_errors", worse)
+        trainer.train()
+    assert len(errors) == 8  # q, k, v, o of two layers
+    assert sum(inside.found) == 7
+    reason = trainer.fastpack_report["frozen_base"].reason
+    assert "7 of 14 LoRA bases" in reason
+    assert "as loaded: 6 (dimensions that are no multiples of 16)" in reason
+    assert "as loaded: 1 (an error over 8%)" in reason
+
+
+def test_the_second_layout_is_kept_in_a_quarter_of_what_is_free_beside_the_first() -> None:
+    layers = {str(at): layer for at, layer in enumerate(lora_layers(adapted("qwen3")))}
+    fp8 = sum(layer.in_features * layer.out_features for layer in layers.values())  # bytes of a layout
+    assert frozen_base._both_layouts(layers, 5 * fp8, on_host=False)
+    assert not frozen_base._both_layouts(layers, 5 * fp8 - 4, on_host=False)
+    assert frozen_base._both_layouts(layers, fp8, on_host=True)  # fp32 weights leave four times as much
+    with pytest.raises(ValueError, match=r"of FP8 weights do not fit the .* that are free on the device; set frozen"):
+        frozen_base._both_layouts(layers, fp8 - 1, on_host=False)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_errors_are_of_what_each_layer_reads(tmp_path: Path) -> None:
+    base = tiny_model("qwen3")
+    trainer = made(tmp_path, adapted(base), max_steps=1)
+    seen: dict[str, Any] = {}
+    real = fp8_layers._errors
+
+    def errors(x: Tensor, weight: Tensor) -> Tensor:
+        seen[str(len(seen))] = x
+        return real(x, weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_layers, "_errors", errors)
+        trainer.train()
+    tokens = len(trainer.train_dataset[0]["input_ids"])
+    assert len(seen) == LAYERS
+    assert {len(x) for x in seen.values()} == {tokens}
+    assert torch.equal(seen["0"], seen["1"])  # q and k read the same
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "full": ({"model": "full"}, "full fine-tuning changes the weights"),
+    "lora-off": ({"lora": "off"}, "set lora='auto'"),
+    "int8": ({"model": "int8"}, r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"),
+    "dora": ({"model": "dora"}, r"no LoRA layer can have it: 14 \(DoraLinearVariant\)"),
+    "merged": ({"model": "merged"}, r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
+}
+
+
+def model_of(kind: str) -> Any:
+    if kind == "full":
+        return tiny_model("qwen3")
+    if kind == "int8":
+        return quantised("int8")
+    model = adapted("qwen3", use_dora=kind == "dora")
+    if kind == "merged":
+        model.merge_adapter()
+    return model
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
+    fields, match = REFUSED[name]
+    trainer = made(tmp_path, model_of(fields.get("model", "")), **{k: v for k, v in fields.items() if k != "model"})
+    with pytest.raises(ValueError, match=match) as error:
+        trainer.train()
+    assert str(error.value).startswith("frozen_base='fp8': ")
+    assert "set frozen_base='as_loaded'" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a cpu device has no FP8 products; train on .* or set frozen"):
+        made(tmp_path).train()
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "match"),
+    [((8, 0), True, "has compute capability 8.0, FP8 products need 8.9"), ((9, 0), False, "computes in torch.float32")],
+)
+def test_devices_and_dtypes_without_fp8_products_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], bf16: bool, match: str
+) -> None:
+    trainer = made(tmp_path, bf16=bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
+    monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device("cuda"))
+    assert match in frozen_base._refusal(trainer.fastpack_run)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_dropout_and_embeddings_train(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
+    args = FastSFTConfig(**settings(tmp_path, packing=True, frozen_base="fp8", max_steps=1))
+    trainer = FastSFTTrainer(
+        model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(), peft_config=config,
+        eval_dataset=make_dataset("text", 8, seed=7),
+    )  # fmt: skip
+    trainer.train()
+    reason = trainer.fastpack_report["frozen_base"].reason
+    assert "2 of 3 LoRA bases" in reason
+    assert "as loaded: 1 (lora.Embedding)" in reason
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_the_model_card_says_that_what_is_computed_differs(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "`frozen_base` (fp8)" in card
+    assert "LoRA bases multiply in FP8" in card
+    assert "a product is off by" in card
+
+
+def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("fp8_ranks.py")
+    fork_ranks(script, str(tmp_path), imports="torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer")
