@@ -117,6 +117,14 @@ def agreed() -> None:
     assert sorted(paths) == [0.0, 1.0], (rank, late.path, late.reason)
 
 
+class LooksBeforeTheStep(TrainerCallback):
+    """Runs the model between the backward pass and the step, whose weights the next pass must have."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            model.eval()(input_ids=torch.arange(8)[None], use_cache=False)
+
+
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, levels in (
@@ -130,6 +138,17 @@ def memory() -> None:
         line = ours.fastpack_report["activation_memory"]
         assert line.status == "on", line
         assert line.path == " + ".join(map(str, sorted(levels))), line
+        assert ("weights gathered once a step" in line.reason) == (levels == {Level.KEEP}), line
+    # A look is beside stock's for the head, which FSDP keeps whole by itself: so ours with and without.
+    looked = []
+    for fast in ({"activation_memory_gib": 1.0}, {"activation_memory": "off"}):
+        trainer = make(FastSFTTrainer, gradient_checkpointing=True, callbacks=[LooksBeforeTheStep], fast=fast)
+        with fsdp2(trainer):
+            trainer.train()
+        looked.append(trainer)
+    assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
+    assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
+    both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
     for module in (feature, callback):
         module.offload_unavailable = lambda device: ""  # type: ignore[assignment]
     callback.CudaStreams = HostStreams  # type: ignore[misc,assignment]

@@ -48,6 +48,7 @@ def _install_sharded(run: Run, installed: ExitStack) -> None:
     finally:
         part_up(run.model)
     if planned is not None:
+        planned.keep_gathered()
         planned.on_train_begin(run.args, run.trainer.state, run.trainer.control)
 
 

@@ -21,7 +21,7 @@ from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trac
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model
 from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, local
+from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, layer_units, local, stay_gathered, whole_bytes
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run
@@ -78,6 +78,9 @@ class ActivationMemory(TrainerCallback):
         self._static = 0
         self.fell = ""
         """What the last step that ran out of memory fell back to; empty where none did."""
+        self.gathered: list[Any] = []
+        """Layers whose weights FSDP 2 gathers once for forward and backward pass."""
+        self._gathered_bytes = 0
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
 
@@ -86,12 +89,29 @@ class ActivationMemory(TrainerCallback):
         if tuple(levels) != self.plan.levels:
             self.plan = self._plan_at(levels)
 
+    def keep_gathered(self) -> None:
+        """Gather weights once a step, where the plan keeps all and leaves room: all processes do, or none.
+
+        FSDP gathers them for the backward pass again: as many collectives, copies and calls of the host, for memory
+        that is free. Called once the parameters are parted and the plan is agreed on.
+        """
+        run, layers = self._run, layer_units(self._run.model)
+        needed = whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
+        asked = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
+        if run.ranks.all(asked and self.plan.keeps_all and needed * AMPLE <= self.plan.left):
+            self.gathered, self._gathered_bytes = layers, needed
+
+    def around_step(self) -> contextlib.AbstractContextManager[None]:
+        """Run a forward and its backward pass in the context, with weights gathered once where memory is ample."""
+        return stay_gathered(self.gathered) if self.gathered else contextlib.nullcontext()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the plan: checkpointing has just been switched on."""
         self.close()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
             self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run)
+            self._static += self._gathered_bytes
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,6 +147,8 @@ class ActivationMemory(TrainerCallback):
         installed = self._levels()
         levels = " + ".join(str(level) for level in sorted(set(installed)))
         notes = [*self._notes, self.fell] if self.fell else [*self._notes]
+        if self.gathered:
+            notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
         if installed != list(self.plan.levels):
             notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
         self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))

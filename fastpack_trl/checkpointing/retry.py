@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -125,7 +126,8 @@ class RetryingTrainer(SFTTrainer):
         nothing_to_free = memory is None and not run.spares
         if self.accelerator.num_processes > 1:
             try:
-                return step(model, inputs, *args, **kwargs)
+                with memory.around_step() if memory is not None else contextlib.nullcontext():
+                    return step(model, inputs, *args, **kwargs)
             except torch.OutOfMemoryError as error:
                 error.add_note(f"rank {self.accelerator.process_index}: {_OF_SEVERAL}")
                 raise

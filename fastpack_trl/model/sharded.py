@@ -6,7 +6,7 @@ of the others is there. So embeddings are put in, and taken out, by a hook while
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,58 @@ def gathered_bytes(model: nn.Module, itemsize: int) -> int:
         sizes.append(itemsize * frozen + 4 * trained)
     layers = [size for unit, size in zip(units(model), sizes, strict=True) if _is_layer(unit)]
     return sum(sizes) - sum(layers) + 2 * max(layers, default=0)
+
+
+def pieces(tensors: Iterable[Any]) -> list[Any]:
+    """Return what this process holds of each DTensor, and other tensors as they are; memory is shared."""
+    with torch.no_grad():
+        return [tensor if type(tensor) is Tensor else tensor.to_local() for tensor in tensors]
+
+
+def shard_group(tensors: Sequence[Any]) -> Any:
+    """Return the group of the processes that each hold a piece of every one of `tensors`; None where there is none."""
+    mesh = getattr(tensors[0], "device_mesh", None) if tensors else None
+    if mesh is None or mesh.ndim != 1:
+        return None
+    if not all(getattr(tensor, "device_mesh", None) == mesh and tensor.placements[0].is_shard() for tensor in tensors):
+        return None
+    return mesh.get_group()
+
+
+def layer_units(model: nn.Module) -> list[Any]:
+    """Return the decoder layers of `model` that gather their parameters by themselves."""
+    return [unit for unit in units(model) if _is_layer(unit)]
+
+
+def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
+    """Return the bytes of the gathered parameters of `layers`.
+
+    Args:
+        layers: as of `layer_units`.
+        itemsize: of a gathered floating-point number.
+    """
+    parameters = [p for layer in layers for p in layer.parameters()]
+    return sum(p.numel() * (itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
+
+
+@contextmanager
+def stay_gathered(layers: Sequence[Any]) -> Iterator[None]:
+    """Let layers that gather their parameters in a forward pass in this context keep them until their backward pass.
+
+    Their backward pass parts them, or the end of the context where none ran: whole parameters that outlive an optimizer
+    step would be those of before.
+
+    Args:
+        layers: as of `layer_units`, to part their parameters again after each forward pass elsewhere.
+    """
+    for layer in layers:
+        layer.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_reshard_after_forward(True, recurse=False)
+            layer.reshard()
 
 
 def _own(unit: Any) -> list[nn.Parameter]:

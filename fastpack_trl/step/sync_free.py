@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.model.facts import is_prompt_learning
-from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, replaced_methods
+from fastpack_trl.model.loop import called
+from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
+from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
 from fastpack_trl.step.loss import LossForward, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 from fastpack_trl.step.step_loss import step_loss
@@ -97,6 +99,15 @@ class SyncFreeStep:
         finally:
             self._apart = None
 
+    def clip(self, trainer: SFTTrainer, model: nn.Module) -> Tensor | None:
+        """Clip over local tensors and return the norm; None, with nothing done, where stock clips."""
+        accelerator = trainer.accelerator
+        if not self.host or not trainer.is_fsdp_enabled or not accelerator.is_fsdp2 or accelerator.scaler is not None:
+            return None
+        if not is_upstreams(SFTTrainer._clip_grad_norm) or not is_upstreams(accelerator.clip_grad_norm_):
+            return None
+        return clip(self.reset.listed(model, trainer.optimizer).with_gradient, trainer.args.max_grad_norm)
+
     def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
         """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
 
@@ -169,12 +180,33 @@ def sync_free(run: Run) -> Iterator[None]:
     walk, run.parameters = run.parameters, lambda: step.contents.parameters_of(run.model)
     try:
         # The filter is switched on again by what `host` replaces.
-        with step.running(loss=not stock, host=host, filters=host and not own_step):
+        with step.running(loss=not stock, host=host, filters=host and not own_step), _steps_over_shards(run):
             yield
     finally:
         run.loss_is_ours = False
         run.parameters = walk
         run.undo.remove(step.metrics.mark)
+
+
+@contextlib.contextmanager
+def _steps_over_shards(run: Run) -> Iterator[None]:
+    """Let the optimizer of a model that FSDP 2 parts step over local tensors."""
+
+    def install() -> None:
+        installed.close()  # `train` may begin again by itself, with smaller batches
+        optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)
+        why_stock = why_stock_step(optimizer)
+        if why_stock:
+            run.report.remark("sync_free", why_stock)
+        else:
+            installed.enter_context(local_steps(optimizer))
+
+    with contextlib.ExitStack() as installed:
+        if run.is_fsdp2 and run.training:
+            with called(run.trainer, at_begin=install):
+                yield
+        else:
+            yield
 
 
 def why_stock_loss(run: Run) -> str:

@@ -57,6 +57,10 @@ class SyncFreeTrainer(MergingTrainer):
         return step.flops.count(self, inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        step = self.fastpack_step
+        norm = None if step is None else step.clip(self, model)
+        if norm is not None:
+            return norm
         return super()._clip_grad_norm(self._with_gradients(model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

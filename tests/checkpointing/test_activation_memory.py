@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compile_material import Counting
 from decoder_material import decoder, installed
 from hypothesis import example, given
 from hypothesis import settings as examples
@@ -29,6 +31,8 @@ from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels, training
+from fastpack_trl.compile import layer_compile
+from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.testing import tiny_model
 
@@ -455,12 +459,15 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
     from fastpack_trl.checkpointing import callback as room
     from fastpack_trl.checkpointing import checkpoint_offload as feature
 
+    graphs = Counting()
+    monkeypatch.setattr(layer_compile, "compiled_layers", partial(compiled_layers, _backend=graphs))
     monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
     for place in (memory, feature, room):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
     monkeypatch.setattr(room, "CudaStreams", HostStreams)
     trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", **own)
     trainer.train()
+    assert graphs.graphs
     for layer in checkpointable_layers(trainer.model):
         assert type(layer._gradient_checkpointing_func).__name__ == "partial"
         assert layer._compiled_call_impl is None
