@@ -24,6 +24,8 @@ _NEAR = 0.1
 """A side is the slots of a step where it is off the mean of the steps by at most this share."""
 
 _OPERATOR = re.compile(r"(?!autograd::)\w+::")
+_PROFILERS = ("Activity Buffer Request",)
+"""The profiler's own work, inside of the operator whose kernels are said to be its."""
 _PRODUCTS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|addbmm)_?$")
 _SUMMED = re.compile(r"aten::b?addb?mm")
 """Products with another input before their factors."""
@@ -172,8 +174,10 @@ def launches_of(events: Iterable[Any], device: str) -> Iterator[Launch]:
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             left[event.name] = left.get(event.name, 0.0) + event.time_range.elapsed_us()
     for event in host:
-        first = True
-        for kernel in event.kernels:
+        first, kernels = True, event.kernels
+        while event.name in _PROFILERS and event.cpu_parent is not None:
+            event = event.cpu_parent
+        for kernel in kernels:
             if kernel.name in left:
                 left[kernel.name] -= kernel.duration
                 yield Launch(kernel.name, kernel.duration / 1e6, event.name, _shapes(event), _around(event), first)

@@ -12,6 +12,7 @@ FOLDER = "docs/figures"
 """In the repository."""
 KINDS = {
     "first_step": "wall_times",
+    "fp8_accuracy": "held_out",
     "packed_attention": "ratios",
     "lora": "breakdown",
     "moe": "ratios",
@@ -38,6 +39,7 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
         UserError: matplotlib is missing.
     """
     from benchmarks.first_step_plot import figure as wall_times
+    from benchmarks.fp8_accuracy_tables import plot
     from benchmarks.side_plot import figure as sides
     from fastpack_trl.bench.canvas import save
     from fastpack_trl.bench.plots import FIGURES
@@ -48,7 +50,8 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
     for name, picture in picture_names(results).items():
         record = results[name]
         kind = KINDS[record["case"]]
-        figure = {**FIGURES, "wall_times": wall_times, "sides": sides}[kind](record, name)
+        drawn = {**FIGURES, "wall_times": wall_times, "sides": sides, "held_out": plot}
+        figure = drawn[kind](record, name)
         assert figure is not None, name
         save(figure, folder / picture, source_of(source / name))
         written.append(folder / picture)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cuda_tests, profile_table, side_table
+from benchmarks import cuda_tests, fp8_accuracy_tables, fp8_steps, fp8_table, profile_table, side_table
 from benchmarks.open_list import open_list
 from benchmarks.pages import PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
@@ -229,6 +229,9 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "activation_memory": activation_table,
     "first_step": first_step_table,
     "equal_memory": equal_memory_table,
+    "fp8_products": _made(fp8_table.layers_table),
+    "fp8_steps": _made(fp8_steps.table),
+    "fp8_accuracy": _made(fp8_accuracy_tables.table),
     "moe": _moe,
     "host_overhead": _host_overhead,
     "collator": _collator,

@@ -10,7 +10,7 @@ from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import made_by, record_of
 from benchmarks.side_by_side import FIRST
-from benchmarks.side_table import cells, times, title
+from benchmarks.side_table import cells, times, work
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -19,50 +19,59 @@ WORK = {
     "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, packed rows of 4,096 tokens",
 }
 """By row of the case ``first_step``."""
-PAGE = "docs/benchmarks.md"
+GLANCE = (*FIRST[1:2], *FIRST[3:], FIRST[2], "qwen3-0.6b lora 2x4")
+"""Rows of `benchmarks.side_by_side` in the README, in its order."""
 _LONG = ("fastpack", "cold", True)
 
 
 def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the few rows at the top of the README, from the records of the case ``first_step``."""
-    packed = [lines for name, record in of_case(results, "side_by_side") for lines in _packed_glance(name, record)]
-    lines = ["| one optimizer step | stock | fastpack | | peak memory |", "| --- | ---: | ---: | ---: | ---: |"]
+    """Return the few rows at the top of the README: packed rows side by side, and the others of ``first_step``."""
+    shown: set[str] = set()
+    lines: list[str] = []
+    for name, record in of_case(results, "side_by_side"):
+        lines += _tokens_glance(name, record, shown)
     for name, record in of_case(results, "first_step"):
-        for row in record["rows"]:
-            stock, ours = _run(row, ("stock", "cold", False)), _run(row, _LONG)
-            ratio = stock["step_seconds"] / ours["step_seconds"]
-            cells = [WORK[row["row"]], _ms(stock), _ms(ours), f"**{ratio:.1f} times**", _peaks(stock, ours)]
-            lines.append(f"| {' | '.join(cells)} |")
-        note = (
-            f"{device_of(record)}; LoRA of rank 16 on all projections, real text, each side at its defaults. *stock* "
-            "is `trl.SFTTrainer` as installed, with gradient checkpointing. Steps are the last 50 of 100 in a run that "
-            "is long: compiled, and replayed as CUDA graphs where the GPU waited for the host's kernel launches. Rows "
-            f"of 4,096 tokens and more of dense models gain less ([tables]({PAGE})). fastpack spends free memory on "
-            f"keeping activations. Record: {record_of(name, record)}."
-        )
-        lines += ["", note]
-    return "\n".join([*packed, *(lines if len(lines) > 2 else [])]) or "Open."
+        lines += _steps_glance(name, record, shown)
+    return "\n".join(lines).strip() or "Open."
 
 
-def _packed_glance(name: str, record: Mapping[str, Any]) -> list[str]:
-    """Return the first rows of `benchmarks.side_by_side` that stock and fastpack have run in a record."""
-    lines = [
-        "| training | stock, tokens/s | fastpack, tokens/s | over stock | over stock compiled | peak memory |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    shown = [(row, sides) for row, sides in cells(record).items() if row in FIRST]
-    for row, sides in shown:
+def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
+    """Return tokens per second of the rows of `GLANCE` that stock and fastpack have run; add them to `shown`."""
+    lines = ["| training, tokens/s | stock | stock compiled | fastpack |", "| --- | ---: | ---: | ---: |"]
+    memory = []
+    found = cells(record)
+    for row, sides in ((row, found[row]) for row in GLANCE if row in found):
         ours, stock = sides.get("fastpack"), sides.get("stock")
         if ours is None or stock is None or (ratio := times(row, sides, "stock", ours)) is None:
             continue
+        shown.add(row)
         compiled = times(row, sides, "stock compiled", ours)
-        over = "-" if compiled is None else f"{compiled:.1f} times"
-        memory = " / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours))
-        rates = f"{stock.rate:,.0f} | {ours.rate:,.0f}"
-        lines.append(f"| {title(record, row)} | {rates} | **{ratio:.1f} times** | {over} | {memory} GiB |")
+        rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
+        over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
+        lines.append(f"| {work(record, row)} | {stock.rate:,.0f} | {rate} | {ours.rate:,.0f} ({over}) |")
+        memory.append(" / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours)))
     note = (
-        f"{device_of(record)}; real text in packed rows, every side at its defaults in a process of its own. *stock "
-        f"compiled*: its layers compiled by accelerate. Record: {record_of(name, record)}."
+        f"{device_of(record)}; LoRA of rank 16, real text, random weights, each side at its defaults in a process of "
+        "its own. *stock*: `trl.SFTTrainer` as installed, with gradient checkpointing; *stock compiled*: its layers "
+        "compiled by accelerate. fastpack spends free memory on keeping activations; peaks of stock / fastpack, row by "
+        f"row: {', '.join(memory)} GiB. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
+    )
+    return [*lines, "", note, ""] if len(lines) > 2 else []
+
+
+def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
+    """Return milliseconds of a step of the rows that are not in `shown`."""
+    lines = ["| one optimizer step | stock | fastpack | | peak memory |", "| --- | ---: | ---: | ---: | ---: |"]
+    for row in record["rows"]:
+        if row["row"] in shown:
+            continue
+        stock, ours = _run(row, ("stock", "cold", False)), _run(row, _LONG)
+        ratio = stock["step_seconds"] / ours["step_seconds"]
+        lines.append(f"| {WORK[row['row']]} | {_ms(stock)} | {_ms(ours)} | **{ratio:.1f}x** | {_peaks(stock, ours)} |")
+    note = (
+        f"{device_of(record)}, sides as above. Steps are the last 50 of 100 in a run that is long: compiled, and "
+        "replayed as CUDA graphs where the GPU waited for the host's kernel launches. Record: "
+        f"{record_of(name, record)}."
     )
     return [*lines, "", note, ""] if len(lines) > 2 else []
 

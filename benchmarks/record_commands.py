@@ -113,6 +113,11 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "nf4": lambda record: "python -m benchmarks.nf4 --json FILE",
     "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
     "fp8_products": lambda record: "python -m benchmarks.fp8_products --json FILE",
+    "fp8_steps": lambda record: f"python -m benchmarks.fp8_steps --rows {_rows_of(record)} --json FILE",
+    "fp8_accuracy": lambda record: (
+        f"python -m benchmarks.fp8_accuracy --pretrain-seconds {record['settings'].get('pretrain_seconds', 60):g} "
+        "--json FILE --plot PNG"
+    ),
     "side_by_side": _side_by_side,
     "row_profile": _row_profile,
     "cuda_tests": cuda_tests.command,

@@ -34,6 +34,8 @@ LAST = 6
 """Steps at the end whose median is taken: ours measures in the second and compiles in the third."""
 PROCESSES = 2
 TOKENIZER_VOCABULARY = 8_192
+ROUNDED = 5e-3
+"""Budget of FSDP 2: it hands out a loss in bf16, one step of which on one of two ranks is 2**-8 of their mean."""
 _FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 _COMPILE = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
 _LOGGED = {"losses": "loss", "gradient_norms": "grad_norm"}
@@ -44,7 +46,7 @@ _STUCK_AFTER = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training: ``Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=1e-3)``."""
+    """One training: ``Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=ROUNDED)``."""
 
     name: str
     shape: str
@@ -70,19 +72,28 @@ class Case:
 
 
 CASES = (
-    Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=1e-3),
-    Case("fsdp2 8b lora", "qwen3-8b", 4096, "linear", fsdp=True, budget=5e-3, layers=12, bf16=True),
-    Case("fsdp2 full checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, budget=1e-3, layers=4, checkpoints="full"),
+    Case("fsdp2 full", "qwen3-0.6b", 4096, "none", fsdp=True, budget=ROUNDED),
+    Case("fsdp2 8b lora", "qwen3-8b", 4096, "linear", fsdp=True, budget=ROUNDED, layers=12, bf16=True),
+    Case("fsdp2 full checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, budget=ROUNDED, layers=4, checkpoints="full"),
     Case("ddp lora", "qwen3-0.6b", 4096, "linear", budget=1e-3),
     Case("ddp full", "qwen3-0.6b", 4096, "none", budget=1e-3),
     Case("ddp gpt-oss", "gpt-oss-20b", 4096, "experts", layers=4),
     Case("ddp 8b lora", "qwen3-8b", 4096, "linear", budget=5e-3, layers=12, bf16=True),
-    Case("fsdp2 full accumulated", "qwen3-0.6b", 1024, "none", fsdp=True, budget=1e-3, micro_batches=8),
+    Case("fsdp2 full accumulated", "qwen3-0.6b", 1024, "none", fsdp=True, budget=ROUNDED, micro_batches=8),
     Case("ddp full accumulated", "qwen3-0.6b", 1024, "none", budget=1e-3, micro_batches=8),
-    Case("fsdp2 sharded checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, layers=4, checkpoints="sharded"),
-    Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=1e-3),
+    Case(
+        "fsdp2 sharded checkpoints",
+        "qwen3-0.6b",
+        1024,
+        "none",
+        fsdp=True,
+        budget=ROUNDED,
+        layers=4,
+        checkpoints="sharded",
+    ),
+    Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=ROUNDED),
     Case("ddp qwen3-moe", "qwen3-30b-a3b", 4096, "experts", budget=5e-3, layers=4),
-    Case("fsdp2 qwen3-moe", "qwen3-30b-a3b", 4096, "experts", fsdp=True, budget=5e-3, layers=4),
+    Case("fsdp2 qwen3-moe", "qwen3-30b-a3b", 4096, "experts", fsdp=True, budget=ROUNDED, layers=4),
 )
 """From the most to the least important."""
 TINY = (

@@ -30,7 +30,17 @@ from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
 from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_table import table
-from benchmarks.side_watch import LOGGED, LONGEST_WARMUP, MOST, PROFILED, TIMED, WARMUP, Watch, figures_of
+from benchmarks.side_watch import (
+    LOGGED,
+    LONGEST_WARMUP,
+    MOST,
+    PROFILED,
+    SETTLING,
+    TIMED,
+    WARMUP,
+    Watch,
+    figures_of,
+)
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
@@ -38,7 +48,7 @@ from fastpack_trl.measure.record import check_writable
 
 CASE = "side_by_side"
 TIMEOUT = 400
-OURS = "fastpack"
+OURS, OURS_FP8 = "fastpack", "fastpack, base in FP8"
 COMMON = {
     "max_steps": LONG_RUN, "learning_rate": 1e-4, "logging_steps": LOGGED, "save_strategy": "no", "report_to": "none",
     "disable_tqdm": True,
@@ -62,6 +72,7 @@ SIDES = {
     "stock + Liger": Side(fields={"use_liger_kernel": True}),
     "fastpack (same memory)": Side(True, {"activation_memory": "checkpoint", "cache_dequantized": "off"}),
     OURS: Side(True),
+    OURS_FP8: Side(True, {"frozen_base": "fp8"}),
 }
 UNSLOTH = "unsloth"
 """Runs in an environment of its own, whose Python ``--unsloth`` names."""
@@ -74,6 +85,7 @@ ROWS = {
         Row("qwen3-8b", 4096, "lora"), Row("qwen3-14b", 4096, "nf4"), Row("gpt-oss-20b", 4096, "experts", 4),
         Row("qwen3-0.6b", 1024, "lora", unpacked=(2, 4)), Row("qwen3-8b", 1024, "lora", unpacked=(2, 4)),
         Row("qwen3-30b-a3b", 4096, "experts", 4), Row("qwen3-32b", 2048, "nf4"),
+        Row("qwen3-8b", 8192, "lora"), Row("qwen3-14b", 4096, "lora"),
         Row("qwen3-8b", 32_768, "lora", whole_files=True), SMALL, Row("small", 512, "lora", unpacked=(2, 4)),
         Row("small", 1024, "lora", whole_files=True), Row("tiny-qwen3", 256, "nf4"), Row("tiny-qwen3", 256, "full"),
         Row("tiny-gpt-oss", 256, "experts"),
@@ -162,7 +174,7 @@ def runs(rows: Sequence[str], sides: Sequence[str], rounds: int) -> Iterator[tup
 def measure(
     rows: Sequence[str], sides: Sequence[str], *, rounds: int, seed: int, seconds: float = math.inf,
     file: ResultFile | None = None, progress: bool = True, unsloth: str = "",
-    timeout: float = TIMEOUT,
+    timeout: float = TIMEOUT, case: str = CASE,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure sides of rows, each run in a process of its own; a run that fails is an entry with its error.
 
@@ -193,10 +205,10 @@ def measure(
         )
         for row, side, number in runs(rows, sides, rounds)
     ]  # fmt: skip
-    settings = {"warmup": WARMUP, "timed": TIMED, "profiled": PROFILED, "longest_warmup": LONGEST_WARMUP}
+    settings = {"warmup": WARMUP + SETTLING, "timed": TIMED, "profiled": PROFILED, "longest_warmup": LONGEST_WARMUP}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return run_rows(
-        tasks, case=CASE, settings=settings, apart={}, seconds=seconds, device=device,
+        tasks, case=case, settings=settings, apart={}, seconds=seconds, device=device,
         threads=torch.get_num_threads(), seed=seed, file=file, alike=True, progress=progress,
     )  # fmt: skip
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.side_table import Cell, believed, cells
+from benchmarks.side_table import Cell, believed, cells, work
 from fastpack_trl.bench.canvas import DPI, STYLE, Figure, require_matplotlib
 from fastpack_trl.bench.views import device_of
 
 COLOURS = {
     "stock": "#999999", "stock compiled": "#56B4E9", "stock + Liger": "#CC79A7", "fastpack (same memory)": "#E69F00",
-    "fastpack": "#D55E00", "unsloth": "#009E73",
+    "fastpack": "#D55E00", "fastpack, base in FP8": "#0072B2", "unsloth": "#009E73",
 }  # fmt: skip
 """By side; told apart by people who see no red or no green, and in grey by the order of the bars."""
 _WIDTH, _HEIGHT = 7.0, 0.26  # inches; of the picture, and of one bar
@@ -44,7 +44,7 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
                 axes.text(times, at, f" {label}", va="center", fontsize=7).set_in_layout(False)
                 named.add(side)
                 longest, at = max(longest, times), at + 1
-            ticks.append(((begin + at - 1) / 2, row))
+            ticks.append(((begin + at - 1) / 2, work(record, row).replace(", ", "\n")))
             at += 1
         axes.set(xlim=(0, longest * 1.35), xlabel="times the tokens per second of stock")
         axes.set_yticks([place for place, _ in ticks], [row for _, row in ticks])

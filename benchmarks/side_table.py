@@ -14,6 +14,11 @@ LOSS_BUDGET = 1e-3
 ORDER = ("stock", "stock compiled", "stock + Liger", "unsloth", "fastpack (same memory)", "fastpack")
 LEAKS = ("gpt-oss",)
 """Models whose packed documents see each other under stock: their losses differ."""
+MODELS = {
+    "qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "qwen3-8b": "Qwen3-8B", "qwen3-14b": "Qwen3-14B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-32b": "Qwen3-32B",
+}  # fmt: skip
+KINDS = {"lora": "LoRA", "nf4": "QLoRA", "full": "all weights", "experts": "LoRA on experts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +96,44 @@ def table(record: Mapping[str, Any]) -> str:
         "idle",
         "launches",
     )
-    head = ["row", "side", *columns, "first step, s"]
+    head = ["row", "side", *columns]
     lines = [f"**Side by side, {device_of(record)}.**", "", f"| {' | '.join(head)} |"]
     lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
     for row, sides in cells(record).items():
         for side, cell in sides.items():
             lines.append(f"| {title(record, row)} | {side} | {' | '.join(_cells(row, sides, cell))} |")
+    if any(run["row"].startswith(LEAKS) for run in record["rows"]):
+        lines += [
+            "",
+            "Stock lets packed documents of gpt-oss see each other: its losses are those of another computation.",
+        ]
     return "\n".join(lines)
 
 
 def title(record: Mapping[str, Any], row: str) -> str:
     """Return the name of a row, with its layers where it has not all of the public model."""
-    layers = next((str(run["layers"]) for run in record["rows"] if run["row"] == row and "layers" in run), "")
+    layers = layers_of(record, row)
     some, _, all_of_them = layers.partition(" of ")
     return row if some == all_of_them else f"{row} ({layers} layers)"
+
+
+def work(record: Mapping[str, Any], row: str) -> str:
+    """Return what a row trains in words: ``Qwen3-8B LoRA, rows of 4,096 tokens``."""
+    model, kind, size, *_ = row.split()
+    some, _, all_of_them = layers_of(record, row).partition(" of ")
+    cut = "" if some == all_of_them else f" ({some} of its layers)"
+    documents, _, micro_batches = size.partition("x")
+    rows = (
+        f"rows of {int(size):,} tokens"
+        if not micro_batches
+        else f"not packed: {documents} documents, {micro_batches} accumulated"
+    )
+    return f"{MODELS.get(model, model)}{cut} {KINDS.get(kind, kind)}, {rows}"
+
+
+def layers_of(record: Mapping[str, Any], row: str) -> str:
+    """Return the decoder layers of a row and those of the public model, ``4 of 24``; empty where they are unknown."""
+    return next((str(run["layers"]) for run in record["rows"] if run["row"] == row and "layers" in run), "")
 
 
 def times(row: str, sides: Mapping[str, Cell], over: str, cell: Cell) -> float | None:
@@ -134,7 +163,7 @@ def slower(record: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
     if not cell.runs:
-        return [cell.failed or "-", *["-"] * 9]
+        return [cell.failed or "-", *["-"] * 8]
     low, high = cell.quartiles
     stock = sides.get("stock")
     apart = None if stock is None or not stock.runs else loss_difference(stock, cell)
@@ -148,5 +177,5 @@ def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
         "-" if cell.peak is None else f"{cell.peak:.1f}",
         f"{1000 * profile['busy_seconds']:,.0f}" if profile else "-",
         f"{max(0.0, 1 - profile['busy_seconds'] / step):.0%}" if profile else "-",
-        f"{profile['launches']:,.0f}" if profile else "-", f"{cell.runs[0]['first_step_seconds']:.1f}",
+        f"{profile['launches']:,.0f}" if profile else "-",
     ]  # fmt: skip

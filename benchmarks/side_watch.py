@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 from benchmarks.gpu_profile import profile_figures
 
 WARMUP, LONGEST_WARMUP, TIMED, PROFILED = 6, 48, 12, 2
+SETTLING = 6
+"""Steps of the warm-up after all is decided: in the first ones graphs are made for rows of other lengths."""
 LOGGED = 6
 """Steps between two logs; the others are multiples of it, so that tokens and losses are those of the timed steps."""
 MOST = LONGEST_WARMUP + TIMED + PROFILED + 1
@@ -29,8 +31,8 @@ class Watch(TrainerCallback):
 
     def __init__(self, ready: Callable[[], bool], profile: bool, shapes: bool = False) -> None:
         self.seconds: list[float] = []
-        self.first_step = 0.0
         self.warmup = 0
+        self._decided_at: int | None = None
         self.events: list[Any] = []
         self._ready, self._profiles = ready, profile
         self._profiler = torch.profiler.profile(
@@ -51,10 +53,11 @@ class Watch(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if step == 1:
-            self.first_step = now - self._last
         if not self.warmup:
-            if step % LOGGED == 0 and step >= WARMUP and (self._ready() or step >= LONGEST_WARMUP):
+            if self._decided_at is None and step >= WARMUP and self._ready():
+                self._decided_at = step
+            settled = self._decided_at is not None and step >= self._decided_at + SETTLING
+            if step % LOGGED == 0 and (settled or step >= LONGEST_WARMUP):
                 self.warmup = step
         elif len(self.seconds) < TIMED:
             self.seconds.append(now - self._last)
@@ -63,7 +66,7 @@ class Watch(TrainerCallback):
                 control.should_training_stop = True
             else:
                 self._profiler.start()
-        if step == self.warmup + TIMED + PROFILED and self._profiles:
+        if self.warmup and step == self.warmup + TIMED + PROFILED and self._profiles:
             self._profiler.stop()
             self.events = list(self._profiler.events() or ())
             control.should_training_stop = True
@@ -82,7 +85,7 @@ def figures_of(watch: Watch, log_history: list[dict[str, Any]], device: str) -> 
     first, last = logs[watch.warmup], logs[watch.warmup + TIMED]
     return {
         "step_seconds": watch.seconds, "timed_tokens": last["num_tokens"] - first["num_tokens"],
-        "warmup_steps": watch.warmup, "first_step_seconds": watch.first_step, "profile": watch.profile,
+        "warmup_steps": watch.warmup, "profile": watch.profile,
         "losses": {str(step): entry["loss"] for step, entry in logs.items()},
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
     }  # fmt: skip

@@ -109,7 +109,7 @@ class RowView:
 
 def rows_of(record: Mapping[str, Any]) -> list[RowView]:
     """Return every timed row of a record, whichever case made it; none of a record that compares losses only."""
-    return [_row(record, row) for row in record["rows"] if "setting" in row]
+    return [_row(record, row) for row in record["rows"] if {"setting", "tokens"} <= row.keys()]
 
 
 def device_of(record: Mapping[str, Any]) -> str:

@@ -39,10 +39,12 @@ def record(lora: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", load_results())
 def test_every_result_has_a_view_with_its_own_figures(name: str) -> None:
     record = load_results()[name]
-    if record["case"] in ("several_gpus", "captured", "balance", "first_step", "memory_caps", "equal_memory"):
-        assert rows_of(record) == []  # compares losses; simulates; has a process per side, and a table of its own
+    own_table = ("several_gpus", "captured", "balance", "first_step", "memory_caps", "equal_memory")
+    if record["case"] in (*own_table, "fp8_accuracy"):
+        assert rows_of(record) == []  # compares losses; simulates; a process per side
         return
-    for row, view in zip(record["rows"], rows_of(record), strict=True):
+    timed = [row for row in record["rows"] if "tokens" in row]  # beside them, fp8_products has errors and parts
+    for row, view in zip(timed, rows_of(record), strict=True):
         assert view.tokens == row["tokens"]
         for side in view.sides:
             stored = (row.get("sides") or row.get("backends") or row)[side.key]

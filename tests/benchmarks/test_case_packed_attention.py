@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -196,11 +197,15 @@ def test_cuda_that_is_not_there_is_a_user_error(monkeypatch: pytest.MonkeyPatch)
         packed_attention.measure(device="cuda")
 
 
-def test_threads_and_logging_are_as_before(measured: dict[str, Any]) -> None:
+def test_threads_and_logging_are_as_before(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
     import datasets
 
+    # Nothing is drawn while the tests run; here it would be.
+    bars = sys.modules[datasets.are_progress_bars_disabled.__module__]
+    monkeypatch.setattr(bars, "HF_DATASETS_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(bars, "_hf_datasets_progress_bars_disabled", False)
     assert logging.root.manager.disable == logging.NOTSET
     before = torch.get_num_threads()
     with limited_threads(before + 1), quiet():

@@ -26,10 +26,10 @@ from benchmarks.kernel_kinds import (
     launches_of,
 )
 from benchmarks.profile_table import ENOUGH
-from benchmarks.readme_runs import glance
+from benchmarks.readme_runs import GLANCE, glance
 from benchmarks.row_profile import profile_of
-from benchmarks.side_by_side import FIRST, SMALL, decided, main, measure, result_of, runs, train_side
-from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table
+from benchmarks.side_by_side import SMALL, decided, main, measure, result_of, runs, train_side
+from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table, work
 from benchmarks.step_bounds import Device, products_seconds
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
@@ -54,7 +54,7 @@ def test_a_report_that_waits_is_not_decided() -> None:
 def trained() -> Iterator[dict[str, tuple[Any, side_watch.Watch]]]:
     """Stock and ours, few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WARMUP", 2), ("TIMED", 4), ("LOGGED", 2)):
+        for name, value in (("WARMUP", 2), ("SETTLING", 2), ("TIMED", 4), ("LOGGED", 2)):
             patch.setattr(side_watch, name, value)
         patch.setitem(side_by_side.COMMON, "logging_steps", side_watch.LOGGED)
         yield {side: train_side(SMALL, side, "cpu", 0, shapes=side == "fastpack") for side in ("stock", "fastpack")}
@@ -68,14 +68,13 @@ def measured(trained: dict[str, tuple[Any, side_watch.Watch]]) -> dict[str, Any]
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
     stock, ours = measured["stock"], measured["fastpack"]
     assert stock["timed_tokens"] == ours["timed_tokens"] > 0
-    assert stock["warmup_steps"] == ours["warmup_steps"] == 2
-    assert list(stock["losses"]) == list(ours["losses"])[:3] == ["2", "4", "6"]  # ours goes on: it is profiled
+    assert stock["warmup_steps"] == ours["warmup_steps"] == 4
+    assert list(stock["losses"]) == list(ours["losses"])[:4] == ["2", "4", "6", "8"]  # ours goes on: it is profiled
     for step, loss in stock["losses"].items():
         assert ours["losses"][step] == pytest.approx(loss, rel=1e-3)
     for found in measured.values():
         assert len(found["step_seconds"]) == 4
         assert min(found["step_seconds"]) > 0
-        assert found["first_step_seconds"] > 0
     assert ours["report"]["features"]["packed_attention"]["path"] == "per_document"
 
 
@@ -114,7 +113,6 @@ def record_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def entry(side: str, seconds: float, loss: float = 2.0, row: str = "qwen3", **more: Any) -> dict[str, Any]:
     figures = {
         "timed_tokens": 1200, "step_seconds": [seconds] * 12, "losses": {"6": loss}, "profile": {}, "peak_gib": 1.0,
-        "first_step_seconds": 1.0,
     }  # fmt: skip
     return {"row": row, "side": side, "round": 0, **figures, **more}
 
@@ -166,13 +164,17 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
 
 
 def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
-    first, second = FIRST[:2]
+    first, second = GLANCE[:2]
     times = {"fastpack": 0.5, "stock compiled": 0.4, "stock": 1.0}
     entries = [entry(side, seconds, row=first) for side, seconds in times.items()] + [entry("stock", 1.0, row=second)]
     record = {**record_of([{**one, "layers": "4 of 36"} for one in entries]), "versions": dict.fromkeys(PACKAGES, "1")}
     text = glance({"sides.json": record})
-    assert f"| {first} (4 of 36 layers) | 100 | 200 | **2.0 times** | 0.8 times | 1.0 / 1.0 GiB |" in text
-    assert second not in text
+    assert (
+        "| Qwen3-0.6B (4 of its layers) LoRA, rows of 8,192 tokens | 100 | 250 | 200 (**2.0x**, 0.8x compiled) |"
+        in text
+    )
+    assert "row by row: 1.0 / 1.0 GiB." in text
+    assert work(record, second) not in text
     assert slower(record) == [f"| {first} (4 of 36 layers), X | stock compiled | fastpack | 0.80 | slower |"]
     assert list(cells(record)[first]) == ["stock", "stock compiled", "fastpack"]
 
@@ -206,6 +208,6 @@ def test_an_environment_of_its_own_trains_the_same_documents(
     found = importlib.reload(unsloth_run).train(tmp_path, "cpu")
     assert len(found["step_seconds"]) == 4
     assert found["timed_tokens"] > 4 * 100
-    assert list(found["losses"]) == ["2", "4", "6"]
+    assert list(found["losses"]) == ["2", "4", "6", "8"]
     failed = unsloth_folder.run(Row("gpt-oss-20b", 8, "experts"), "", 0, "python", 1.0)
     assert failed == {"failed": "no experts here: it trains lora, nf4, full"}

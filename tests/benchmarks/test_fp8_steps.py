@@ -1,0 +1,57 @@
+"""Whole steps over a base in FP8: the side trains by the reference on the CPU; its table and decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import fp8_steps, side_by_side, side_watch
+from benchmarks.side_by_side import OURS, OURS_FP8, SMALL, measure_side
+from fastpack_trl.lora import frozen_base
+
+
+def test_every_row_can_be_asked_for() -> None:
+    assert set(fp8_steps.ROWS) <= set(side_by_side.ROWS)
+
+
+def record_of(loaded: Any, fp8: Any) -> dict[str, Any]:
+    rows = [
+        {"row": "a row", "side": side, "round": 0, **found} for side, found in ((OURS, loaded), (OURS_FP8, fp8))
+    ]  # fmt: skip
+    return {
+        "case": "fp8_steps", "rows": rows, "machine": {"device": "cuda", "gpu": "X"}, "versions": {"torch": "2"},
+    }  # fmt: skip
+
+
+def run(seconds: float, **more: Any) -> dict[str, Any]:
+    return {
+        "step_seconds": [seconds] * 4, "timed_tokens": 400, "losses": {"6": 2.0}, "peak_gib": 1.0,
+        "profile": {"busy_seconds": seconds},
+        "report": {"features": {"activation_memory": {"path": "keep"}, "frozen_base": {"reason": "why"}}}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "answer"), [(0.8, "yes (1.25)"), (0.9, "no (1.11)")])
+def test_the_decision_is_of_the_rates(seconds: float, answer: str) -> None:
+    text = fp8_steps.table(record_of(run(1.0), run(seconds)))
+    assert f"a row: at least 1.2x: {answer}" in text
+    assert "| FP8 |" in text
+    assert "| keep | why |" in text
+
+
+def test_a_side_that_failed_is_named_and_nothing_decided() -> None:
+    text = fp8_steps.table(record_of(run(1.0), {"failed": "first\nOutOfMemoryError: all gone"}))
+    assert "OutOfMemoryError: all gone" in text
+    assert "at least" not in text
+
+
+def test_the_side_trains_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_base, "_on_any_device", True)
+    for module in (side_watch, side_by_side):
+        for name, value in (("WARMUP", 2), ("SETTLING", 2), ("TIMED", 4), ("LOGGED", 2)):
+            monkeypatch.setattr(module, name, value, raising=module is side_watch)
+    monkeypatch.setitem(side_by_side.COMMON, "logging_steps", 2)
+    found = measure_side(SMALL, OURS_FP8, "cpu", 0)
+    assert "LoRA bases multiply in FP8" in found["report"]["features"]["frozen_base"]["reason"]
+    assert len(found["step_seconds"]) == 4
