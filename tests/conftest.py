@@ -21,11 +21,19 @@ from sft_material import Material, save_model, write_jsonl
 
 # Read when huggingface_hub is imported, which is later than this file.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when `datasets` is imported: to draw them takes longer than to map a few rows.
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 # Read when torch is loaded: threads that wait for work sleep instead of spinning, which on a busy machine of two cores
 # makes small steps several times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if "PYTEST_XDIST_WORKER" in os.environ:
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
+
+import torch
+
+# A process that sees several GPUs is given `nn.DataParallel` by transformers, which SFTTrainer refuses.
+if (gpus := torch.cuda.device_count()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int((worker or "gw0")[2:]) % gpus)
 
 # A machine that only runs the tests of a device may lack what the others need.
 collect_ignore = [
@@ -161,7 +169,11 @@ def material(sft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="session")
 def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Inductor's caches in a folder of this run."""
+    """Inductor's caches in a folder of this run; on the CPU no vectors, which take the compiler twice as long."""
+    import torch._inductor.config
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # no test programs of what the CPU knows
+        patch.setattr(torch._inductor.config.cpp, "simdlen", 1)
         yield

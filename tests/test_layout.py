@@ -19,7 +19,7 @@ from trl import SFTConfig
 import fastpack_trl
 from fastpack_trl.attention.packed_attention import packed_attention
 from fastpack_trl.cli.main import COMMANDS
-from fastpack_trl.config import Settings
+from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
 
 ROOT = Path(__file__).parents[1]
@@ -212,7 +212,8 @@ def test_settings_have_one_default_whoever_reads_them() -> None:
     }
     assert vars(Settings.of(SFTConfig(use_cpu=True))) == own
     for name, default in own.items():
-        given = {float: 2.0, int: 2, type(None): 2.0, str: "on" if default == "off" else "off"}[type(default)]
+        other = next((choice for choice in _CHOICES.get(name, ()) if choice != default), "")
+        given = {float: 2.0, int: 2, type(None): 2.0, str: other}[type(default)]
         assert getattr(Settings.of(SimpleNamespace(**{name: given})), name) == given
     config = fastpack_trl.FastSFTConfig(use_cpu=True)
     assert Settings.of(config) is config

@@ -50,7 +50,11 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
         ({"family": "qwen3_moe", "packing": True}, "packed"),
         ({"family": "mistral", "packing": True}, "packed"),
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
-        ({"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no"}, "stock"),
+        (
+            {"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no",
+             "gradient_checkpointing": False},
+            "stock",
+        ),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value,
 )  # fmt: skip
@@ -59,6 +63,9 @@ def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: 
     assert_same_log(ours, stock)
     assert ours.fastpack_report["batches"].path == batches
     assert ours.fastpack_report["batches"].reason
+    if "torch_compile" in options:
+        line = ours.fastpack_report["layer_compile"]
+        assert (line.status, "torch_compile=True" in line.reason) == ("off", True), line
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from fastpack_trl.testing import gradients, tiny_model
 STEPS = 4
 BACKEND = Counting(differentiate=True)
 TRACED = Counting()
-"""For kinds of layers beside the dense one: tracing decides about hooks, differentiating takes as long again."""
+"""Where no dense layers train: tracing decides about hooks, differentiating takes as long again."""
 
 MODELS: dict[str, Callable[[], Any]] = {
     "dense": lambda: tiny_model("llama", num_hidden_layers=4),
@@ -137,7 +137,7 @@ def run(cls: type[SFTTrainer], folder: Path, kind: str, hooks: Hooks, **options:
 @pytest.fixture(autouse=True)
 def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
-    backend = TRACED if kind in ("lora", "moe") else BACKEND
+    backend = BACKEND if kind == "dense" else TRACED
     monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=backend))
 
 
@@ -154,9 +154,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
     return get
 
 
-@pytest.mark.parametrize("compiled", ["off", "on"])
-@pytest.mark.parametrize("where", ["modules", "global"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "where", "compiled"),
+    [(kind, where, "off") for kind in MODELS for where in ("modules", "global")]
+    + [*((kind, "modules", "on") for kind in MODELS), ("dense", "global", "on")],
+)
 def test_hooks_run_as_in_stock_whenever_they_come_and_go(
     kind: str, where: str, compiled: str, tmp_path: Path, stock: Any
 ) -> None:

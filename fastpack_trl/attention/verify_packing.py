@@ -25,8 +25,8 @@ logger = get_logger(__name__)
 INSIST = "verify_packing='off' trains all the same"
 
 _SHARDED = "parameters are sharded when training starts"
-# What a model raises that does not take the arguments of the proof.
-_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+# What a model raises that does not take the arguments of the proof, or runs by a kernel that is not installed.
+_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError, ImportError)
 
 
 def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import torchrun
+from ranks import fork_ranks, torchrun
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
 from fastpack_trl.cli.doctor import _of_each
@@ -292,10 +292,22 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     ]
 
 
+DOCTOR = """
+import sys
+from ranks import leave
+from fastpack_trl.cli.main import main
+assert main(["doctor", *sys.argv[1:]]) == 0
+leave()
+"""
+
+
 @pytest.mark.slow
-def test_doctor_under_torchrun_prints_the_plan_of_each_process(material: Material) -> None:
+def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Material) -> None:
     found = material.out.parent / "doctor.json"
-    torchrun("-m", "fastpack_trl", "doctor", "--config", str(material.yaml()), "--json", str(found))
+    script = material.folder / "doctor.py"
+    script.write_text(DOCTOR, encoding="utf-8")
+    command = ("--config", str(material.yaml()), "--json", str(found))
+    fork_ranks(script, *command, imports="trl:SFTTrainer,fastpack_trl:FastSFTTrainer")
     ranks = json.loads(found.read_text())["ranks"]
     assert len(ranks) == 2
     assert ranks[0]["features"]["packed_attention"] == ranks[1]["features"]["packed_attention"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from compile_material import adapters, compare, make
@@ -118,7 +119,7 @@ def test_a_full_disk_is_named_and_the_run_is_the_same(tmp_path: Path) -> None:
     support = str(Path(__file__).parents[1] / "support")
     paths = os.pathsep.join([support, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path), json.dumps(OPTIONS)], capture_output=True, text=True, timeout=300,
+        [forks.python(), "-c", FULL, str(tmp_path), json.dumps(OPTIONS)], capture_output=True, text=True, timeout=300,
         env=os.environ | cache | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_tor
 functional = pytest.importorskip("bitsandbytes.functional")
 
 CASES = Path(__file__).with_name("triton_dequantise_cases.py")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """What bitsandbytes computes in Python runs as it stands: it is compiled by default, anew for each shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import transformers
 import upstream_doc
 
 import fastpack_trl
@@ -25,6 +26,9 @@ OF_PYTHON = {
     "_C", "_autograd", "_dynamo",  # stand in the middle of a path; what is used of them is in the table
     "_proj", "_tokens_per_s", "_per_s", "_checkpointed",  # endings of names
 }  # fmt: skip
+TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
+YOUNGER = {"transformers.integrations.moe._is_expert_parallel"}
+"""Names that older versions of transformers lack, with what they say: experts there are never sharded."""
 NAMES = {name for group in TABLE for name in group.names}
 USED = {(name.rpartition(".")[2], room) for group in TABLE for name in group.names for room in group.rooms}
 
@@ -106,10 +110,11 @@ def test_every_room_of_the_table_uses_its_names() -> None:
 
 
 def test_the_installed_versions_have_every_name() -> None:
-    assert [name for name in sorted(NAMES) if not is_there(name)] == []
+    missing = {name for name in NAMES if not is_there(name)}
+    assert missing <= (YOUNGER if TRANSFORMERS < (5, 23) else set())
     rows = look_up()
     assert {row["name"] for row in rows} == NAMES
-    assert all(row["there"] and row["used_in"] and row["without"] for row in rows)
+    assert all((row["there"] or row["name"] in missing) and row["used_in"] and row["without"] for row in rows)
 
 
 def test_a_name_that_nobody_has_is_not_there() -> None:

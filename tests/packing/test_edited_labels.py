@@ -195,9 +195,12 @@ def compare(place: Any, edit: Edit, folder: Path, **options: Any) -> Any:
     return ours
 
 
-@pytest.mark.parametrize("edit", [replaced, in_place], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(
+    ("rows", "edit"),
+    [("packed", replaced), ("packed", in_place), ("padding_free", replaced), ("merged", in_place)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-@pytest.mark.parametrize("rows", ROWS)
 def test_labels_edited_on_their_way_count_as_in_stock(rows: str, place: Any, edit: Edit, tmp_path: Path) -> None:
     fast = {"verify_packing": "off", "merge_accumulation": "on" if rows == "merged" else "off"}
     ours = compare(place, edit, tmp_path, fast=fast, **ROWS[rows])

@@ -18,6 +18,8 @@ from captured_material import (
     generate,
     merge,
     raise_the_rate,
+    replace_forward,
+    swap_data,
 )
 from transformers import TrainerCallback
 
@@ -27,8 +29,11 @@ from fastpack_trl.step.capture import StepGraphs
 from fastpack_trl.testing import tiny_model
 
 
-@pytest.mark.parametrize("step", [3, 4, 7])
-@pytest.mark.parametrize("act", [*CHANGES, evaluate_mode, generate, raise_the_rate, edit_frozen])
+@pytest.mark.parametrize(
+    ("act", "step"),
+    [(act, 7) for act in (*CHANGES, evaluate_mode, generate, raise_the_rate, edit_frozen)]
+    + [(swap_data, 3), (replace_forward, 4), (generate, 3), (raise_the_rate, 4)],
+)
 def test_what_a_callback_does_in_the_middle_counts_from_then_on(
     tmp_path: Path, devices: Any, act: Any, step: int
 ) -> None:

@@ -36,7 +36,7 @@ class HooksOneRank(TrainerCallback):
 # 25 packed rows for training and 3 for evaluation: the last batch of each has one row, which accelerate repeats on the
 # second rank, where metrics leave it out.
 CASES: dict[str, dict[str, Any]] = {
-    "accumulated": {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1, "eval_steps": 1},
+    "accumulated": {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_steps": -1, "eval_steps": 3},
     "one row per rank": {"per_device_train_batch_size": 1, "max_steps": 15, "logging_steps": 4, "eval_steps": 3},
     "experts": {"family": "qwen3_moe", "average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
     "experts, three rows merged": {

@@ -114,6 +114,7 @@ def _parent(folder: str) -> NoReturn:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in each training would copy all of it
+    Path(folder, "socket").unlink(missing_ok=True)  # of a parent that somebody killed
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{folder}/socket")
     listening.listen()

@@ -17,6 +17,10 @@ T4 = (7, 5)
 @contextmanager
 def forced_capability(capability: tuple[int, int] = T4) -> Iterator[None]:
     """Every CUDA device says that it has this compute capability."""
+    if torch.cuda.is_available():
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # Triton asks the same function, once: it compiles for the real device
     _triton.is_supported.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
