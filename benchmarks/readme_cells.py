@@ -25,9 +25,14 @@ def made_by(name: str, record: Mapping[str, Any]) -> str:
 
 
 def record_of(name: str, record: Mapping[str, Any]) -> str:
-    """Return the file of a record and its commit; `benchmarks.stale` says whether that is of today's code."""
-    commit = record["source"]["commit"]
-    return f"`benchmarks/results/{name}`, {f'commit {commit[:7]}' if commit else 'commit not recorded'}"
+    """Return the file of a record and its commit; `benchmarks.stale` says whether that is of today's code.
+
+    A commit that did not become part of the history has ``landed_as`` beside it: the one that holds its changes, and
+    later ones.
+    """
+    commit, landed = record["source"]["commit"], record["source"].get("landed_as")
+    text = f"commit {commit[:7]}" if commit else "commit not recorded"
+    return f"`benchmarks/results/{name}`, {text}{f' (part of {landed[:7]})' if landed else ''}"
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:
