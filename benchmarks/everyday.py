@@ -2,6 +2,9 @@
 
 Stock and ours at its defaults take turns, one optimizer step of each (`fastpack_trl.bench.compare`), first steps left
 out: `benchmarks.first_step` has those. Many small layers, so that what is measured is the work around the products.
+
+Each side trains in a thread, with OpenMP threads of its own. Where they are more than the cores, they sleep after each
+operation, and to wake them takes longer than a small one: so one thread is the default.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.lora_models import definitions
 from benchmarks.one_line import in_one_line
 from fastpack_trl.bench.compare import compare
+from fastpack_trl.bench.environment import limited_threads
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.record import make_record, write_json
 
@@ -131,18 +135,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads of each side (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    rows = list(
-        measure(args.cells or list(CELLS), pairs=args.pairs, seed=args.seed, layers=args.layers, hidden=args.hidden)
-    )
+    with limited_threads(args.threads):
+        rows = list(
+            measure(args.cells or list(CELLS), pairs=args.pairs, seed=args.seed, layers=args.layers, hidden=args.hidden)
+        )
     settings = {
         "pairs": args.pairs, "layers": args.layers, "hidden": args.hidden, "sides": list(SIDES),
         "document_tokens": [SHORTEST, LONGEST],
     }  # fmt: skip
     record = make_record(
         case="everyday", settings=settings, rows=rows, complete=True,
-        device="cuda" if torch.cuda.is_available() else "cpu", threads=torch.get_num_threads(), seed=args.seed,
+        device="cuda" if torch.cuda.is_available() else "cpu", threads=args.threads, seed=args.seed,
     )  # fmt: skip
     if args.json is not None:
         write_json(Path(args.json), record)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.model.upstream import found
+from fastpack_trl.step import plain_tile
 
 ChunkedLogProbFunction = found("trl.kernels.ChunkedLogProbFunction")
 chunked_logprob = found("trl.kernels.chunked_logprob")
@@ -24,8 +25,8 @@ VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""
 TILE_ELEMENTS = 2**27
 """Logits that exist at a time: 256 MiB in bf16, as many as in TRL's tile of 4096 x 32768."""
-PLAIN_TILE_ELEMENTS = 2**22
-"""Without Triton, where each step over a tile is a pass of torch over memory and makes a copy of it."""
+PLAIN_TILE_ELEMENTS = 2**20
+"""Without Triton, where each step over a tile is a pass of torch over memory: so much stays in the caches."""
 PLAIN_TILE_ROWS = 64
 """There at least: each tile reads the whole weight."""
 
@@ -59,6 +60,7 @@ class HeadLoss(NamedTuple):
 
 def missing_tile_functions() -> str:
     """Return the functions on tiles that `head_loss` uses and the installed TRL lacks; empty if all are there."""
+    # A kernel cannot be asked for its parameters where Triton is missing: those of its twin in torch stand for them.
     for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
         function = getattr(chunked_logprob, name, None)
         if function is None or tuple(inspect.signature(function).parameters) != parameters:
@@ -151,8 +153,13 @@ class _Options(NamedTuple):
     tile_rows: int
 
     @property
-    def of_tiles(self) -> dict[str, Any]:
-        """Keywords of TRL's functions on tiles."""
+    def shape(self) -> dict[str, Any]:
+        """What makes logits of products."""
+        return {"logit_scale": self.logit_scale, "softcap": self.softcap}
+
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """Keywords of TRL's kernels on tiles."""
         return {
             "logit_scale": self.logit_scale, "softcap": self.softcap or 1.0, "inv_t": 1.0,
             "HAS_SOFTCAP": self.softcap is not None, "BLOCK_SIZE": chunked_logprob._BLOCK_SIZE,
@@ -193,18 +200,18 @@ class _HeadLossFunction(torch.autograd.Function):
                 torch.mm(inputs, weight[columns].to(dtype).t(), out=tile[:, columns])
             if bias is not None:
                 tile.add_(bias.to(dtype))
-            log_z = _fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows], options)
+            folded = _fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows], options)
             if masked is not None:
                 for figures in (log_probs, entropy, is_top1):
                     figures[rows].masked_fill_(masked[rows], 0)
             # Gradient of the sum of the losses with respect to each log-probability.
-            factors = -log_probs[rows].exp() if options.loss_type == "dft" else torch.full_like(log_z, -1.0)
+            factors = -log_probs[rows].exp() if options.loss_type == "dft" else torch.full_like(log_probs[rows], -1.0)
             if masked is not None:
                 factors.masked_fill_(masked[rows], 0)
             total += (factors * log_probs[rows]).sum()
             if not any(wants):
                 continue
-            _differentiate(tile, targets[rows], log_z, factors, options)
+            _differentiate(tile, targets[rows], folded, factors, options)
             if grad_hidden is not None and sums is not None:
                 part = sums[: rows.stop - start].zero_()
                 for columns in slices:
@@ -246,16 +253,16 @@ def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
 def _fold(
     tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor, options: _Options
 ) -> Tensor:
-    """Write the statistics of a (n, V) tile of products to the outputs of its rows; return log Z, (n,) fp32."""
+    """Write the figures of a (n, V) tile of products to the outputs of its rows; return what `_differentiate` needs."""
+    if not chunked_logprob._use_triton(tile.device):
+        return plain_tile.fold(tile, targets, log_probs, entropy, is_top1, **options.shape)
     count, vocabulary = tile.shape
     sums = torch.zeros(5, count, device=tile.device, dtype=torch.float32)
     largest = torch.full((2, count), -torch.inf, device=tile.device, dtype=torch.float32)
     (sum_exp, x_sum_exp, sq_sum_exp, z_sum, target_logit), (running_max, max_before_target) = sums, largest
-    triton = chunked_logprob._use_triton(tile.device)
-    fold: Any = chunked_logprob._forward_kernel[(count,)] if triton else chunked_logprob._forward_tile
-    fold(
+    chunked_logprob._forward_kernel[(count,)](
         tile, tile.stride(0), targets, running_max, sum_exp, x_sum_exp, sq_sum_exp, z_sum, max_before_target,
-        target_logit, 0, vocabulary, HAS_ENTROPY=True, HAS_IS_TOP1=True, **_NO_STATISTICS, **options.of_tiles,
+        target_logit, 0, vocabulary, HAS_ENTROPY=True, HAS_IS_TOP1=True, **_NO_STATISTICS, **options.of_kernels,
     )  # fmt: skip
     log_z = running_max + sum_exp.log()
     torch.sub(target_logit, log_z, out=log_probs)
@@ -264,13 +271,14 @@ def _fold(
     return log_z
 
 
-def _differentiate(tile: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, options: _Options) -> None:
+def _differentiate(tile: Tensor, targets: Tensor, folded: Tensor, factors: Tensor, options: _Options) -> None:
     """Turn a tile of products into the gradient with respect to them, in place."""
+    if not chunked_logprob._use_triton(tile.device):
+        plain_tile.differentiate(tile, targets, folded, factors, **options.shape)
+        return
     count, vocabulary = tile.shape
     blocks = -(-vocabulary // chunked_logprob._BLOCK_SIZE)
-    triton = chunked_logprob._use_triton(tile.device)
-    fold: Any = chunked_logprob._backward_kernel[(count, blocks)] if triton else chunked_logprob._backward_tile
-    fold(
-        tile, tile.stride(0), targets, log_z, log_z, factors, log_z, 0, vocabulary,
-        HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options.of_tiles,
+    chunked_logprob._backward_kernel[(count, blocks)](
+        tile, tile.stride(0), targets, folded, folded, factors, folded, 0, vocabulary,
+        HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options.of_kernels,
     )  # fmt: skip

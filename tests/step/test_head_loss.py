@@ -188,6 +188,25 @@ def test_ties_count_for_the_first_token_as_argmax_does(compute: Any) -> None:
     assert is_top1.tolist() == [False, True, False, False, False]
 
 
+@needs_tiles
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nan_rows_and_tokens_that_cannot_be_are_as_in_trl(shape: str) -> None:
+    hidden, weight, bias, targets = material(False, bias=True)
+    assert bias is not None
+    hidden = hidden.detach().clone()
+    hidden[3] = torch.nan
+    excluded = int(targets[5])
+    if "softcap" not in SHAPES[shape]:
+        bias[excluded] = -torch.inf
+    inputs = (hidden.requires_grad_(), weight, bias, targets)
+    ours, theirs = (run(compute, inputs, **SHAPES[shape]) for compute in (head_loss, reference_head_loss))
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    figures, expected_figures = (compute(*inputs, **SHAPES[shape]) for compute in (head_loss, reference_head_loss))
+    assert torch.equal(figures.is_top1, expected_figures.is_top1)
+    assert not figures.is_top1[3]
+
+
 @pytest.mark.parametrize("compute", HEADS)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_no_position_is_a_zero_with_a_gradient(trained: bool, compute: Any) -> None:
