@@ -32,7 +32,8 @@ def _rows_of(record: Record) -> str:
 def _packed_attention(record: Record) -> str:
     settings = record["settings"]
     if "models" not in settings:
-        return f"python -m benchmarks --case packed_attention --quick --pairs {settings['pairs']} --json FILE"
+        pairs, threads = settings["pairs"], record["machine"]["threads"]
+        return f"python -m benchmarks --case packed_attention --quick --pairs {pairs} --threads {threads} --json FILE"
     lengths = " ".join(str(tokens) for tokens in sorted({row["tokens"] for row in record["rows"]}))
     plain = "" if settings["checkpointing"] else " --no-checkpointing"
     return (
