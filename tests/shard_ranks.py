@@ -86,6 +86,11 @@ def stepped() -> None:
     optimizer.register_step_pre_hook(lambda own, *_: seen.append(isinstance(own.param_groups[0]["params"][0], DTensor)))
     assert _steps(model, optimizer, True, 2) == seen == [True, True]
     assert "neither fused nor foreach" in why_stock_step(torch.optim.AdamW(model.parameters()))
+    stock = optimizer.step
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    assert why_stock_step(optimizer) == ""
+    optimizer.step = lambda closure=None: stock(closure)  # type: ignore[method-assign]
+    assert why_stock_step(optimizer) == "the step of AdamW was replaced: it may look at DTensors"
     assert "Adafactor steps" in why_stock_step(torch.optim.Adafactor(model.parameters()))
 
 

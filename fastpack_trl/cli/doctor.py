@@ -273,13 +273,28 @@ def _config(record: dict[str, Any], config: str, folder: str) -> None:
     # The banner is printed below, also where fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
-        with trainer._fastpack_features(announce=True):
-            report = trainer.fastpack_report
+        report, refused = _described(trainer)
     record["config"] |= report.to_dict()
     print(f"{report.table()}\n", flush=True)
+    if refused:
+        raise UserError(f"{refused}; above, what runs without it")
     if _ranks() > 1:
         record["ranks"] = _each_rank(trainer)
         _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _of_each(record["ranks"]))
+
+
+def _described(trainer: Any) -> tuple[Any, str]:
+    """Return the report of a trainer, and why its base in FP8 is refused; the report is without it then."""
+    try:
+        with trainer._fastpack_features(announce=True):
+            return trainer.fastpack_report, ""
+    except ValueError as error:
+        if not str(error).startswith("frozen_base="):
+            raise
+        refused = describe(error)
+    trainer.args.frozen_base = "as_loaded"
+    with trainer._fastpack_features(announce=True):
+        return trainer.fastpack_report, refused
 
 
 def _each_rank(trainer: Any) -> list[dict[str, Any]]:

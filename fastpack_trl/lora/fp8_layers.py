@@ -41,6 +41,8 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
         return "the head"
     if type(layer.base_layer).__name__ == "Linear8bitLt":
         return "8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits"
+    if layer.fastpack_multiplies_in_fp8:
+        return "a weight in FP8 already, of a run that has not ended: end that one first"
     if layer.merged:
         return "merged adapters: call model.unmerge_adapter() first"
     if weight is None or weight.requires_grad:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from statistics import median
@@ -19,11 +20,13 @@ from fastpack_trl.lora.fp8_layers import MOST_ERROR, product_errors, products_ra
 from fastpack_trl.lora.linear import FastLora, has_lora
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.facts import UNREADABLE, backbones, text_model
+from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, text_model
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
+
+logger = logging.getLogger(__name__)
 
 FEATURE = "frozen_base"
 _KEEP = "set frozen_base='as_loaded'"
@@ -86,9 +89,39 @@ def frozen_base(run: Run) -> Iterator[None]:
         run.say(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
         _advise(run, chosen, dtype)
         yield
+        _say_what_left(run, chosen)
     finally:
-        for layer in able.values():
-            layer._fastpack_drop_copy()
+        _put_back(able.values())
+
+
+def _say_what_left(run: Run, chosen: Mapping[str, Any]) -> None:
+    """Name how many layers ended the run with another weight than that in FP8."""
+    left = sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values())
+    if left:
+        text = (
+            f"{left} of {len(chosen)} layers ended the run as loaded: merged, moved, or written to in the middle of it"
+        )
+        run.report.remark(FEATURE, text)
+
+
+def _put_back(layers: Iterable[Any]) -> None:
+    """Give layers their loaded weights back; what the device has no room for stays in host memory, named."""
+    layers = list(layers)
+    for layer in layers:
+        layer._fastpack_drop_dense()  # of all first: it makes room
+    left = 0
+    for layer in layers:
+        try:
+            layer._fastpack_fetch_weight()
+        except torch.OutOfMemoryError:
+            layer.fastpack_on_host.restore(to_device=False)
+            del layer.fastpack_on_host
+            left += 1
+    if left:
+        logger.warning(
+            f"frozen_base: the device has no room for the weights of {left} layers, which stay in host memory: free "
+            "some, then call model.to(device)"
+        )
 
 
 def _refusal(run: Run) -> str:
@@ -150,12 +183,13 @@ def _run_sample(run: Run) -> None:
 def _sample(run: Run) -> Tensor:
     """Return token ids, (1, tokens): those of the first row of the data, or any where it cannot be looked at."""
     vocabulary = text_model(run.model).get_input_embeddings().num_embeddings
+    tokens = min(_SAMPLE, learned_positions(run.model) or _SAMPLE)
     data: Any = run.trainer.train_dataset
     try:
-        ids = list(data[0]["input_ids"])[:_SAMPLE]
+        ids = list(data[0]["input_ids"])[:tokens]
     except (*UNREADABLE, NotImplementedError):
         ids = []
-    return torch.tensor([ids or list(range(min(_SAMPLE, vocabulary)))], device=run.device)
+    return torch.tensor([ids or list(range(min(tokens, vocabulary)))], device=run.device)
 
 
 def _both_layouts(layers: Mapping[str, Any], free: float, *, on_host: bool) -> bool:

@@ -102,23 +102,38 @@ class FastLora(nn.Module):
         return super().unmerge(*args, **kwargs)
 
     def _fastpack_fetch_weight(self) -> None:
-        """Bring a frozen weight back from the host, for a call that needs it itself; what was made of it stays good."""
-        host = self.__dict__.pop("fastpack_on_host", None)
-        if host is not None:
-            host.restore()
-            weight = self.base_layer.weight
+        """Bring a frozen weight back from the host, for a call that needs it itself; a good copy of it stays good."""
+        host, weight = self.fastpack_on_host, self.base_layer.weight
+        if host is None:
+            return
+        good = self.fastpack_dense is not None and self._fastpack_is_source(weight)
+        host.restore()
+        del self.fastpack_on_host
+        if good:
             self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
+            logger.warning_once("frozen_base: loaded weights are back on the device, for calls without adapters")
 
     def _fastpack_drop_copy(self) -> None:
+        self._fastpack_drop_dense()  # first: on a full device it makes room for the weight
         self._fastpack_fetch_weight()
+
+    def _fastpack_drop_dense(self) -> None:
         self.__dict__.pop("fastpack_dense", None)
         self.__dict__.pop("fastpack_copied_from", None)
 
+    @property
+    def fastpack_multiplies_in_fp8(self) -> bool:
+        """True while the frozen weight in FP8 is that of the layer's parameter."""
+        return isinstance(self.fastpack_dense, Fp8Weight) and self._fastpack_is_source(self.base_layer.weight)
+
     def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        source, version, address = self.fastpack_copied_from
         copied = self.fastpack_dense
         assert copied is not None
-        if source is not weight or not copied.serves(dtype):
+        return copied.serves(dtype) and self._fastpack_is_source(weight)
+
+    def _fastpack_is_source(self, weight: Tensor) -> bool:
+        source, version, address = self.fastpack_copied_from
+        if source is not weight:
             return False  # merged and unmerged since: bitsandbytes made a new parameter
         return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, one_line, shown
+from fastpack_trl.recipe.configs import configs_folder
 
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}
@@ -48,7 +49,9 @@ def load_config(path: str) -> dict[str, Any]:
             )
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"config file {path!r} does not exist (looked for {Path(path).absolute()})") from error
+        shipped = configs_folder() / file.with_suffix(".yaml").name
+        remedy = f"; `fastpack-trl init {file.stem}` writes {shipped.name}" if shipped.is_file() else ""
+        raise UserError(f"config file {path!r} does not exist (looked for {Path(path).absolute()}){remedy}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as UTF-8 text: {one_line(error)}") from error
     try:

@@ -25,8 +25,8 @@ VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""
 TILE_ELEMENTS = 2**27
 """Logits that exist at a time: 256 MiB in bf16, as many as in TRL's tile of 4096 x 32768."""
-PLAIN_TILE_ELEMENTS = 2**20
-"""Without Triton, where each step over a tile is a pass of torch over memory: so much stays in the caches."""
+PLAIN_TILE_ELEMENTS = 2**22
+"""Without Triton, where each step over a tile is a pass of torch over memory."""
 PLAIN_TILE_ROWS = 64
 """There at least: each tile reads the whole weight."""
 

@@ -76,6 +76,10 @@ def why_stock_step(optimizer: Any) -> str:
     """Return why an optimizer steps over DTensors; empty where it need not."""
     if type(optimizer) not in _KNOWN:
         return f"{type(optimizer).__name__} steps over DTensors"
+    # Schedulers of the learning rate put a counter around it.
+    code = getattr(vars(optimizer).get("step"), "__code__", None)
+    if "step" in vars(optimizer) and (code is None or code.co_filename != torch.optim.lr_scheduler.__file__):
+        return f"the step of {type(optimizer).__name__} was replaced: it may look at DTensors"
     # Without either torch takes a loop over DTensors, and would not over plain tensors.
     if not all(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} is neither fused nor foreach"

@@ -174,6 +174,17 @@ def test_bf16_without_a_gpu_is_one_line_with_the_remedy(
     assert line.endswith("set use_cpu: true and bf16: false, or run on a GPU")
 
 
+def test_a_refused_fp8_base_is_one_line_below_what_runs_without_it(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--config", material.yaml(frozen_base="fp8", use_peft=True, packing=True)) == 2
+    out, err = capsys.readouterr()
+    assert "lora" in out
+    assert "verify_packing" in out
+    assert "frozen_base='fp8': a cpu device has no FP8 products" in err
+    assert err.strip().endswith("above, what runs without it")
+
+
 def test_a_step_that_fails_is_one_line_and_both_sides_are_kept(
     material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,11 +29,6 @@ from fastpack_trl.lora.projection import lora_projection
 IN, OUT, RANK = 512, 1024, 4
 
 
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_base, "_on_any_device", True)
-
-
 def made(folder: Path, model: Any, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
     args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
     return FastSFTTrainer(

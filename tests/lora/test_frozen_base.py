@@ -10,64 +10,21 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting
+from frozen_base_material import LAYERS, At, fast_layers, lora_layers, made, weights
 from lora_material import adapted
 from peft import LoraConfig
 from quantised_material import quantised
 from ranks import fork_ranks
 from torch import Tensor
 from trainer_material import figures, make_dataset, make_tokenizer, settings
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
-from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.testing import tiny_model
-
-LAYERS = 14
-
-
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_base, "_on_any_device", True)
-
-
-def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
-    args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
-    return FastSFTTrainer(
-        adapted("qwen3") if model is None else model,
-        args=args,
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
-
-
-def fast_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FastLora)]
-
-
-def lora_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "lora_A")]
-
-
-def weights(model: Any) -> list[Tensor]:
-    return [layer.base_layer.weight.detach().clone() for layer in lora_layers(model)]
-
-
-class At(TrainerCallback):
-    """Calls a function once, at the end of the first step."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.found: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.found = self.function(kwargs["model"])
 
 
 @pytest.mark.usefixtures("on_any_device")
