@@ -98,10 +98,11 @@ def _say_what_left(run: Run, chosen: Mapping[str, Any]) -> None:
     """Name how many layers ended the run with another weight than that in FP8."""
     left = sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values())
     if left:
-        text = (
-            f"{left} of {len(chosen)} layers ended the run as loaded: merged, moved, or written to in the middle of it"
+        run.report.remark(
+            FEATURE,
+            f"{left} of {len(chosen)} layers ended the run as loaded: merged into, moved or written to in the middle "
+            "of it",
         )
-        run.report.remark(FEATURE, text)
 
 
 def _put_back(layers: Iterable[Any]) -> None:
