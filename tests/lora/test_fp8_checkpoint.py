@@ -11,12 +11,12 @@ import pytest
 import torch
 from fp8_checkpoint_material import LAYERS, SHAPE, dense_twin, fp8_checkpoint, weight_of, with_lora
 from fp8_values import matrix
+from frozen_base_material import At, made
 from lora_material import functions_for_every_size  # noqa: F401
 from torch import Tensor
-from trainer_material import figures, make_dataset, make_tokenizer, settings
-from transformers import TrainerCallback
+from trainer_material import figures
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl import apply_lora
 from fastpack_trl.kernels.fp8 import LARGEST, LEAST, padded, quantise_rows_torch
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
@@ -27,18 +27,6 @@ from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
 
 IN, OUT, RANK = 512, 1024, 4
-
-
-def made(folder: Path, model: Any, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
-    args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
-    return FastSFTTrainer(
-        model,
-        args=args,
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
 
 
 def fast_layers(model: Any) -> dict[str, Any]:
@@ -52,18 +40,6 @@ def base_layers(model: Any) -> list[Any]:
 def a_layer(**fields: Any) -> Any:
     """An `FP8Linear` of a model, (1024, 512)."""
     return fp8_checkpoint(**fields).model.layers[0].mlp.gate_proj
-
-
-class At(TrainerCallback):
-    """Calls a function once, at the end of the first step."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.found: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.found = self.function(kwargs["model"])
 
 
 def compiled(*args: Any) -> Tensor:
