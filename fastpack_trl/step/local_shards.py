@@ -1,8 +1,7 @@
 """Clipping and optimizer step under FSDP 2 over what each process holds of gradients, weights and state.
 
-torch takes lists of DTensors, but looks at each of them, and makes one of each norm: for 310 parameters clipping and a
-fused AdamW take the host 46 ms of an eager step of 448. The same functions over the local tensors inside compute the
-same in 26, but for the order in which the norm is added up.
+torch takes lists of DTensors, but looks at each of them, and makes one of each norm. The same functions over the local
+tensors inside compute the same, but for the order in which the norm is added up, without that work of the host.
 """
 
 from __future__ import annotations
