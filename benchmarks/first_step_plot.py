@@ -6,21 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastpack_trl.bench.canvas import DPI, STYLE, Figure, require_matplotlib
-from fastpack_trl.bench.plots import PHASE_COLOURS
+from benchmarks.side_plot import COLOURS
+from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.views import device_of
 
-_PANEL = 3.6  # inches
+_HEIGHT = 3.8  # inches
 TITLES = {
-    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, not packed",
-    "qwen3-8b lora 2x4": "Qwen3-8B LoRA, not packed",
-    "gpt-oss-20b experts 4096": "gpt-oss-20b (4 layers), expert LoRA",
+    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA,\nnot packed",
+    "qwen3-8b lora 2x4": "Qwen3-8B LoRA,\nnot packed",
+    "gpt-oss-20b experts 4096": "gpt-oss-20b (4 layers),\nLoRA on experts",
 }
 """By row; others are called as on the command line."""
 _LINES = {
-    ("stock", "cold"): ("stock", PHASE_COLOURS["overhead"], "-", "o"),
-    ("fastpack", "cold"): ("fastpack, empty caches", PHASE_COLOURS["forward"], "-", "s"),
-    ("fastpack", "warm"): ("fastpack, filled caches", PHASE_COLOURS["forward"], "--", "D"),
+    ("stock", "cold"): ("stock", COLOURS["stock"], "-", "o"),
+    ("fastpack", "cold"): ("fastpack, empty caches", COLOURS["fastpack"], "-", "s"),
+    ("fastpack", "warm"): ("fastpack, filled caches", COLOURS["fastpack"], "--", "D"),
 }
 """Label, colour, line and marker of a side and cache."""
 
@@ -64,26 +64,22 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
     Raises:
         UserError: matplotlib is missing.
     """
-    matplotlib = require_matplotlib()
     rows = record["rows"]
-    with matplotlib.rc_context(STYLE):
-        from matplotlib.figure import Figure as New
-
-        made = New(figsize=(_PANEL * len(rows), _PANEL), dpi=DPI, layout="constrained")
-        for axes, row in zip(made.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-            for times in wall_times(row["runs"], record["settings"]["steps"]):
-                label, colour, line, marker = _LINES[times.side, times.cache]
-                points = (times.measured | times.beyond).items()
-                axes.plot(*zip(*points, strict=True), line, color=colour, label=label)
-                for these, fill in ((times.measured, colour), (times.beyond, "white")):
-                    axes.scatter(these.keys(), these.values(), 16, fill, marker, edgecolors=colour, zorder=3)
-            axes.set(
-                title=TITLES.get(row["row"], row["row"]),
-                xlabel="optimizer steps",
-                ylabel="seconds from train()",
-                ylim=(0, None),
-            )
-            axes.legend()
-        caption = f"{device_of(record)}, {record['date'][:10]}; hollow: from the time of the last steps"
-        made.suptitle(f"{caption}; {source}" if source else caption, fontsize=7)
-    return made
+    made, panels = new_figure(record, _HEIGHT, source, ncols=len(rows), squeeze=False)
+    shown: dict[str, Any] = {}
+    for axes, row in zip(panels[0], rows, strict=True):
+        for times in wall_times(row["runs"], record["settings"]["steps"]):
+            label, colour, line, marker = _LINES[times.side, times.cache]
+            points = (times.measured | times.beyond).items()
+            (shown[label],) = axes.plot(*zip(*points, strict=True), line, color=colour)
+            for these, fill in ((times.measured, colour), (times.beyond, "white")):
+                axes.scatter(these.keys(), these.values(), 16, fill, marker, edgecolors=colour, zorder=3)
+        axes.set_title(TITLES.get(row["row"], row["row"]), fontsize=8)
+        axes.set(xlabel="optimizer steps", ylim=(0, None))
+    panels[0][0].set_ylabel("seconds")
+    legend(made, shown)
+    return headed(
+        made,
+        f"Time from train() to the end of a step, {device_of(record)}",
+        "First steps with all that is made in them; hollow marks are not run, but reckoned from the last steps",
+    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
-from fastpack_trl.bench.canvas import DPI, STYLE, Figure, require_matplotlib
+from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.views import device_of
 
 COLOURS = {"bf16": "#999999", "nf4": "#56B4E9", "fp8": "#D55E00"}
+NAMES = {"bf16": "bf16", "nf4": "NF4", "fp8": "FP8"}
 _MARKS = ("-", "--", ":")
 """By seed."""
 
@@ -51,28 +51,31 @@ def plot(record: Mapping[str, Any], source: str = "") -> Figure:
     Raises:
         UserError: matplotlib is missing.
     """
-    matplotlib = require_matplotlib()
-    with matplotlib.rc_context(STYLE):
-        from matplotlib.figure import Figure as New
-
-        rows = record["rows"]
-        made = New(figsize=(10.0, 2.8 * len(rows)), dpi=DPI, layout="constrained")
-        grid = made.subplots(len(rows), 3, squeeze=False)
-        for row, (losses, apart, errors) in zip(rows, grid, strict=True):
-            for side, seeds in row["curves"].items():
-                for mark, (seed, found) in zip(_MARKS, seeds.items(), strict=False):
-                    steps, values = zip(*found["held_out"], strict=True)
-                    label = side if mark == _MARKS[0] else None
-                    losses.plot(steps, values, mark, color=COLOURS[side], label=label)
-                    base = [loss for _, loss in row["curves"]["bf16"][seed]["held_out"]]
-                    differences = [one - other for one, other in zip(values, base, strict=True)]
-                    apart.plot(steps, differences, mark, color=COLOURS[side])
-            for side, found in row["errors"].items():
-                errors.plot([100 * error for error in found], color=COLOURS[side], label=f"{side}: {fmean(found):.1%}")
-            losses.set(title=row["model"], xlabel="step", ylabel="held-out loss")
-            apart.set(title="from bf16's of the same seed", xlabel="step")
-            errors.set(title="gradients off fp32's, %", xlabel="layer")
-            losses.legend(fontsize=7)
-            errors.legend(fontsize=7)
-        made.suptitle(f"LoRA over a frozen base in bf16, NF4 and FP8, {device_of(record)} {source}", fontsize=9)
-    return made
+    rows = record["rows"]
+    made, grid = new_figure(record, 2.2 * len(rows) + 1.2, source, nrows=len(rows), ncols=3, squeeze=False)
+    shown: dict[str, Any] = {}
+    for row, (losses, apart, errors) in zip(rows, grid, strict=True):
+        for side, seeds in row["curves"].items():
+            for mark, (seed, found) in zip(_MARKS, seeds.items(), strict=False):
+                steps, values = zip(*found["held_out"], strict=True)
+                (line,) = losses.plot(steps, values, mark, color=COLOURS[side])
+                shown.setdefault(f"base in {NAMES[side]}", line)
+                base = [loss for _, loss in row["curves"]["bf16"][seed]["held_out"]]
+                differences = [one - other for one, other in zip(values, base, strict=True)]
+                apart.plot(steps, differences, mark, color=COLOURS[side])
+        for side, found in row["errors"].items():
+            errors.plot([100 * error for error in found], color=COLOURS[side])
+        losses.set_ylabel(f"model {row['model']}")
+        errors.set_ylim(bottom=0)
+        errors.locator_params(axis="x", integer=True)
+    titles = ("held-out loss", "loss less that over bf16", "gradients off fp32's, %")
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    for axes, label in zip(grid[-1], ("step", "step", "layer"), strict=True):
+        axes.set_xlabel(label)
+    legend(made, shown)
+    return headed(
+        made,
+        f"LoRA over a frozen base in bf16, NF4 and FP8, {device_of(record)}",
+        "Solid, dashed, dotted: three seeds, the same ones over each base",
+    )

@@ -49,12 +49,13 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
         over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
         lines.append(f"| {work(record, row)} | {stock.rate:,.0f} | {rate} | {ours.rate:,.0f} ({over}) |")
-        memory.append(" / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours)))
+        peaks = " / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours))
+        memory.append(f"{peaks} ({work(record, row).split()[0]})")
     note = (
         f"{device_of(record)}; LoRA of rank 16, real text, random weights, each side at its defaults in a process of "
         "its own. *stock*: `trl.SFTTrainer` as installed, with gradient checkpointing; *stock compiled*: its layers "
-        "compiled by accelerate. fastpack spends free memory on keeping activations; peaks of stock / fastpack, row by "
-        f"row: {', '.join(memory)} GiB. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
+        "compiled by accelerate. fastpack spends free memory on keeping activations; peaks of stock / fastpack in GiB: "
+        f"{', '.join(memory)}. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
     )
     return [*lines, "", note, ""] if len(lines) > 2 else []
 

@@ -72,8 +72,12 @@ def new_figure(record: Mapping[str, Any], height: float, source: str, **grid: An
 
 def titled(figure: Figure, record: Mapping[str, Any], what: str, *, speed: bool = True) -> Figure:
     """Write what the record says at the top, and below it what the figure shows."""
+    return headed(figure, textwrap.shorten(headline(record, speed=speed), 88, placeholder=" ..."), what)
+
+
+def headed(figure: Figure, title: str, what: str) -> Figure:
+    """Write `title` at the top, and below it what the figure shows."""
     height = float(figure.get_figheight())
-    title = textwrap.shorten(headline(record, speed=speed), 88, placeholder=" ...")
     figure.text(0.01, 1 - 0.22 / height, title, fontsize=11, fontweight="bold")
     figure.text(0.01, 1 - 0.41 / height, what, fontsize=8.5, color="#333333")
     return figure
