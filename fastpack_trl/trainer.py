@@ -29,6 +29,7 @@ from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_seams, packing_collator
+from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
@@ -218,6 +219,12 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         if self.is_world_process_zero() and banner != self._fastpack_shown:
             print(banner, flush=True)
         self._fastpack_shown = banner
+
+    def _prepare_input(self, data: Any) -> Any:
+        # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
+        if isinstance(data, PackedInputs) and self.args.device.type == "cpu" and not self.is_deepspeed_enabled:
+            return data
+        return super()._prepare_input(data)
 
     @_documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -84,6 +84,14 @@ def once_per_micro_batch(hook: str) -> str:
     return f"{hook} runs once per micro-batch" if hook else ""
 
 
+def needs_logits(trainer: Any) -> str:
+    """Return which loss of the user's, or of transformers', reads the logits; empty where none is set."""
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func needs the full logits"
+    smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
+    return "label smoothing needs the full logits" if smooths else ""
+
+
 def trained_parameters(optimizer: Any) -> Iterable[nn.Parameter]:
     """Yield the parameters of an optimizer as it is now."""
     return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])

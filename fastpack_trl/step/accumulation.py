@@ -28,6 +28,7 @@ from fastpack_trl.model.sharded import local
 from fastpack_trl.model.user_code import (
     callback_between,
     hook_on_a_gradient,
+    needs_logits,
     once_per_micro_batch,
     trained_parameters,
 )
@@ -202,14 +203,14 @@ class Merging:
         return self._split(stock, model, group, back, args, kwargs)
 
     def _look_for_watchers(self) -> None:
-        """Merge no more in this run if a callback or a hook came that needs single micro-batches."""
+        """Merge no more in this run if a callback, a hook or a loss came that needs single micro-batches."""
         trainer = self._run.trainer
         parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
         self._all_looked_at = True
         self._module_hooks = self._module_hooks or HookWatch(trainer.model_wrapped)  # wrapped by now
         reason = ALORA if is_invoked_once_per_row(trainer.model) else ""  # an adapter that a callback added
         reason = reason or callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
-        reason = reason or once_per_micro_batch(self._module_hooks.look())
+        reason = reason or once_per_micro_batch(self._module_hooks.look()) or needs_logits(trainer)
         if reason:
             logger.warning(f"merge_accumulation: {reason}: micro-batches run one by one from here on")
             self._run.say(FEATURE, "off", "stock", reason)

@@ -142,7 +142,7 @@ class StepGraphs:
             self.end(f"{found} does not run in a replay: remove it to have steps captured")
         if self.has_ended:
             return False
-        return num_items_in_batch is not None and self._step.takes(inputs) and is_as_collated(inputs)
+        return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)
 
     def _begin_step(self) -> None:
         """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""

@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.loop import called
-from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, replaced_methods
+from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
@@ -46,10 +46,15 @@ class SyncFreeStep:
         self._apart: _Apart | None = None
         self._forget_model()
 
-    def takes(self, inputs: Any) -> bool:
+    def takes(self, run: Run, inputs: Any) -> bool:
         """Return whether this batch is a row without padding, whose loss and metrics are made here."""
         needed = inputs.get("labels") is not None and inputs.get("position_ids") is not None
-        return self.loss and needed and inputs.get("attention_mask") is None
+        if not self.loss or not needed or inputs.get("attention_mask") is not None:
+            return False
+        why_stock = needs_logits(run.trainer)
+        if why_stock:
+            run.report.remark("sync_free", f"{why_stock}, on rows as collated: it was set in the middle of the run")
+        return not why_stock
 
     def batch_loss(self, run: Run, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the loss of a micro-batch; its metrics are kept for the next log."""
@@ -213,7 +218,7 @@ def why_stock_loss(run: Run) -> str:
     """Return why loss and metrics run as stock in this run; empty if they need not."""
     trainer, step = run.trainer, run.part(SyncFreeStep)
     assert step is not None
-    args, model, plan = run.args, run.model, trainer.accelerator.parallelism_config
+    model, plan = run.model, trainer.accelerator.parallelism_config
     lacks = [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
@@ -221,8 +226,7 @@ def why_stock_loss(run: Run) -> str:
     reasons = {
         f"trl lacks {', '.join(lacks)}": bool(lacks),
         run.plan.reason: not run.packs,
-        "compute_loss_func needs the full logits": trainer.compute_loss_func is not None,
-        "label smoothing needs the full logits": trainer.label_smoother is not None and args.loss_type == "nll",
+        (logits := needs_logits(trainer)): bool(logits),
         "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
         "FSDP version 1 flattens the head: set fsdp_version=2": trainer.is_fsdp_enabled and not run.is_fsdp2,

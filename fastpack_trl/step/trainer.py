@@ -13,6 +13,28 @@ from fastpack_trl.step.accumulation import MergingTrainer
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 
+class _SettledAtRead:
+    """An attribute of TRL's trainer to which `DeferredMetrics` adds: complete for whoever reads it between two logs.
+
+    In one of several processes it is as of the last log: to settle the metrics is for all of them together.
+    """
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        instance._settle_alone()
+        try:
+            return instance.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
 class SyncFreeTrainer(MergingTrainer):
     """`trl.SFTTrainer`, stock as long as `fastpack_step` is None or not running."""
 
@@ -20,6 +42,9 @@ class SyncFreeTrainer(MergingTrainer):
     def fastpack_step(self) -> SyncFreeStep | None:
         """The feature `sync_free`'s step; None where the feature is off."""
         return self.fastpack_run.part(SyncFreeStep)
+
+    _metrics = _SettledAtRead()
+    _total_train_tokens = _SettledAtRead()
 
     def compute_loss(
         self,
@@ -32,7 +57,7 @@ class SyncFreeTrainer(MergingTrainer):
         if inputs.get("position_ids") is None:
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         step = self.fastpack_step
-        if step is None or return_outputs or not step.takes(inputs):
+        if step is None or return_outputs or not step.takes(self.fastpack_run, inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return step.batch_loss(self.fastpack_run, model, inputs, num_items_in_batch)
 
@@ -80,9 +105,7 @@ class SyncFreeTrainer(MergingTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Do as `SFTTrainer.log`."""
-        # One rank of several may log on its own; reading the metrics is for all of them together.
-        if self.accelerator.num_processes == 1:
-            self._settle_metrics()
+        self._settle_alone()
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +123,12 @@ class SyncFreeTrainer(MergingTrainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._settle_metrics()
         return super()._finalize_training(*args, **kwargs)
+
+    def _settle_alone(self) -> None:
+        # One rank of several may log or read on its own; to settle the metrics is for all of them together.
+        accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
+        if accelerator is not None and accelerator.num_processes == 1:
+            self._settle_metrics()
 
     def _settle_metrics(self) -> None:
         step = self.fastpack_step

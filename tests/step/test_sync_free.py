@@ -16,6 +16,8 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
 from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
@@ -246,6 +248,64 @@ def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], re
     line = ours.fastpack_report["sync_free"]
     assert line.path == "host work only"
     assert reason in line.reason
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
+def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tmp_path: Path) -> None:
+    def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs.logits.float().pow(2).mean()
+
+    class Sets(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                setattr(self.trainer, name, squared if name == "compute_loss_func" else LabelSmoother(epsilon=0.3))
+
+    sides = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        setter = Sets()
+        args = SFTConfig(**settings(tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no"))
+        setter.trainer = cls(
+            tiny_model("qwen3"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+            callbacks=[setter],
+        )  # fmt: skip
+        setter.trainer.train()
+        sides.append(setter.trainer)
+    assert_same_log(*sides)
+    assert "on rows as collated: it was set in the middle" in sides[0].fastpack_report["sync_free"].reason
+
+
+def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_path: Path) -> None:
+    class Reads(TrainerCallback):
+        trainer: Any = None
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            metrics = self.trainer._metrics["train"]
+            self.seen.append((self.trainer._total_train_tokens, len(metrics["entropy"]), list(metrics)))
+
+    seen = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+
+        class Subclass(cls):  # type: ignore[misc, valid-type]
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                loss = super().compute_loss(*args, **kwargs)
+                self._metrics["train"]["squared"].append(self._metrics["train"]["mean_token_accuracy"][-1] ** 2)
+                return loss
+
+        reader, args = Reads(), settings(tmp_path, packing=True, logging_steps=2, eval_strategy="no")
+        reader.trainer = Subclass(
+            tiny_model("qwen3"), args=SFTConfig(**args), train_dataset=make_dataset("text"),
+            processing_class=make_tokenizer(), callbacks=[reader],
+        )  # fmt: skip
+        reader.trainer.train()
+        assert "squared" in reader.trainer.state.log_history[0]
+        seen.append(reader.seen)
+    assert seen[0] == seen[1]
+    assert seen[0][0][0] > 0
 
 
 @pytest.mark.parametrize(
