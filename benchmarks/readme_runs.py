@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -14,8 +15,8 @@ from benchmarks.side_table import cells, times, work
 from fastpack_trl.bench.views import device_of
 
 WORK = {
-    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, not packed: 2 documents, 4 accumulated",
-    "qwen3-8b lora 2x4": "Qwen3-8B LoRA, not packed: 2 documents, 4 accumulated",
+    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, not packed, batch size 2, 4 accumulated",
+    "qwen3-8b lora 2x4": "Qwen3-8B LoRA, not packed, batch size 2, 4 accumulated",
     "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, packed rows of 4,096 tokens",
 }
 """By row of the case ``first_step``."""
@@ -38,7 +39,8 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return tokens per second of the rows of `GLANCE` that stock and fastpack have run; add them to `shown`."""
     lines = ["| training, tokens/s | stock | stock compiled | fastpack |", "| --- | ---: | ---: | ---: |"]
-    memory = []
+    beside = ["| of the same steps | all together, over stock | peak, stock | peak, fastpack |"]
+    beside.append("| --- | ---: | ---: | ---: |")
     found = cells(record)
     for row, sides in ((row, found[row]) for row in GLANCE if row in found):
         ours, stock = sides.get("fastpack"), sides.get("stock")
@@ -49,30 +51,48 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
         over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
         lines.append(f"| {work(record, row)} | {stock.rate:,.0f} | {rate} | {ours.rate:,.0f} ({over}) |")
-        peaks = " / ".join("-" if side.peak is None else f"{side.peak:.1f}" for side in (stock, ours))
-        memory.append(f"{peaks} ({work(record, row).split()[0]})")
+        peaks = ("-" if side.peak is None else f"{side.peak:.1f} GiB" for side in (stock, ours))
+        name_of_row = work(record, row).partition(", ")[0]
+        beside.append(f"| {name_of_row} | {ours.whole / stock.whole:.1f}x | {' | '.join(peaks)} |")
     note = (
-        f"{device_of(record)}; LoRA of rank 16, real text, random weights, each side at its defaults in a process of "
-        "its own. *stock*: `trl.SFTTrainer` as installed, with gradient checkpointing; *stock compiled*: its layers "
-        "compiled by accelerate. fastpack spends free memory on keeping activations; peaks of stock / fastpack in GiB: "
-        f"{', '.join(memory)}. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
+        f"{device_of(record)}, torch {record['versions']['torch']}, transformers {record['versions']['transformers']}; "
+        "LoRA of rank 16, real text, random weights, each side at its defaults in a process of its own. *stock*: "
+        "`trl.SFTTrainer` as installed, with gradient checkpointing; *stock compiled*: its layers compiled by "
+        f"accelerate. Tokens per second of the median of {_timed(record)} steps after the first {_warm(record)}, which "
+        f"have the compiling. Stock lets documents of gpt-oss see each other and so trains on another loss."
     )
-    return [*lines, "", note, ""] if len(lines) > 2 else []
+    more = (
+        "fastpack keeps activations in free memory, where stock computes them again, and in a short run some of these "
+        f"steps still record its CUDA graphs. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
+    )
+    return [*lines, "", note, "", *beside, "", more, ""] if len(lines) > 2 else []
+
+
+def _timed(record: Mapping[str, Any]) -> int:
+    return max(len(run["step_seconds"]) for run in record["rows"] if "step_seconds" in run)
+
+
+def _warm(record: Mapping[str, Any]) -> int:
+    return max(int(run["warmup_steps"]) for run in record["rows"] if "step_seconds" in run)
 
 
 def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return milliseconds of a step of the rows that are not in `shown`."""
-    lines = ["| one optimizer step | stock | fastpack | | peak memory |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = ["| one optimizer step | stock | fastpack | | 100 steps | peak |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for row in record["rows"]:
         if row["row"] in shown:
             continue
         stock, ours = _run(row, ("stock", "cold", False)), _run(row, _LONG)
         ratio = stock["step_seconds"] / ours["step_seconds"]
-        lines.append(f"| {WORK[row['row']]} | {_ms(stock)} | {_ms(ours)} | **{ratio:.1f}x** | {_peaks(stock, ours)} |")
+        walls = {(wall.side, wall.cache): wall.measured.get(100) for wall in wall_times(row["runs"], [100])}
+        begun = " / ".join(f"{walls[side, 'cold'] or math.nan:.0f} s" for side in ("stock", "fastpack"))
+        cells_of_row = [WORK[row["row"]], _ms(stock), _ms(ours), f"**{ratio:.1f}x**", begun, _peaks(stock, ours)]
+        lines.append(f"| {' | '.join(cells_of_row)} |")
     note = (
-        f"{device_of(record)}, sides as above. Steps are the last 50 of 100 in a run that is long: compiled, and "
-        "replayed as CUDA graphs where the GPU waited for the host's kernel launches. Record: "
-        f"{record_of(name, record)}."
+        f"{device_of(record)}, sides as above. A step is the mean of steps 51 to 100 of a long run, with "
+        "layers compiled and steps replayed as CUDA graphs. *100 steps*: a run of just these, from `train()` to its "
+        f"end, with empty compile caches. {record_of(name, record)}."
     )
     return [*lines, "", note, ""] if len(lines) > 2 else []
 

@@ -47,6 +47,11 @@ class Cell:
         return low, high
 
     @property
+    def whole(self) -> float:
+        """Return tokens per second of all timed steps together, slow ones too."""
+        return sum(run["timed_tokens"] for run in self.runs) / sum(sum(run["step_seconds"]) for run in self.runs)
+
+    @property
     def peak(self) -> float | None:
         """Return GiB."""
         return max((run["peak_gib"] for run in self.runs if run["peak_gib"] is not None), default=None)
@@ -88,6 +93,7 @@ def table(record: Mapping[str, Any]) -> str:
     columns = (
         "tokens/s",
         "quartiles",
+        "all steps",
         "over stock",
         "over compiled",
         "loss from stock's",
@@ -97,7 +103,11 @@ def table(record: Mapping[str, Any]) -> str:
         "launches",
     )
     head = ["row", "side", *columns]
-    lines = [f"**Side by side, {device_of(record)}.**", "", f"| {' | '.join(head)} |"]
+    said = (
+        "*tokens/s*: of the median of the timed steps; *all steps*: of all of them together, in some of which fastpack "
+        "still records graphs."
+    )
+    lines = [f"**Side by side, {device_of(record)}.** {said}", "", f"| {' | '.join(head)} |"]
     lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
     for row, sides in cells(record).items():
         for side, cell in sides.items():
@@ -126,7 +136,7 @@ def work(record: Mapping[str, Any], row: str) -> str:
     rows = (
         f"rows of {int(size):,} tokens"
         if not micro_batches
-        else f"not packed: {documents} documents, {micro_batches} accumulated"
+        else f"not packed, batch size {documents}, {micro_batches} accumulated"
     )
     return f"{MODELS.get(model, model)}{cut} {KINDS.get(kind, kind)}, {rows}"
 
@@ -163,7 +173,7 @@ def slower(record: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
     if not cell.runs:
-        return [cell.failed or "-", *["-"] * 8]
+        return [cell.failed or "-", *["-"] * 9]
     low, high = cell.quartiles
     stock = sides.get("stock")
     apart = None if stock is None or not stock.runs else loss_difference(stock, cell)
@@ -171,7 +181,7 @@ def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
     over = [times(row, sides, other, cell) for other in ("stock", "stock compiled")]
     profile, step = cell.runs[0]["profile"], median(cell.runs[0]["step_seconds"])
     return [
-        f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}",
+        f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{cell.whole:,.0f}",
         *("losses differ" if differs else "-" if ratio is None else f"{ratio:.2f}" for ratio in over),
         "-" if apart is None else f"{apart:.1e}",
         "-" if cell.peak is None else f"{cell.peak:.1f}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,10 +54,10 @@ ALONE = "# In a process of its own.\n"
 """How a Python block begins that changes its process."""
 
 OVERRIDES = "--max_steps 2 --max_length 64 --disable_tqdm true"
-SMALL_RUN = r"--config (configs/quickstart|my)\.yaml"
+SMALL_RUN = r"--config ((configs/)?quickstart|my)\.yaml"
 RUN: dict[str, str] = {
     rf"fastpack-trl sft {SMALL_RUN}( --output_dir \w+)?": OVERRIDES,
-    r"fastpack-trl init \w+": "",
+    r"fastpack-trl init \w+": "--force",
     r"fastpack-trl verify --model path/to/model( --attn \w+)?": "",
     rf"fastpack-trl doctor {SMALL_RUN}": "",
     rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+": f"--pairs 1 {OVERRIDES}",
@@ -68,7 +69,6 @@ PARSED: dict[str, str] = {
     r"fastpack-trl sft --config configs/.*": "needs a GPU: tests/recipe/test_configs.py trains these files in small",
     r"fastpack-trl sft": "an option of a file, as above",
     r"fastpack-trl sft --help": "tests/recipe/test_sft_bad_input.py and others read it",
-    r"fastpack-trl sft --config quickstart.yaml": "tests/cli/test_init.py trains the file that init writes",
     r"fastpack-trl quickstart.*": "a minute: tests/quickstart/test_quickstart.py runs a miniature",
     r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
     r"fastpack-trl doctor": "reads the machine: tests/cli/test_doctor.py",
@@ -121,6 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "path" / "to").mkdir(parents=True)
     (place / "path" / "to" / "model").symlink_to(place / "model")
     (place / "configs").symlink_to(ROOT / "configs")
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", place)
     write_yaml(place / "my.yaml", tiny_settings(place / "model", place / "data.jsonl", place / "out"))
     return place
 

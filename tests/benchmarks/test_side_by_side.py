@@ -113,6 +113,7 @@ def record_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def entry(side: str, seconds: float, loss: float = 2.0, row: str = "qwen3", **more: Any) -> dict[str, Any]:
     figures = {
         "timed_tokens": 1200, "step_seconds": [seconds] * 12, "losses": {"6": loss}, "profile": {}, "peak_gib": 1.0,
+        "warmup_steps": 6,
     }  # fmt: skip
     return {"row": row, "side": side, "round": 0, **figures, **more}
 
@@ -130,9 +131,9 @@ def test_times_are_believed_where_losses_are_stocks_and_where_stock_leaks() -> N
     assert not believed("qwen3", found["qwen3"]["stock"], found["qwen3"]["stock compiled"])
     assert (found["qwen3"]["fastpack"].rate, found["qwen3"]["stock"].rate) == (200, 100)
     text = table(record_of(entries))
-    assert "| qwen3 | fastpack | 200 | 200 to 200 | 2.00 | - |" in text
-    assert "| qwen3 | stock compiled | 125 | 125 to 125 | losses differ | losses differ | 5.0e-02 |" in text
-    assert "| gpt-oss | fastpack | 400 | 400 to 400 | 4.00 | - |" in text
+    assert "| qwen3 | fastpack | 200 | 200 to 200 | 200 | 2.00 | - |" in text
+    assert "| qwen3 | stock compiled | 125 | 125 to 125 | 125 | losses differ | losses differ | 5.0e-02 |" in text
+    assert "| gpt-oss | fastpack | 400 | 400 to 400 | 400 | 4.00 | - |" in text
     assert "| qwen3 | stock + Liger | ImportError: no Liger |" in text
 
 
@@ -173,7 +174,7 @@ def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
         "| Qwen3-0.6B (4 of its layers) LoRA, rows of 8,192 tokens | 100 | 250 | 200 (**2.0x**, 0.8x compiled) |"
         in text
     )
-    assert "in GiB: 1.0 / 1.0 (Qwen3-0.6B)" in text
+    assert "| Qwen3-0.6B (4 of its layers) LoRA | 2.0x | 1.0 GiB | 1.0 GiB |" in text
     assert work(record, second) not in text
     assert slower(record) == [f"| {first} (4 of 36 layers), X | stock compiled | fastpack | 0.80 | slower |"]
     assert list(cells(record)[first]) == ["stock", "stock compiled", "fastpack"]
