@@ -62,8 +62,9 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         f"have the compiling. Stock lets documents of gpt-oss see each other and so trains on another loss."
     )
     more = (
-        "fastpack keeps activations in free memory, where stock computes them again, and in a short run some of these "
-        f"steps still record its CUDA graphs. `python -m benchmarks.side_by_side`, {record_of(name, record)}."
+        "fastpack keeps activations in free memory, where stock computes them again. It decides here as in a long run "
+        f"and still records CUDA graphs in some of the {_timed(record)} steps, which are slow then. "
+        f"`python -m benchmarks.side_by_side`, {record_of(name, record)}."
     )
     return [*lines, "", note, "", *beside, "", more, ""] if len(lines) > 2 else []
 
