@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
+_SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked up by; names of one suggestion
 _MAX_SHOWN = 200  # of a value: what the message says of it still fits behind
 
 
@@ -99,10 +100,28 @@ def describe(error: BaseException) -> str:
     return one_line(message) or type(error).__name__
 
 
+def nearest(name: object, valid: Iterable[str]) -> list[str]:
+    """Return the valid names that may be meant: those that begin with it, else the nearest, else those that contain it.
+
+    ``"qwen"`` -> ``["qwen3-14b-qlora", "qwen3-8b-lora-8k", ...]``, six at most; ``"max_lenght"`` -> ``["max_length"]``;
+    at last those that nearly begin with it: ``"flsh"`` -> ``["flash_attention_2", ...]``.
+    """
+    text, known = str(name), sorted(set(valid))
+    bare = text.lstrip("-")
+    starts = {one: one.lstrip("-")[: len(bare) + 1] for one in known}
+    long = len(bare) >= _SHORTEST_PART
+    found = [one for one in known if long and starts[one].startswith(bare)]
+    found = found or get_close_matches(text, known, n=1) or [one for one in known if long and bare in one]
+    if long and not found:
+        near = get_close_matches(bare, set(starts.values()), n=1, cutoff=0.75)
+        found = [one for one in known if starts[one] in near]
+    return found[:_MOST_NAMES]
+
+
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'max_length'?"``; empty if no valid name is near."""
-    near = get_close_matches(str(name), sorted(set(valid)), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = list(map(repr, nearest(name, valid)))
+    return f"; did you mean {' or '.join(filter(None, [', '.join(near[:-1]), near[-1]]))}?" if near else ""
 
 
 def _is_bug(error: BaseException) -> bool:

@@ -35,14 +35,31 @@ COMMANDS = [
     Misuse("--colour", "fastpack-trl --help"),
     # init
     Misuse("init quickstrat", "did you mean 'quickstart'?"),
+    Misuse("init gpt", "did you mean 'gpt-oss-20b-lora' or 'gpt-oss-20b-qlora-24gb'?"),
+    Misuse("init quickstart --output .", "--output . is a folder: name a file, e.g. sft.yaml"),
     Misuse("init qwen3-8b-lora-8k --output sft.yaml", "sft.yaml is there already: --force replaces it"),
-    Misuse("init qwen3-8b-lora-8k --output no/such/sft.yaml", "its folder does not exist"),
+    Misuse("init qwen3-8b-lora-8k --output no/such/sft.yaml", "its folder does not exist; make it"),
     Misuse("init qwen3-8b-lora-8k --forse", "did you mean '--force'?"),
     # sft: flags
     Misuse("sft", "no settings: --config FILE names a YAML"),
     Misuse(
         "sft --config {yaml}", "'fastpack-trl init quickstart' makes it", "model_name_or_path: quickstart-output/model"
     ),
+    Misuse("sft --config {yaml} --model_name_or_path here/modle", "did you mean 'here/model'?"),
+    Misuse("sft --config {yaml} --model_name_or_path here", "has no config.json; did you mean 'here/model', which has"),
+    Misuse("sft --config {yaml} --model_name_or_path here/noweights", "model_name_or_path 'here/noweights' cannot be"),
+    Misuse("sft --config {yaml} --dataset_name here/dta", "since the folder 'here' is here, and not on the hub); did"),
+    Misuse("sft --config {yaml} --dataset_name here/data", "it holds no data files: put files with rows"),
+    Misuse("sft sft.yaml", "unexpected argument 'sft.yaml': did you mean --config sft.yaml?"),
+    Misuse("sft --config here", "'here' is a folder: name a YAML in it, e.g. 'here/some.yaml'"),
+    Misuse("sft --config sftt.yaml", "did you mean 'sft.yaml'?"),
+    Misuse("sft --config {yaml} --torch_dtype bf17", "'--torch_dtype'; did you mean '--dtype'?"),
+    Misuse("sft --config {yaml} --packed_attention flsh", "did you mean 'flash_attention_2', 'flash_attention_3' or"),
+    Misuse("sft --config {yaml} --num_processes 0", "--num_processes 0 is below 1"),
+    Misuse("sft --config {yaml} --load_in_4bit true", "pip install 'fastpack-trl[qlora]'", missing="bitsandbytes"),
+    Misuse("sft --config {yaml}", "lora_r=0 is below 1", "use_peft: true\nlora_r: 0"),
+    Misuse("sft --config {yaml}", "did you mean '.*q_proj'?", "use_peft: true\nlora_target_modules: q_prj"),
+    Misuse("sft --config {yaml}", "'lora_r' is given a second time, after line", "lora_r: 8\nlora_r: 16"),
     Misuse("sft --confg {yaml}", "did you mean '--config'?"),
     Misuse("sft --config", "--config needs a YAML file, e.g."),
     Misuse("sft --config absent.yaml", "'absent.yaml' does not exist (looked for"),
@@ -75,8 +92,8 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "data 'absent.jsonl' does not exist", "dataset_name: absent.jsonl"),
     Misuse("sft --config {yaml}", "'./absent' is not a folder", "model_name_or_path: ./absent"),
     Misuse("sft --config {yaml}", "no model: set model_name_or_path", "model_name_or_path:"),
-    Misuse("sft --config {yaml}", "there is no checkpoint-N folder", "resume_from_checkpoint: true"),
-    Misuse("sft --config {yaml}", "'/proc' is not writable", "output_dir: /proc/absent/out"),
+    Misuse("sft --config {yaml}", "leave it out to start anew", "resume_from_checkpoint: true"),
+    Misuse("sft --config {yaml}", "in '/proc' (the system says: No such file", "output_dir: /proc/absent/out"),
     Misuse("sft --config {yaml}", "pip install neptune", "report_to: neptune"),
     Misuse("sft --config {yaml}", "dataset_text_field (now 'body')", "dataset_text_field: body"),
     Misuse("sft --config {yaml}", "it has: train", "dataset_train_split: training"),
@@ -86,6 +103,11 @@ COMMANDS = [
     Misuse("doctor --config {yaml} --audit --steps 0", "--steps 0 is below 1"),
     Misuse("doctor --jason x", "did you mean '--json'?"),
     Misuse("verify", "give --model a folder or a hub name"),
+    Misuse("verify here/model", "unknown argument 'here/model'; did you mean --model here/model?"),
+    Misuse("verify --model here/mod", "--model 'here/mod' is not a folder (looked for"),
+    Misuse("verify --model here/noweights", "--model 'here/noweights' cannot be loaded: it holds no weights"),
+    Misuse("verify --model {model} --attn flsh", "--attn 'flsh' does not exist; did you mean 'flash_attention_2'"),
+    Misuse("verify --model {model} --lengths 0", "--lengths 0 has a document of 0 tokens: give two or more"),
     Misuse("verify --model ./absent", "--model './absent' is not a folder"),
     Misuse("verify --model owner/absent", "--model 'owner/absent' cannot be used"),
     Misuse(
@@ -104,8 +126,8 @@ COMMANDS = [
     Misuse("bench --config {yaml} --baseline tund", "there is no baseline 'tund'"),
     Misuse("bench --config {yaml} --pairs 0", "pairs=0"),
     Misuse("bench --config {yaml} --pars 6", "did you mean '--pairs'?"),
-    Misuse("bench --report absent.json", "no file 'absent.json'"),
-    Misuse("bench --report sft.yaml", "cannot be read as JSON"),
+    Misuse("bench --report absent.json", "no file 'absent.json'", missing="matplotlib"),
+    Misuse("bench --report sft.yaml", "cannot be read as JSON", missing="matplotlib"),
     Misuse("bench --report {result} --out out", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
     Misuse("quickstart --steps 1", "--steps 1 is below 2"),
     Misuse("quickstart --output_dir .", "is not empty and was not written by the quickstart"),
@@ -148,6 +170,10 @@ def line_of(
     monkeypatch.chdir(material.folder)
 
     def run(misuse: Misuse) -> str:
+        for name in ("model/config.json", "noweights/config.json", "some.yaml"):
+            (here := Path("here", name)).parent.mkdir(parents=True, exist_ok=True)
+            here.write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}', encoding="utf-8")
+        Path("here/data").mkdir(exist_ok=True)
         keys = {line.partition(":")[0]: ... for line in misuse.yaml.splitlines()}
         places = {
             "yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model,

@@ -27,7 +27,10 @@ def row_lines(row: Mapping[str, Any]) -> list[str]:
     names = side_names(row["sides"])
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
     phases = [name for name in PHASES if any(name in side["phases"] for side in good.values())]
-    out = [*_setting(row), *aligned(_side_cells(row, good)), "", "where a step goes (median ms)"]
+    out = [*_setting(row), *aligned(_side_cells(row, good))]
+    out += ["", "tokens per second (loss: those that are learned; capacity: every position, padding included)"]
+    out += aligned(_rate_cells(names, good))
+    out += ["", "where a step goes (median ms)"]
     out += aligned(
         [["side", *phases]]
         + [
@@ -39,7 +42,7 @@ def row_lines(row: Mapping[str, Any]) -> list[str]:
     work += [[names[name], *_work(side)] for name, side in good.items()]
     out += [
         "",
-        "what it costs (kernels per step, host syncs per micro-step without a log; - where there is none or unknown)",
+        "what it costs (kernels per step; host syncs per micro-step without a log; -: none or unknown)",
     ]
     out += aligned(work)
     for name, side in good.items():
@@ -74,22 +77,26 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
 def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     names = side_names(row["sides"])
     subject = names[row["subject"]]
-    cells = [
-        ["side", "step ms", "interval", "loss tok/s", "non-pad tok/s", "capacity tok/s", f"{subject} is", "interval"]
-    ]
+    cells = [["side", "step ms", "interval", f"{subject} is", "interval"]]
     for name, side in good.items():
         ratio, seconds = row["ratios"].get(name), side["seconds"]
-        rates = side["token_rates"]
         cells.append(
             [
                 names[name],
                 f"{seconds['median'] * 1000:,.1f}",
                 f"{seconds['low'] * 1000:,.1f} to {seconds['high'] * 1000:,.1f} ({seconds['coverage']:.1%})",
-                *("-" if rates[kind] is None else f"{rates[kind]['median']:,.0f}" for kind in rates),
                 "-" if ratio is None else f"{ratio['median']:.2f}x",
                 "-" if ratio is None else interval_cell(ratio),
             ]
         )
+    return cells
+
+
+def _rate_cells(names: Mapping[str, str], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    cells = [["side", "loss", "non-padding", "capacity"]]
+    for name, side in good.items():
+        rates = side["token_rates"]
+        cells.append([names[name], *("-" if rate is None else f"{rate['median']:,.0f}" for rate in rates.values())])
     return cells
 
 

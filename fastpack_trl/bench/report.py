@@ -37,8 +37,8 @@ def write_report(
     Raises:
         UserError: no file, one that is no record of a benchmark, or matplotlib is missing.
     """
-    require_matplotlib()
     records = {file: read_record(file) for file in json_files(paths)}
+    require_matplotlib()
     folder = Path(out).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

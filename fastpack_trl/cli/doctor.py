@@ -109,7 +109,7 @@ def _machine(record: dict[str, Any]) -> None:
     _section("attention, for a plain causal model", record["attention"])
     rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
     _section("missing", rows or {"nothing": "every extra is installed"})
-    _section("names of other libraries that may move (docs/upstream.md)", _upstream(record))
+    _section("private names of other libraries that features use; a new version may lack some", _upstream(record))
 
 
 def _section(title: str, rows: dict[str, Any]) -> None:
@@ -237,8 +237,9 @@ def _upstream(record: dict[str, Any]) -> dict[str, str]:
     there: dict[str, set[str]] = {}
     for row in record["upstream"]:
         there.setdefault(row["name"].partition(".")[0], set()).update({row["name"]} if row["there"] else ())
-    lacking = {row["name"]: f"missing: {row['without']}" for row in record["upstream"] if not row["there"]}
-    return {library: f"{len(names)} there" for library, names in there.items()} | lacking
+    lacking = {row["name"]: f"missing; without it: {row['without']}" for row in record["upstream"] if not row["there"]}
+    counts = {library: f"{len(names)} found" for library, names in there.items()}
+    return counts | (lacking or {"missing": "none; docs/upstream.md says what each is for"})
 
 
 def _out_of_range() -> list[dict[str, str]]:

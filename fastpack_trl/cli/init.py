@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
         return 0
     name = args.name.removesuffix(".yaml").removeprefix("configs/")
     if name not in found:
-        raise UserError(f"there is no config {name!r}{did_you_mean(name, found)} (configs: {', '.join(found)})")
+        raise UserError(f"there is no config {name!r}{did_you_mean(name, found)} (`fastpack-trl init` lists them)")
     file = Path(args.output or f"{name.replace('/', '-')}.yaml").expanduser()
     _check(file, force=args.force)
     if name == QUICKSTART:
@@ -60,8 +60,10 @@ def shipped() -> Mapping[str, Path]:
 
 
 def _check(file: Path, *, force: bool) -> None:
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise UserError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    if file.is_dir():
+        raise UserError(f"--output {file} is a folder: name a file, e.g. {file / 'sft.yaml'}")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--output {file} cannot be written: its folder does not exist; make it, or name another")
     if file.exists() and not force:
         raise UserError(f"{file} is there already: --force replaces it, --output names another file")
 

@@ -27,17 +27,21 @@ class Command:
 
     module: str
     help: str
+    option: str = ""
+    """What a word without an option is probably meant for."""
 
 
 COMMANDS = {
     "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
     "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
     "sft": Command("fastpack_trl.cli.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
-    "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other"),
+    "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
     "doctor": Command(
-        "fastpack_trl.cli.doctor", "show what this machine has, what a config would run and why, and where it waits"
+        "fastpack_trl.cli.doctor",
+        "show what this machine has, what a config would run and why, and where it waits",
+        "--config",
     ),
-    "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine"),
+    "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine", "--config"),
 }
 
 
@@ -90,9 +94,11 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         args.more, unknown = unknown, []  # `bench --config` hands them to the parser of `sft`
     if unknown:
         options = [word for word in _option_names(parser, chosen) if word.startswith("--")]
+        meant = did_you_mean(unknown[0].split("=")[0], options)
+        if chosen is not None and not unknown[0].startswith("-") and COMMANDS[chosen].option:
+            meant = f"; did you mean {COMMANDS[chosen].option} {unknown[0]}?"
         raise UserError(
-            f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], options)} "
-            f"(see `{' '.join(filter(None, [PROG, chosen]))} --help`)"
+            f"unknown argument {unknown[0]!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)"
         )
     if chosen is None:
         parser.print_help()

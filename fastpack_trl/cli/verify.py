@@ -7,11 +7,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
 from fastpack_trl.recipe.options import add_json, json_file
+from fastpack_trl.recipe.paths import model_folder
 
 if TYPE_CHECKING:
     from fastpack_trl.attention.proof import PackingProof
@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 DEVICES = ("auto", "cpu", "cuda")
 _LARGEST_MATRIX = 10  # documents; above, the leaks are listed
 _LISTED_LEAKS = 20
+_NO_WINDOW = "nothing: no window of the model is longer than all documents"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -68,9 +69,9 @@ def run(args: Namespace) -> int:
     lengths = _checked_lengths(args.lengths)
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
-    _check_folder("--model", args.model, "config.json")
+    args.model = model_folder("--model", args.model)
     if args.adapter:
-        _check_folder("--adapter", args.adapter, "adapter_config.json")
+        args.adapter = model_folder("--adapter", args.adapter, "adapter_config.json")
     # Imported from here on: torch and transformers take seconds.
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
@@ -129,25 +130,13 @@ def _naming_attn() -> Iterator[None]:
 def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
     if lengths is None:
         return None
-    if len(lengths) < 2:
-        given = " ".join(map(str, lengths))
-        raise UserError(f"--lengths {given} is one document: give two or more, e.g. --lengths 9 1 14 6")
-    if min(lengths) < 1:
-        raise UserError(f"--lengths has a document of {min(lengths)} tokens: each has 1 or more")
+    if len(lengths) < 2 or min(lengths) < 1:
+        wrong = f"has a document of {min(lengths)} tokens" if min(lengths) < 1 else "is one document"
+        raise UserError(
+            f"--lengths {' '.join(map(str, lengths))} {wrong}: give two or more documents of 1 or more tokens each, "
+            "e.g. --lengths 9 1 14 6"
+        )
     return tuple(lengths)
-
-
-def _check_folder(option: str, name: str, needs: str) -> None:
-    """Refuse a name that is written as a path, or exists here, and is no folder with the file `needs`."""
-    folder = Path(name).expanduser()
-    if not (name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or folder.exists()):
-        return  # a hub name
-    if not folder.is_dir():
-        raise UserError(f"{option} {name!r} is not a folder: name a folder with {needs}, or a hub name")
-    if not (folder / needs).is_file():
-        adapter = needs == "config.json" and (folder / "adapter_config.json").is_file()
-        hint = ": it is a PEFT adapter; give its base model to --model and this folder to --adapter" if adapter else ""
-        raise UserError(f"{option} {name!r} has no {needs}{hint}")
 
 
 def _device(name: str) -> str:
@@ -161,20 +150,20 @@ def _device(name: str) -> str:
 def _load(args: Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from fastpack_trl.model.preflight import check_weights
     from fastpack_trl.recipe.checks import check_architecture
 
-    name = str(Path(args.model).expanduser()) if Path(args.model).expanduser().is_dir() else args.model
     trust = {"trust_remote_code": args.trust_remote_code}
-    check_architecture(name, trust, "--model")
+    check_architecture(args.model, trust, "--model")
     with preparing():
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **trust)
+        check_weights(args.model, trust, "--model")
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **trust)
     if not args.adapter:
         return model
     from peft import PeftModel
 
-    adapter = Path(args.adapter).expanduser()
     with preparing():
-        return PeftModel.from_pretrained(model, str(adapter) if adapter.is_dir() else args.adapter)
+        return PeftModel.from_pretrained(model, args.adapter)
 
 
 def _check_positions(model: Any, lengths: Sequence[int]) -> None:
@@ -238,7 +227,7 @@ def _table(model: Any, proof: PackingProof, reason: str) -> str:
         "packed loss": f"{proof.packed_loss:.7f}",
         "separate loss": f"{proof.separate_loss:.7f} (one by one, stock {facts['stock_attention']})",
         "difference": f"{proof.difference:.1e} ({budget})",
-        "not exercised": ", ".join(proof.not_exercised) or "nothing",
+        "not exercised": ", ".join(f"{name} (no document is longer)" for name in proof.not_exercised) or _NO_WINDOW,
     }
     width = max(map(len, rows))
     out = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]

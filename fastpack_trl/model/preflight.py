@@ -89,20 +89,23 @@ def unwritable(folder: Path) -> str:
             with tempfile.TemporaryFile(dir=place):
                 break
     except OSError as error:
-        return f"{str(place)!r} is not writable ({error.strerror}): name a folder that is"
+        return f"nothing can be written in {str(place)!r} (the system says: {error.strerror}): name another folder"
     return ""
 
 
-def check_weights(name: str, init: Mapping[str, Any]) -> None:
-    """Check the headers of the weights in a local folder; a hub name passes.
+def check_weights(name: str, init: Mapping[str, Any], option: str = "model") -> None:
+    """Check that a local folder has weights, and their headers; a hub name passes.
 
     Args:
         name: of the model.
         init: keywords of `from_pretrained`; some name other files, which are not checked.
+        option: what the user gave the name to, for the message.
 
     Raises:
-        ValueError: a file was cut short, or is a pointer of git-lfs.
+        ValueError: there are none, a file was cut short, or is a pointer of git-lfs.
     """
     folder = Path(name)
-    if not set(init) & _OTHER_FILES and folder.is_dir() and (fault := weights_fault(folder)):
-        raise ValueError(f"model {name!r} cannot be loaded: {fault}; copy or download it again")
+    if set(init) & _OTHER_FILES or not folder.is_dir():
+        return
+    if fault := weights_fault(folder, needed=True):
+        raise ValueError(f"{option} {name!r} cannot be loaded: {fault}; copy or download it again")

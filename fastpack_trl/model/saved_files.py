@@ -13,6 +13,7 @@ _STATE = "trainer_state.json"  # the last file of a checkpoint that transformers
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_NONE = f"it holds no weights, such as {_SINGLE[0]}"
 # What FSDP and DeepSpeed write in the place of weights; only they can read it.
 _SHARDED_FOLDERS = ("pytorch_model_fsdp*", "global_step*")
 
@@ -75,14 +76,21 @@ def checkpoint_fault(folder: Path) -> str:
     if (folder / "config.json").is_file() and (fault := _json_fault(folder / "config.json")):
         return fault
     if not _weights(folder) and not any(any(folder.glob(name)) for name in _SHARDED_FOLDERS):
-        return f"it holds no weights, such as {_SINGLE[0]}"
+        return _NONE
     names = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
     return next(filter(None, (_file_fault(file) for name in names for file in sorted(folder.glob(name)))), "")
 
 
-def weights_fault(folder: Path) -> str:
-    """Return what is wrong with the weights of a model, adapter or checkpoint in `folder`; empty where nothing is."""
-    for file in _weights(folder):
+def weights_fault(folder: Path, *, needed: bool = False) -> str:
+    """Return what is wrong with the weights of a model, adapter or checkpoint in `folder`; empty where nothing is.
+
+    Args:
+        needed: that there are none is wrong too; files of other names pass, since config.json may name them.
+    """
+    found = _weights(folder)
+    if needed and not found and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        return _NONE
+    for file in found:
         if file.name not in _SHARDED:
             if fault := _file_fault(file):
                 return fault

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
+_COUNTS = ("num_processes", "num_machines")
 # These say which program is launched: that is ours to set.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
 
@@ -158,7 +159,14 @@ def _split_flags(
             if value is None:
                 raise UserError(f"option {shown(name)} needs a value")
             launched.append(value)
+        _check_count(name, name, launched[-1].rpartition("=")[2])
     return own, launched
+
+
+def _check_count(said: str, name: str, value: str) -> None:
+    """Refuse no process and no machine: accelerate trains on one then, without a word."""
+    if name.removeprefix("--").replace("-", "_") in _COUNTS and re.fullmatch(r"0|-\d+", value):
+        raise UserError(f"{said} {value} is below 1: give 1 or more, or leave it out")
 
 
 def _launch_words(name: str, value: object, action: argparse.Action, path: str) -> list[str]:
@@ -170,6 +178,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     if value is None:
         return []
     if action.nargs != 0:
+        _check_count(f"{path}: {name}", name, str(value))
         return [f"--{name}", str(value)]
     # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
     wanted = as_bool(value)
@@ -285,6 +294,16 @@ def _bf16_needs_a_gpu() -> Iterator[None]:
         ) from error
 
 
+def _check_stray(parser: Any, own: Sequence[str]) -> None:
+    _, unknown = parser.parse_known_args(own)
+    if not unknown:
+        return
+    remedy = "options start with --, e.g. --max_length 1024"
+    if unknown[0].endswith((".yaml", ".yml")):
+        remedy = f"did you mean --config {unknown[0]}?"
+    raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
+
+
 def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launch: bool) -> SftArguments:
     parser = make_parser()
     launch = _launch_options()
@@ -295,12 +314,9 @@ def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launc
             "effect here: give them to the launcher"
         )
     words = _apply_config(parser, config, str(path), launch)
+    _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
     with _bf16_needs_a_gpu(), naming_keys(config):
-        *parsed, unknown = parser.parse_args_into_dataclasses(
-            args=own, return_remaining_strings=True, look_for_args_file=False
-        )
-    if unknown:
-        raise UserError(f"unexpected argument {shown(unknown[0])}: options start with --, e.g. --max_length 1024")
+        parsed = parser.parse_args_into_dataclasses(args=own, look_for_args_file=False)
     script, training, model, mixture = parsed
     return SftArguments(
         script=script,

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, did_you_mean, shown
+from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, did_you_mean, shown
+from fastpack_trl.recipe.paths import model_folder
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -20,10 +21,6 @@ _REPORTERS = (
     "clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
 """Targets of `report_to` that are the name of a package."""
-
-
-_QUICKSTART = "quickstart-output/"
-"""Begins the names in ``configs/quickstart.yaml``: local, and not there before the command that makes them."""
 
 
 def check_reporters(training: FastSFTConfig) -> None:
@@ -51,6 +48,35 @@ def check_optimizer_arguments(training: FastSFTConfig) -> None:
         raise UserError(f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'")
 
 
+def check_adapters(model: ModelConfig) -> None:
+    """Check the rank of LoRA, and that what loads 4-bit and 8-bit bases is installed.
+
+    Raises:
+        UserError: names the setting and the remedy.
+    """
+    if model.use_peft and model.lora_r < 1:
+        raise UserError(f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16")
+    for field in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, field) and find_spec("bitsandbytes") is None:
+            raise UserError(f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
+
+
+def linear_layers(name: str, init: Mapping[str, Any]) -> list[str]:
+    """Return the last parts of the names of a model's linear layers, without its weights; empty where unknown."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = {key: init[key] for key in ("revision", "trust_remote_code") if init.get(key)}
+    try:
+        config = AutoConfig.from_pretrained(name, **kinds)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=kinds.get("trust_remote_code", False))
+    except (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError):  # a suggestion less; the error has its cause
+        return []
+    found = (path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted(set(found) - {"lm_head"})
+
+
 def check_paths(training: FastSFTConfig) -> None:
     """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a checkpoint.
 
@@ -72,7 +98,10 @@ def check_paths(training: FastSFTConfig) -> None:
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
     if resume is True and not any(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint-*")):
-        raise UserError(f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}")
+        raise UserError(
+            f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}: leave it out to "
+            "start anew"
+        )
     choose_checkpoint(resume, str(output))  # the choice is reported when training starts
 
 
@@ -80,26 +109,12 @@ def local_model(model: ModelConfig) -> str:
     """Return ``model_name_or_path`` with ``~`` expanded.
 
     Raises:
-        UserError: it is not set, or is written as a path where no folder is.
+        UserError: it is not set, or a local one is no folder with a model.
     """
     name = model.model_name_or_path
     if not name:
         raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
-    path = Path(name).expanduser()
-    if name.startswith(_QUICKSTART) and not path.exists():
-        raise UserError(f"model_name_or_path {name!r} is not there yet: 'fastpack-trl init quickstart' makes it")
-    if name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or path.exists():
-        if not path.is_dir():
-            raise UserError(
-                f"model_name_or_path {shown(name)} is not a folder (looked for {path.absolute()}): it needs "
-                "config.json, weights and tokenizer"
-            )
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise UserError(
-                f"model_name_or_path {name!r} is a PEFT adapter: name its base model, or merge the adapter into it"
-            )
-        return str(path)
-    return name
+    return model_folder("model_name_or_path", name)
 
 
 def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_name_or_path") -> None:

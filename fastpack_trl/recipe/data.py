@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import UserError, describe, shown
 from fastpack_trl.recipe.data_faults import first_fault
+from fastpack_trl.recipe.paths import absent, looks_local
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -37,17 +38,8 @@ def builder_of(path: str) -> str | None:
     return BUILDERS.get(suffixes[-1]) if suffixes else None
 
 
-def looks_local(name: str) -> bool:
-    """Return True if `name` is a path: it exists, is written as one, or has the suffix of a data file.
-
-    ``"./corpus"``, ``"~/corpus"``, ``"data.jsonl"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False`` unless there is
-    such a folder.
-    """
-    if "://" in name:
-        return False
-    # A hub name has one slash at most.
-    written = name.startswith(("./", "../", "/", "~")) or name.count("/") > 1 or "\\" in name
-    return written or builder_of(name) is not None or Path(name).exists()
+def _is_local(name: str) -> bool:
+    return looks_local(name) or ("://" not in name and builder_of(name) is not None)
 
 
 def _is_pattern(name: str) -> bool:
@@ -57,10 +49,8 @@ def _is_pattern(name: str) -> bool:
 def _existing(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.exists():
-        raise UserError(
-            f"data {shown(name)} does not exist (looked for {path.absolute()}): relative paths start at the working "
-            "directory, not at the YAML"
-        )
+        remedy = "relative paths start at the working directory, not at the YAML"
+        raise UserError(f"data {shown(name)} does not exist{absent(name, remedy)}")
     return path
 
 
@@ -85,7 +75,7 @@ def local_source(name: str) -> tuple[str, Any]:
     if builder is None:
         raise UserError(f"data file {shown(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
     if path.stat().st_size == 0:
-        raise UserError(f"data file {shown(name)} is empty")
+        raise UserError(f"data file {shown(name)} is empty: write rows into it, or name another")
     return builder, str(path)
 
 
@@ -118,7 +108,7 @@ def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
             f"dataset_name {shown(name)} is a URL, which has no builder: give it as "
             f"`datasets: [{{path: {builder_of(name) or 'json'}, data_files: {name}}}]`"
         )
-    if not looks_local(name):
+    if not _is_local(name):
         return datasets.load_dataset(name, name=config, streaming=streaming)
     path = Path(name).expanduser()
     if path.is_dir() and _saved_files(path):
@@ -143,7 +133,7 @@ def _load_mixture(mixture: DatasetMixtureConfig) -> Splits:
 
 def _local_entry(entry: Any) -> Any:
     # `path` may also be the name of a builder ("json") beside `data_files`: nothing is left to find.
-    if entry.data_files is not None or entry.data_dir is not None or not looks_local(entry.path):
+    if entry.data_files is not None or entry.data_dir is not None or not _is_local(entry.path):
         return entry
     source, data_files = local_source(entry.path)
     return replace(entry, path=source, data_files=data_files)
@@ -167,7 +157,7 @@ def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) ->
         )
     names = [entry.path for entry in mixture.datasets if entry.data_files is None and entry.data_dir is None]
     for name in names if mixture.datasets else [script.dataset_name]:
-        if name is not None and looks_local(name):
+        if name is not None and _is_local(name):
             local_source(name)
 
 
@@ -194,16 +184,19 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
 def _reason(error: BaseException, names: Sequence[str]) -> str:
     """Return the reason why these data cannot be loaded, with the line if it is in a file."""
+    from datasets.data_files import EmptyDatasetError
+
     for name in names:
-        for file in _files(name) if looks_local(name) else ():
+        for file in _files(name) if _is_local(name) else ():
             builder = str(builder_of(str(file)))
             if file.suffix.lower() in BUILDERS and builder != "parquet" and (fault := first_fault(file, builder)):
                 return fault if str(file) == name else f"{file}: {fault}"
-    if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-        return "it holds no rows"
+    if isinstance(error, StopIteration | EmptyDatasetError) or "corresponds to no data" in str(error):
+        what = "data files" if isinstance(error, EmptyDatasetError) else "rows"
+        return f"it holds no {what}: put files with rows ({', '.join(BUILDERS)}) there, or name other data"
     # A malformed row arrives as "An error occurred while generating the dataset"; its cause says what and where.
     reason = describe(error.__cause__ or error)
-    missing = [name for name in names if not looks_local(name) and "://" not in name]
+    missing = [name for name in names if not _is_local(name) and "://" not in name]
     if missing:
         return f"{reason}; nor is there a file or folder {str(Path(missing[0]).absolute())!r}"
     return reason

@@ -37,6 +37,7 @@ _LONGEST = 50  # characters of choices beside the name of an option
 _ELSEWHERE: Mapping[str, str] = {
     "model": "model_name_or_path",
     "base_model": "model_name_or_path",
+    "torch_dtype": "dtype",
     "dataset": "dataset_name",
     "attn": "packed_attention",
     "lr": "learning_rate",
@@ -56,8 +57,12 @@ _ELSEWHERE: Mapping[str, str] = {
 def meant(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean '--max_length'?"`` for a wrong option or key; empty if none is near."""
     dashes = "--" if name.startswith("--") else ""
-    known = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
-    return f"; did you mean '{dashes}{known}'?" if known is not None else did_you_mean(name, valid)
+    bare = name.removeprefix("--")
+    if (known := _ELSEWHERE.get(bare.replace("-", "_"))) is not None:
+        return f"; did you mean '{dashes}{known}'?"
+    if dashes:  # options have two spellings: name them in the user's
+        valid = [one for one in valid if ("_" if "-" in bare else "-") not in one.removeprefix("--")]
+    return did_you_mean(name, valid)
 
 
 class _Formatter(HelpFormatter):
@@ -71,7 +76,9 @@ class _Formatter(HelpFormatter):
         if action.nargs == 0:
             return shown
         choices = _listed(action)
-        return f"{shown} {{{choices}}}" if 0 < len(choices) < _LONGEST else f"{shown} {action.dest.upper()}"
+        if len(choices) >= _LONGEST:  # the text names all
+            choices = f"{choices[: _LONGEST // 2].rpartition(',')[0]},..."
+        return f"{shown} {{{choices}}}" if choices else f"{shown} {action.dest.upper()}"
 
     def _expand_help(self, action: Action) -> str:
         if action.option_strings[0].startswith("--no_"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import DataError, UserError, describe, naming_keys, preparing, shown
+from fastpack_trl.errors import DataError, UserError, describe, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
 from fastpack_trl.recipe.arguments import SftArguments, parse
 from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
@@ -54,6 +54,7 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
     checks.check_paths(training)
     checks.check_reporters(training)
     checks.check_optimizer_arguments(training)
+    checks.check_adapters(model)
     check_data_exists(arguments.script, arguments.mixture)
     model.model_name_or_path = checks.local_model(model)
     init = {
@@ -65,10 +66,10 @@ def check_settings(arguments: SftArguments) -> dict[str, Any]:
     }
     if "quantization_config" in init:
         init["quantization_config"] = checks.quantization(init["quantization_config"])
-    check_weights(model.model_name_or_path, init)
     checks.check_attention(init["attn_implementation"])
     checks.check_template(training)
     checks.check_architecture(model.model_name_or_path, init)
+    check_weights(model.model_name_or_path, init, "model_name_or_path")
     streaming = arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming
     if training.eval_on_start and training.eval_strategy == "no":
         raise UserError("eval_on_start: nothing is evaluated: set eval_strategy to steps or epoch, or leave it out")
@@ -115,7 +116,7 @@ def make_trainer(
 
     given = {"model_init_kwargs": training.model_init_kwargs}
     training.model_init_kwargs = init
-    with naming_data(named), naming_keys(given), _lora_targets(model):
+    with naming_data(named), naming_keys(given), _lora_targets(model, init):
         return (trainer_class or FastSFTTrainer)(
             model=name,
             args=training,
@@ -146,15 +147,22 @@ def naming_data(named: str) -> Iterator[None]:
 
 
 @contextmanager
-def _lora_targets(model: ModelConfig) -> Iterator[None]:
-    """Name the setting if LoRA matches no module, and what TRL makes of a single name."""
+def _lora_targets(model: ModelConfig, init: Mapping[str, Any]) -> Iterator[None]:
+    """Name the setting if LoRA matches no module, the nearest layer, and what TRL makes of a single name."""
     try:
         yield
     except ValueError as error:
         targets = model.lora_target_modules
         if not str(error).startswith("Target modules"):
             raise
-        said = f"lora_target_modules {shown(targets)}: no module of the model has this name; "
+        there = checks.linear_layers(str(model.model_name_or_path), init)
+        names = [targets.rpartition("*")[2]] if isinstance(targets, str) else list(targets or ())
+        near = list(dict.fromkeys(one for name in names for one in nearest(name, there)[:1]))
+        said = f"lora_target_modules {shown(targets)}: no module of the model has this name"
+        if there and not near:
+            said += f" (it has {', '.join(there)})"
         if isinstance(targets, str):
-            said += f"TRL reads a single name as a regular expression over whole module names: write '.*{targets}'; "
-        raise UserError(f"{said}all-linear takes every linear layer") from error
+            said += "; TRL reads a single name as a regular expression over whole module names"
+            near = [f".*{name}" for name in near]
+        said += "; all-linear takes every linear layer"
+        raise UserError(f"{said}; did you mean {' '.join(map(repr, near))}?" if near else said) from error

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, one_line, shown
 from fastpack_trl.recipe.configs import configs_folder
+from fastpack_trl.recipe.paths import did_you_mean_path
 
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}
@@ -50,8 +51,14 @@ def load_config(path: str) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         shipped = configs_folder() / file.with_suffix(".yaml").name
-        remedy = f"; `fastpack-trl init {file.stem}` writes {shipped.name}" if shipped.is_file() else ""
+        remedy = did_you_mean_path(path)
+        if not remedy and shipped.is_file():
+            remedy = f"; `fastpack-trl init {file.stem}` writes {shipped.name}"
         raise UserError(f"config file {path!r} does not exist (looked for {Path(path).absolute()}){remedy}") from error
+    except IsADirectoryError as error:
+        inside = sorted(str(one) for suffix in ("yaml", "yml") for one in file.glob(f"*.{suffix}"))
+        remedy = f"name a YAML in it, e.g. {inside[0]!r}" if inside else "it holds no YAML; name a file"
+        raise UserError(f"config file {path!r} is a folder: {remedy}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as UTF-8 text: {one_line(error)}") from error
     try:

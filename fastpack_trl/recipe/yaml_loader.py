@@ -26,7 +26,8 @@ def load_yaml(text: str) -> Any:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """A loader that refuses, with the line, deep nesting, huge values made by aliases, and impossible scalars.
+    """A loader that refuses, with the line, deep nesting, huge values made by aliases, keys given twice, and impossible
+    scalars.
 
     Safe: a tag such as ``!!python/object`` is an error, never an object.
     """
@@ -51,6 +52,19 @@ class _BoundedLoader(yaml.SafeLoader):
             self._values[node] = 1 + sum(self._values[child] for child in _children(node))
         if self._values[node] > _MOST_VALUES:
             raise ComposerError(None, None, f"aliases make more than {_MOST_VALUES:,} values of these", mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compose as PyYAML does; refuse a key that is given twice, of which PyYAML keeps the last."""
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], Any] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            before = first.setdefault((key.tag, key.value), key).start_mark
+            if before.index != key.start_mark.index:
+                said = f"{key.value!r} is given a second time, after line {before.line + 1}"
+                raise ComposerError(None, None, said, key.start_mark)
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:

@@ -86,6 +86,8 @@ def test_the_record_is_json_and_a_table(record: dict[str, Any]) -> None:
     text = table(record)
     assert "2 micro-batches of 48 tokens per step" in text
     assert "fastpack is" in text
+    assert "capacity: every position, padding included" in text
+    assert max(len(line) for line in text.partition("largest gaps")[0].splitlines() if "   " in line) <= 100
     assert "largest gaps in the timeline of one step" in text
 
 

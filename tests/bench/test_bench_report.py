@@ -218,7 +218,7 @@ def test_wrong_arguments_are_one_line(
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    lora: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     original = builtins.__import__
 

@@ -186,6 +186,10 @@ def test_preparing_leaves_bugs_alone(error: Exception) -> None:
 def test_did_you_mean_names_the_nearest_or_nothing() -> None:
     assert did_you_mean("max_lenght", ["max_length", "max_steps"]) == "; did you mean 'max_length'?"
     assert did_you_mean("zzz", ["max_length"]) == ""
+    assert did_you_mean("max", ["max_length", "max_steps"]) == "; did you mean 'max_length' or 'max_steps'?"
+    assert did_you_mean("steps", ["max_length", "max_steps"]) == "; did you mean 'max_steps'?"
+    assert did_you_mean("flsh", ["flex", "flash_attention_2"]) == "; did you mean 'flash_attention_2'?"
+    assert did_you_mean("--colour", ["--help"]) == ""
 
 
 def test_a_command_parser_never_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,8 @@ def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
     assert record["versions"]["torch"] == torch.__version__
     assert record["attention"]["per_document"] == "available"
     assert all(row["there"] for row in record["upstream"])
-    assert any(line.split()[:1] == ["transformers"] and line.endswith("there") for line in out.splitlines())
+    assert any(line.split()[:1] == ["transformers"] and line.endswith("found") for line in out.splitlines())
+    assert "missing       none; docs/upstream.md says" in out
     for row in record["missing"]:
         assert row["install"] in out
         assert row["install"].startswith("pip install ")

@@ -76,7 +76,7 @@ def test_lengths_decide_what_is_exercised(folder: Path, capsys: pytest.CaptureFi
     assert verify(folder, "gpt_oss", "--lengths", "3", "2", "4") == 0
     out = capsys.readouterr().out
     assert "3 + 2 + 4 tokens" in out
-    assert "not exercised  window 5" in out
+    assert "not exercised  window 5 (no document is longer)" in out
 
 
 def test_many_documents_are_listed_by_their_largest_leaks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +125,7 @@ def test_cuda_that_is_not_there_is_an_error(
         ("falcon", ["--attn", "per_document"], ["--attn per_document cannot be used here: falcon", "use --attn auto"]),
         ("qwen3", ["--lengths", "9"], ["--lengths 9 is one document", "9 1 14 6"]),
         ("qwen3", ["--lengths", "9", "0"], ["0 tokens", "1 or more"]),
+        ("qwen3", ["--lengths", "0"], ["0 tokens", "two or more documents"]),
         ("qwen3", ["--lengths", "9", "129"], ["129 tokens", "128 positions"]),
         ("qwen3", ["--lengths", "9", "x"], ["invalid int value: 'x'"]),
         ("qwen3", ["--dtype", "int8"], ["--dtype", "int8"]),

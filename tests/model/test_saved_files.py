@@ -197,7 +197,7 @@ def test_an_output_dir_that_cannot_be_made_is_refused_before_the_data_are_read(
     tmp_path: Path, material: Material, name: str
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"output_dir '.*out': '.*' (is not writable|is a file)"):
+    with pytest.raises(ValueError, match=r"output_dir '.*out': (nothing can be written in '/proc'|'.*' is a file)"):
         FastSFTTrainer(model=str(material.model), args=SFTConfig(output_dir=str(tmp_path / name), bf16=False))
 
 
@@ -205,7 +205,7 @@ def test_a_folder_that_is_only_read_will_do_for_a_run_that_saves_nothing() -> No
     from fastpack_trl.model.preflight import check_output_dir
 
     check_output_dir(SFTConfig(output_dir="/proc", save_strategy="no", bf16=False, use_cpu=True))
-    with pytest.raises(ValueError, match="'/proc' is not writable"):
+    with pytest.raises(ValueError, match="nothing can be written in '/proc'"):
         check_output_dir(SFTConfig(output_dir="/proc", bf16=False, use_cpu=True))
 
 

@@ -50,7 +50,16 @@ YAML_TEXT = [
     ("model_init_kwargs: {atn_implementation: sdpa}", ["model_init_kwargs", "'atn_implementation'"]),
     ("model_init_kwargs: {quantization_config: {quant_method: mxfp5}}", ["quantization_config", "mxfp5"]),
     ("load_in_4bit: true\nload_in_8bit: true", ["4 bit", "8 bit"]),
-    ("use_peft: true\nlora_target_modules: [nowhere]", ["lora_target_modules 'nowhere'", "'.*nowhere'", "all-linear"]),
+    (
+        "use_peft: true\nlora_target_modules: [nowhere]",
+        ["lora_target_modules 'nowhere'", "it has down_proj", "all-linear"],
+    ),
+    (
+        "use_peft: true\nlora_target_modules: ['.*q_prj']",
+        ["lora_target_modules '.*q_prj'", "did you mean '.*q_proj'?", "regular expression"],
+    ),
+    ("use_peft: true\nlora_target_modules: [q_prj, v_prj]", ["['q_prj', 'v_prj']", "did you mean 'q_proj' 'v_proj'?"]),
+    ("use_peft: true\nlora_r: 0", ["lora_r=0 is below 1", "rank"]),
     ("use_peft: true\nlora_target_modules: [here, there]", ["lora_target_modules ['here', 'there']", "all-linear"]),
     ("accelerator_config: {splt_batches: true}", ["accelerator_config: unknown key 'splt_batches'"]),
     ("lr_scheduler_kwargs: {cycles: 2}", ["lr_scheduler_kwargs: unknown key 'cycles'"]),
@@ -61,6 +70,7 @@ YAML_TEXT = [
     ("num_processes: [2]", ["num_processes", "[2] is not a single value"]),
     ("multi_gpu: perhaps", ["multi_gpu", "'perhaps' is not true or false"]),
     ("accelerate_config: zero9", ["accelerate_config 'zero9'", "zero2", "zero3"]),
+    ("num_processes: 0", ["num_processes 0 is below 1", "leave it out"]),
     ("num_processes: two", ["num_processes", "'two'"]),
     ("env: 3", ["env", "3 is not a mapping"]),
     ("env: {A: [1]}", ["env", "is not a mapping"]),
@@ -99,8 +109,11 @@ YAML_TEXT = [
     ("eos_token: <end>", ["eos_token '<end>'", "special tokens: <eos>, <pad>"]),
     ("chat_template_path: ./absent.jinja", ["chat_template_path './absent.jinja' does not exist"]),
     ("resume_from_checkpoint: ./absent", ["resume_from_checkpoint './absent' is not a folder"]),
-    ("resume_from_checkpoint: true", ["there is no checkpoint-N folder"]),
-    ("output_dir: /proc/absent/out", ["output_dir '/proc/absent/out'", "'/proc' is not writable", "name a folder"]),
+    ("resume_from_checkpoint: true", ["there is no checkpoint-N folder", "leave it out to start anew"]),
+    (
+        "output_dir: /proc/absent/out",
+        ["output_dir '/proc/absent/out'", "nothing can be written in '/proc'", "name another folder"],
+    ),
 ]
 
 
@@ -124,6 +137,8 @@ FLAGS = [
     (["--max_length"], ["--max_length", "expected one argument"]),
     (["--num_processes"], ["'--num_processes' needs a value"]),
     (["data.jsonl"], ["unexpected argument 'data.jsonl'"]),
+    (["--num-processes=0"], ["--num-processes 0 is below 1"]),
+    (["--max_st", "3"], ["unknown option '--max_st'", "did you mean '--max_steps'?"]),
     (["--model_init_kwargs", "{a: 1}"], ["--model_init_kwargs", "'{a: 1}' is not JSON"]),
     (["--module", "x"], ["unknown option '--module'"]),
     (["--config", "second.yaml"], ["--config is given 2 times"]),
@@ -143,6 +158,8 @@ CONFIGS: list[tuple[str, bytes, list[str]]] = [
     ("a syntax error", b"max_length: 64\npacking: [true\nmax_steps: 3\n", ["line 3, column", "correct the YAML"]),
     ("a tab", b"env:\n\tA: 1\n", ["line 2, column 1"]),
     ("a python object", b"run_name: !!python/object/apply:os.getcwd []\n", ["line 1", "python/object/apply:os.getcwd"]),
+    ("a key twice", b"max_length: 64\npacking: true\nmax_length: 32\n", ["line 3", "'max_length'", "after line 1"]),
+    ("a key twice, deeper", b"env: {A: 1, B: 2, A: 1}\n", ["line 1, column 19", "'A' is given a second time"]),
     ("not text", b"\xff\xfe\x00", ["cannot be read as UTF-8"]),
 ]
 
@@ -160,7 +177,7 @@ def test_config_file_that_holds(
 def test_config_file_missing_or_not_named(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     assert "config file 'absent.yaml' does not exist" in refused(material, capsys, "--config", "absent.yaml")
     assert "--config needs a YAML file" in refused(material, capsys, "--config")
-    assert "cannot be read" in refused(material, capsys, "--config", material.folder)
+    assert "is a folder: it holds no YAML" in refused(material, capsys, "--config", material.folder)
     assert "no data: set dataset_name" in refused(material, capsys, "--output_dir", material.out, "--bf16", "false")
 
 
@@ -214,8 +231,8 @@ def other_suffix(folder: Path) -> Path:
     ("make", "parts"),
     [
         (empty_file, ["is empty"]),
-        (empty_folder, ["cannot be loaded"]),
-        (no_rows, ["it holds no rows"]),
+        (empty_folder, ["cannot be loaded", "it holds no data files: put files with rows (.json, .jsonl"]),
+        (no_rows, ["it holds no rows: put files with rows"]),
         (broken_json, ["cannot be loaded", "line 33 is not one JSON object", "column", "write one object per line"]),
         (other_suffix, ["no known suffix", ".jsonl"]),
     ],
@@ -277,10 +294,10 @@ def model_folder(folder: Path, kind: str) -> Path:
         ("Qwen3ForSequenceClassification", ["Qwen3ForSequenceClassification", "causal language model"]),
         ("unknown type", ["cannot be used", "qwen99"]),
         ("adapter", ["PEFT adapter", "base model"]),
-        ("empty", ["cannot be used", "config.json"]),
+        ("empty", ["has no config.json", "hub name"]),
         ("no tokenizer", ["gives no tokens for any text", "vocabulary of 1"]),
         ("no pad token", ["no padding token", "set pad_token"]),
-        ("no weights", ["model.safetensors"]),
+        ("no weights", ["model_name_or_path", "it holds no weights, such as model.safetensors"]),
         ("cut weights", ["model.safetensors is cut short or damaged", "copy or download it again"]),
         ("git-lfs pointer", ["model.safetensors is a pointer of git-lfs", "git lfs pull"]),
     ],

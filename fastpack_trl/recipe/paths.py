@@ -1,0 +1,100 @@
+"""Names of models and data: which are local paths, and what was meant where nothing is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from fastpack_trl.errors import UserError, nearest, shown
+
+_OF_QUICKSTART = (Path("quickstart-output/model"), Path("quickstart-output/data"))
+"""Named in ``configs/quickstart.yaml``, and not there before the command that makes them."""
+_WRITTEN = ("./", "../", "/", "~")
+
+
+def looks_local(name: str) -> bool:
+    """Return True if `name` is a path: it exists, is written as one, or the hub cannot be meant.
+
+    ``"./corpus"``, ``"~/corpus"``, ``"quickstart-output/modle"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False``,
+    also beside a folder ``trl-lib``, which may hold some of those of the hub; offline it is then a path.
+    """
+    if "://" in name:
+        return False
+    # A hub name has one slash at most.
+    written = name.startswith(_WRITTEN) or name.count("/") > 1 or "\\" in name
+    return written or Path(name).exists() or _is_beside_local_ones(name) or _makes(name)
+
+
+def _is_beside_local_ones(name: str) -> bool:
+    folder = Path(name).parent
+    return "/" in name and folder.is_dir() and (HF_HUB_OFFLINE or folder == _OF_QUICKSTART[0].parent)
+
+
+def absent(name: str, remedy: str) -> str:
+    """Return where a local path was looked for, and what makes it or is meant: ``" (looked for /a/b); did you ..."``.
+
+    Args:
+        name: as the user gave it; nothing is there.
+        remedy: what to say where neither is known.
+    """
+    path = Path(name).expanduser()
+    where = f"looked for {path.absolute()}"
+    if not name.startswith(_WRITTEN) and _is_beside_local_ones(name):
+        where += f", since the folder {path.parent.name!r} is here, and not on the hub"
+    made = "; 'fastpack-trl init quickstart' makes it" if _makes(name) else did_you_mean_path(name)
+    return f" ({where}){made or f': {remedy}'}"
+
+
+def did_you_mean_path(name: str) -> str:
+    """Return ``"; did you mean 'quickstart-output/model'?"``; empty if nothing there has such a name."""
+    try:
+        near = _nearest(Path(name).expanduser())
+    except OSError:  # a folder that may not be listed
+        near = None
+    return "" if near is None else f"; did you mean {str(near)!r}?"
+
+
+def _makes(name: str) -> bool:
+    path = Path(name)
+    return not path.exists() and (path in _OF_QUICKSTART or path.parent in _OF_QUICKSTART)
+
+
+def _nearest(path: Path) -> Path | None:
+    """Correct a path from its first folder on."""
+    if path.exists() or path.parent == path:
+        return path if path.exists() else None
+    folder = _nearest(path.parent)
+    if folder is None or not folder.is_dir():
+        return None
+    near = nearest(path.name, (child.name for child in folder.iterdir()))
+    return folder / near[0] if near else None
+
+
+def model_folder(option: str, name: str, needs: str = "config.json") -> str:
+    """Return the name of a model or adapter as the libraries take it: ``~`` expanded in a local one.
+
+    Args:
+        option: what the user gave the name to.
+        name: a folder or a hub name.
+        needs: the file that makes a folder what it must be.
+
+    Raises:
+        UserError: a local name without a folder, or a folder without that file; names one inside of it that has it.
+    """
+    if not looks_local(name):
+        return name
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        remedy = f"name a folder with {needs}, or a hub name"
+        raise UserError(f"{option} {shown(name)} is not a folder{absent(name, remedy)}")
+    if (folder / needs).is_file():
+        return str(folder)
+    inside = [str(file.parent) for file in sorted(folder.glob(f"*/{needs}"))]
+    if inside:
+        raise UserError(f"{option} {shown(name)} has no {needs}; did you mean {inside[0]!r}, which has one?")
+    remedy = "name a folder that has one, or a hub name"
+    if (folder / "adapter_config.json").is_file():
+        also = "give this folder to --adapter" if option == "--model" else "merge the adapter into it"
+        remedy = f"it is a PEFT adapter: name its base model, and {also}"
+    raise UserError(f"{option} {shown(name)} has no {needs}: {remedy}")
