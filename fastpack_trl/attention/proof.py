@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import nn
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, ShardedProbe, exceeds, last_past, lengths_past, spans
 from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
@@ -115,8 +115,8 @@ def verify_packing(
     (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document by
     itself, in a row with a document that exceeds the window.
 
-    Runs in evaluation mode, without the module hooks of the user; modes, random states and every ``.grad`` are as
-    before afterwards.
+    Runs in evaluation mode, without the module hooks of the user; modes, random states, buffers and every ``.grad``
+    are as before afterwards.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
@@ -138,7 +138,7 @@ def verify_packing(
             attention = stack.enter_context(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
-        stack.enter_context(_undisturbed(model))
+        stack.enter_context(run_aside(model, training=False))
         kind = ShardedProbe if units(model) else Probe
         probe = kind(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
@@ -270,17 +270,3 @@ def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
 def _has_experts(config: Any) -> bool:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without the user's hooks; afterwards modes and random states are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with users_hooks_off(model), torch.random.fork_rng(devices=devices):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
