@@ -290,7 +290,7 @@ class FastSFTConfig(Settings, SFTConfig):
             any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
             attention, its dense mask built once per batch), ``flash_attention_2``/``3``/``4`` and ``xformers`` (where
             installed), ``flex`` (torch's flex attention, CUDA) or ``off`` (stock).
-        verify_packing: when training starts, prove on a few dozen tokens that no document sees another, and stop where
+        verify_packing: before the first rows, prove on a few dozen tokens that no document sees another, and stop where
             one does: ``auto`` (where documents are packed), ``on`` (also stop where the proof cannot run), ``off``
             (train whatever leaks).
         lora: LoRA projections without the glue around their matrix products: ``auto`` and ``on`` (wherever PEFT's LoRA

@@ -51,6 +51,8 @@ class Choice:
     """Batches that stock pads become rows without padding."""
     refuses_compile: str = ""
     """The reason why layers are not compiled; empty where they may be."""
+    unproven: str = ""
+    """The reason why batches that stock pads stay so, though the path flattens them; empty where they may be."""
 
 
 class Run:

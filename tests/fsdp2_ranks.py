@@ -158,6 +158,11 @@ def memory() -> None:
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()
 
 
+class Noise(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(hidden, 0.1, training=True)
+
+
 def proof() -> None:
     """With windows and without; tied embeddings, which are in one unit with the head; a leak of stock's stops all."""
     ours, _ = both(fast={"verify_packing": "on"}, tied=True)
@@ -167,6 +172,18 @@ def proof() -> None:
         trainer.train()
     assert trainer.fastpack_proof.proven
     assert trainer.fastpack_proof.not_exercised == ()
+    unpacked: dict[str, Any] = {"packing": False, "per_device_train_batch_size": 2, "fast": {"layer_compile": "off"}}
+    with fsdp2(make(FastSFTTrainer, **unpacked)) as trainer:
+        with trainer._fastpack_features():  # accelerate prepares no parted model for an evaluation before training
+            assert trainer.fastpack_run.plan.kind == "stock"
+        trainer.train()
+        assert trainer.fastpack_proof.proven
+        trainer.evaluate(trainer.train_dataset)
+        assert trainer.fastpack_run.plan.kind == "padding_free"
+    random = make(FastSFTTrainer, **unpacked)
+    random.model.model.layers[0].mlp.act_fn = Noise()
+    with fsdp2(random) as trainer, pytest.raises(PackingError, match=r"differ from run to run.*packed_attention='off'"):
+        trainer.train()
     leaky = make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"})
     with fsdp2(leaky) as trainer, pytest.raises(PackingError, match="packed_attention='auto'"):
         trainer.train()

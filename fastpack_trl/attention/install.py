@@ -214,8 +214,9 @@ class _Prepare:
         if self.config._attn_implementation != OVER[self.features.implementation]:
             # Stock would read the mask below as full attention.
             raise PackingError(
-                f"attn_implementation was set to {self.config._attn_implementation!r} while packed rows are trained: "
-                f"set it before, or set packed_attention='{PADDED_ROWS}'"
+                f"attn_implementation was set to {self.config._attn_implementation!r} in the middle of a run whose "
+                "rows hold several documents, with and without packing=True: set it before the run, or set "
+                f"packed_attention='{PADDED_ROWS}' with packing=True, 'off' without"
             )
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.trial import failure
-from fastpack_trl.attention.verify_packing import prove, prove_stock, stock_is_right
+from fastpack_trl.attention.verify_packing import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
@@ -66,7 +67,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
     """
     choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
-    run.plan = plan or plan_batches(trainer, choice.path, choice.flattens)
+    run.plan = plan or _plan(run)
     if run.packs:
         run.say("packed_attention", "on", choice.path, choice.reason)
     elif choice.path == "off":
@@ -94,6 +95,11 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     plan_rows(run)
 
 
+def _plan(run: Run) -> BatchPlan:
+    unproven = "" if run.settings.verify_packing == "off" else run.choice.unproven
+    return plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
+
+
 def plan_rows_again(run: Run) -> None:
     """Choose and plan anew if a setting was changed, a hook, a method or a collator came since; said in the log.
 
@@ -112,7 +118,7 @@ def plan_rows_again(run: Run) -> None:
         if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
             choose_attention(run, by_name=asked.by_name)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
-        own = plan_batches(run.trainer, run.choice.path, run.choice.flattens)
+        own = _plan(run)
         return own.reason if own.kind == "stock" else ""
 
     stock = run.ranks.agreed(why_stock)
@@ -124,7 +130,7 @@ def plan_rows_again(run: Run) -> None:
 
 @contextmanager
 def packed_attention(run: Run) -> Iterator[None]:
-    """Install the attention of the run; prove when training starts that packed documents do not see each other."""
+    """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
@@ -136,31 +142,43 @@ def packed_attention(run: Run) -> Iterator[None]:
 
 
 def _install(run: Run, stack: ExitStack) -> None:
-    """Install the chosen path; where ``auto`` chose it and the proof fails, padded rows take over, named."""
+    """Install the chosen path; where ``auto`` chose it and the proof fails, padded rows take over, named.
+
+    Rows that stock pads, and nobody asked to pack, stay stock's where nothing is proven.
+    """
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
         check_vocabulary(dataset, vocabulary(run.model))
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(_installed(run))
-    if not run.training:
+    unasked = run.plan.kind == "padding_free"
+    if not run.training and (is_examined(run) or run.is_fsdp2):
+        if unasked and not is_examined(run) and run.settings.verify_packing != "off":
+            attempt.close()  # until `train` has parted the parameters, on which the proof runs
+            plan_rows(run, BatchPlan("stock", "nothing is proven before train() has parted the parameters"))
         return
 
     def why_not() -> str:
         try:
-            prove(run, attention, stack)
+            unproven = prove(run, attention, stack)
         except PackingError as error:
-            if run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS:
+            insists = run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS
+            if insists and (run.training or not unasked):
                 raise
+            run.say("verify_packing", "on", "proof", str(error))
             return f"{run.choice.path} failed its proof: {error}"
-        return ""
+        return f"rows without padding are not proven: {unproven}" if unproven and unasked else ""
 
     failed = run.ranks.agreed(why_not)
-    if failed:
-        attempt.close()
-        run.choice = Choice(PADDED_ROWS, failed)
-        plan_rows(run)
-        if run.packs:
-            prove(run, stack.enter_context(_installed(run)), stack)
+    if not failed:
+        return
+    attempt.close()
+    run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_ROWS, failed)
+    plan_rows(run)
+    if run.packs:
+        prove(run, stack.enter_context(_installed(run)), stack)
+    else:
+        logger.warning(f"batches: stock ({failed})")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.reach import Reach, measured_reach
 from fastpack_trl.model.facts import keeps_logits, text_model
-from fastpack_trl.model.sharded import embed, embeddings_put_in
+from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -63,14 +63,37 @@ class Probe:
 
     def packed(self, leaf: Tensor, last: int) -> Tensor:
         """Return logits of the `last` tokens of the packed row, (last, vocabulary)."""
+        return self._logits(leaf, last, **self._metadata())
+
+    def _metadata(self) -> dict[str, Any]:
         kwargs = to_transformers_kwargs(self.batch)
         if self.attention.path != "off":
             kwargs["packed_batch"] = self.batch
-        return self._logits(leaf, last, **kwargs)
+        return kwargs
 
     def separate(self, document: int, last: int) -> Tensor:
         """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
         return self._logits(self.embed(self.documents[document][None]), last).detach()
+
+    def packed_by_ids(self, ids: Tensor) -> Tensor:
+        """Return logits of the packed row with other `ids`, given as a batch gives them; detached."""
+        return self._logits_by_ids(ids, **self._metadata())
+
+    def _logits_by_ids(self, ids: Tensor, **kwargs: Any) -> Tensor:
+        with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
+        return logits[-ids.shape[1] :].detach()
+
+    def packed_losses(self, logits: Tensor) -> float:
+        """Sum the losses of all documents, whose packed logits are given."""
+        return sum(self.loss(index, part) for index, part in enumerate(logits.split(self.lengths)))
+
+    def separate_losses(self, *, by_ids: bool = False) -> float:
+        """Sum the losses of the documents, each by itself; by their embeddings, or by their ids."""
+        predicting = [(index, length) for index, length in enumerate(self.lengths) if length > 1]
+        if by_ids:
+            return sum(self.loss(index, self._logits_by_ids(self.documents[index][None])) for index, _ in predicting)
+        return sum(self.loss(index, self.separate(index, length)) for index, length in predicting)
 
     def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
         if last < leaf.shape[1] and keeps_logits(self.model):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastpack_trl.attention.by_ids import leaks_by_ids
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, ShardedProbe, exceeds, last_past, lengths_past, spans
-from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.hooks import users_hooks_off
-from fastpack_trl.model.sharded import units
+from fastpack_trl.model.sharded import in_any_process, units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
@@ -31,8 +32,9 @@ class PackingProof:
         path: how documents were kept apart, e.g. ``per_document``; ``stock`` where nothing of ours ran.
         lengths: tokens of each document of the probe.
         leaks: ``(i, j, gradient)`` for every pair in which document j's logits depend on document i's embeddings, with
-            the largest absolute gradient. Empty is the proof.
-        packed_loss, separate_loss: mean loss per token, packed and document by document under stock attention.
+            the largest absolute gradient; or on its token ids alone, with the largest change. Empty is the proof.
+        packed_loss, separate_loss: mean loss per token, packed and document by document under stock attention; by
+            token ids where these differ more than by embeddings.
         budget: how far the two may be apart; None where the difference is reported only (experts below fp32, whose
             routing may flip on rounding).
         not_exercised: windows and chunks that no document of the probe exceeds.
@@ -113,10 +115,11 @@ def verify_packing(
     (1) For every pair i != j the gradient of document j's logits with respect to document i's input embeddings is
     exactly zero. (2) The packed loss is that of the documents run one by one under the model's stock attention.
     (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document by
-    itself, in a row with a document that exceeds the window.
+    itself, in a row with a document that exceeds the window. (4) Where token ids give other results than their
+    embeddings, (2) holds for them too, and no document's logits change with the ids of another.
 
-    Runs in evaluation mode, without the module hooks of the user; modes, random states and every ``.grad`` are as
-    before afterwards.
+    Runs in evaluation mode, without the module hooks of the user; modes, random states, buffers and every ``.grad``
+    are as before afterwards.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
@@ -130,6 +133,7 @@ def verify_packing(
     Raises:
         ValueError: fewer than two documents, or an implementation that is wrong for the model.
         NonFiniteError: the model's own results are NaN or infinite; a ValueError that names the parameter.
+        UnsteadyError: they differ from run to run, also document by document; a ValueError.
     """
     if lengths is not None and len(lengths) < 2:
         raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: give at least two, e.g. 9 1 14 6")
@@ -138,7 +142,7 @@ def verify_packing(
             attention = stack.enter_context(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
-        stack.enter_context(_undisturbed(model))
+        stack.enter_context(run_aside(model, training=False))
         kind = ShardedProbe if units(model) else Probe
         probe = kind(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
@@ -168,6 +172,7 @@ def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, flo
 
     Raises:
         NonFiniteError: the model is not finite on separate documents either.
+        UnsteadyError: its results differ from run to run.
     """
     directions = torch.Generator().manual_seed(seed)
     leaf = probe.embed(probe.ids)
@@ -183,15 +188,40 @@ def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, flo
             largest = float(part.abs().max())
             if source != target and largest != 0.0:  # exactly zero; a NaN is a leak too
                 leaks.append((source, target, largest))
-    packed = sum(probe.loss(index, logits) for index, logits in enumerate(documents))
+    row = torch.cat([document.detach() for document in documents])
+    packed = probe.packed_losses(row)
     finite = math.isfinite(packed) and all(math.isfinite(size) for *_, size in leaks)
     if not finite:
         _check_weights(probe.model)
-    predicting = [(index, length) for index, length in enumerate(probe.lengths) if length > 1]
-    separate = sum(probe.loss(index, probe.separate(index, length)) for index, length in predicting)
+    separate = probe.separate_losses()
     if not finite and not math.isfinite(separate):
         raise NonFiniteError("the loss of separate documents under stock is not finite, though every parameter is")
+    if leaks or not finite:
+        return leaks, packed, separate
+    _check_steady(probe, packed, separate)
+    exact = not _has_experts(text_model(probe.model).config.get_text_config())  # who are together rounds otherwise
+    leaks, by_ids = leaks_by_ids(probe, row, seed + 1, exact=exact)
+    if by_ids is not None and not abs(by_ids[0] - by_ids[1]) <= abs(packed - separate):
+        packed, separate = by_ids
     return leaks, packed, separate
+
+
+def _check_steady(probe: Probe, packed: float, separate: float) -> None:
+    """Run separate documents again where the packed ones give another loss: a model may be random by itself.
+
+    Raises:
+        UnsteadyError: separate documents differ from themselves by more than they may from packed ones.
+    """
+    predictions = max(1, sum(length - 1 for length in probe.lengths))
+    budget = _budget(probe.model, separate / predictions)
+    if budget is None or not in_any_process(probe.model, abs(packed - separate) > budget * predictions):
+        return
+    again = probe.separate_losses()
+    if in_any_process(probe.model, abs(again - separate) > budget * predictions):
+        raise UnsteadyError(
+            "its results differ from run to run in evaluation mode: the same documents have a loss of "
+            f"{separate / predictions:.6g}, then of {again / predictions:.6g}"
+        )
 
 
 def _past_windows(
@@ -270,17 +300,3 @@ def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
 def _has_experts(config: Any) -> bool:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without the user's hooks; afterwards modes and random states are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with users_hooks_off(model), torch.random.fork_rng(devices=devices):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
@@ -13,12 +14,12 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.attention.stock_leak import stock_leak
-from fastpack_trl.errors import NonFiniteError, PackingError
+from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.sharded import part_up
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
-from fastpack_trl.run import ONCE_PARTED, Run
+from fastpack_trl.run import ONCE_PARTED, Choice, Run
 
 logger = get_logger(__name__)
 
@@ -29,30 +30,59 @@ _SHARDED = "parameters are sharded when training starts"
 _CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError, ImportError)
 
 
-def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> None:
+class _Examined(NamedTuple):
+    """The attention and the model of the last proof of a run, whether it could run or not."""
+
+    choice: Choice
+    model: ref[Any]
+
+
+def is_examined(run: Run) -> bool:
+    """Return whether a proof was tried of the attention and the model that the run has now."""
+    return run.part(_Examined) == _Examined(run.choice, ref(run.model))
+
+
+def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> str:
     """Prove the attention that is installed on the model of `run`; under FSDP 2 when training begins.
 
     Args:
-        run: about to train.
+        run: about to train, or to evaluate.
         attention: what is installed.
         stack: closed at the end of the run.
+
+    Returns:
+        The reason why the proof cannot run on this model; empty where it ran, runs later, or is not due.
 
     Raises:
         PackingError: the proof failed; names the remedy.
         ValueError: it cannot run, and ``verify_packing="on"`` insists.
     """
     if not _due(run):
-        return
+        return ""
     if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
         run.say("verify_packing", "off", "not run", "each row is one document")
-        return
-    _now_or_once_parted(run, stack, lambda: _prove(run, attention))
+        return ""
+    unproven = ""
+
+    def now() -> None:
+        nonlocal unproven
+        unproven = _prove(run, attention)
+        if unproven and run.is_fsdp2 and run.plan.kind == "padding_free":  # its loaders are there already
+            raise PackingError(
+                f"rows without padding are not proven for this model: {unproven}; set packed_attention='off' for "
+                f"padded ones; {INSIST}"
+            )
+
+    _now_or_once_parted(run, stack, now)
+    return unproven
 
 
-def _prove(run: Run, attention: PackedAttention) -> None:
-    proof = _proof(run, attention=attention)
+def _prove(run: Run, attention: PackedAttention) -> str:
+    proof, unproven = _proof(run, attention=attention)
+    run.keep(_Examined(run.choice, ref(run.model)))
     if proof is not None:
         run.say("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+    return unproven
 
 
 def _now_or_once_parted(run: Run, stack: ExitStack, prove: Callable[[], None]) -> None:
@@ -98,7 +128,7 @@ def prove_stock(run: Run, stack: ExitStack) -> None:
 
 
 def _prove_stock(run: Run, remedy: str) -> None:
-    proof, setting = _proof(run, implementation="off"), run.settings.verify_packing
+    (proof, _), setting = _proof(run, implementation="off"), run.settings.verify_packing
     if proof is None:
         return
     run.say("verify_packing", "on", "proof of stock", str(proof))
@@ -142,13 +172,15 @@ def _due(run: Run) -> bool:
 def _documents_are_alone(run: Run) -> bool:
     """Return whether no row of a run has two documents: neither collated nor merged, nor in an evaluation."""
     args = run.args
+    if not run.training:
+        return run.plan.kind == "padding_free" and args.eval_batch_size == 1
     merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"
     evaluates = run.trainer.eval_dataset is not None and args.eval_batch_size > 1
     return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not merges and not evaluates
 
 
-def _proof(run: Run, **options: Any) -> PackingProof | None:
-    """Return the proof; None, and said, where it cannot be made and was not insisted on."""
+def _proof(run: Run, **options: Any) -> tuple[PackingProof | None, str]:
+    """Return the proof, or None where it cannot be made and was not insisted on: said, and the reason in the model."""
     insists = run.settings.verify_packing == "on"
     try:
         with run.taking("proof"), run.together_if_parted(), run.autocast():
@@ -160,6 +192,8 @@ def _proof(run: Run, **options: Any) -> PackingProof | None:
         if insists:
             raise ValueError(f"verify_packing='on': {reason}; load weights that are finite") from error
         logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
+        run.say("verify_packing", "off", "not run", reason)
+        return None, ""
     except torch.OutOfMemoryError:
         if insists or "attention" in options:
             raise  # callers that try smaller batches look for its type
@@ -167,10 +201,12 @@ def _proof(run: Run, **options: Any) -> PackingProof | None:
     except _CANNOT_RUN as error:
         # A model that takes no `inputs_embeds`, say, trains all the same; `verify_packing="on"` insists.
         reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+        if isinstance(error, UnsteadyError):
+            reason = f"nothing can be proven of this model: {error}"
         if insists:
             raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
     else:
         run.keep(proof)
-        return proof
+        return proof, ""
     run.say("verify_packing", "off", "not run", reason)
-    return None
+    return None, reason

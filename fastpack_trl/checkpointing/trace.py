@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastpack_trl.checkpointing.counters import LiveBytes, ProductCounter, Products
 from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.checkpoint_seam import layer_keywords
-from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
@@ -118,7 +118,7 @@ def trace_levels(
     ample: Callable[[Sequence[Growth]], bool] = lambda kept: False,
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[LayerCosts, dict[Level, str]]:
-    """Measure every level on a few tokens, in training mode, unseen by gradients, random states and users' hooks.
+    """Measure every level on a few tokens, in training mode, unseen by gradients, random states, buffers and hooks.
 
     Args:
         model: whose parameters are not activations.
@@ -144,7 +144,7 @@ def trace_levels(
     much, needed = False, set(levels) - {Level.OFFLOAD}
     # A hook on a parameter would see each gradient that is asked for.
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad and not p._backward_hooks]
-    with training(model), users_hooks_off(model):
+    with run_aside(model, training=True):
         for level in sorted(needed):
             if level not in needed:
                 continue
@@ -293,20 +293,6 @@ def _fitting(
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Put the model into training mode; every module's mode and every random state are as before afterwards."""
-    modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        model.train()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
 
 def host_copy_seconds(device: torch.device, nbytes: int = 2**26) -> Callable[[int], float]:

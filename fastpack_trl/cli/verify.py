@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
+from fastpack_trl.errors import NonFiniteError, UnsteadyError, UserError, describe, did_you_mean, preparing
 from fastpack_trl.recipe.options import add_json, json_file
 from fastpack_trl.recipe.paths import model_folder
 
@@ -97,7 +97,7 @@ def run(args: Namespace) -> int:
             attention = stack.enter_context(packed_attention(model, args.attn, padded_rows_limit=float("inf")))
         try:
             proof = verify_packing(model, attention=attention, lengths=lengths)
-        except NonFiniteError as error:
+        except (NonFiniteError, UnsteadyError) as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
             remedy = "auto" if args.attn == "off" else PADDED_ROWS

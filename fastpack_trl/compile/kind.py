@@ -162,7 +162,7 @@ class LayerKind:
             return
         start, first, trial = time.perf_counter(), self.path == "pending", call.for_trial()
         paths: dict[str, LayerRun] = {"eager": stock if trial is call else trial.eagerly}
-        with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
+        with undisturbed(call.layer, call.hidden.device, hooks_active()), recorded.nothing_recorded():
             if not first or self._pays(paths, call):
                 paths["compiled"] = partial(self._compiled, trial)
                 measured = self._settings.measured and first and not (self.weighing and self.weighing.agreed)
@@ -177,7 +177,7 @@ class LayerKind:
         if self.weighing.eager >= 0:
             return
         start, trial = time.perf_counter(), call.for_trial()
-        with undisturbed(call.hidden.device, hooks_active()), recorded.nothing_recorded():
+        with undisturbed(call.layer, call.hidden.device, hooks_active()), recorded.nothing_recorded():
             try:
                 run = stock if trial is call else trial.eagerly
                 self.weighing.eager = median_times({"eager": run}, call.hidden, call.layer)["eager"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.rounds import take_turns, timed
 from fastpack_trl.measure.timing import Clock, clock_of
+from fastpack_trl.model.aside import buffers_kept
 
 LayerRun = Callable[..., Any]
 """Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
@@ -21,10 +22,11 @@ _ROUNDS = 5
 
 
 @contextlib.contextmanager
-def undisturbed(device: torch.device, hooked: bool) -> Iterator[None]:
-    """Restore the random state afterwards; hide the tensors from saved-tensor hooks around the run (offloading)."""
+def undisturbed(layer: nn.Module, device: torch.device, hooked: bool) -> Iterator[None]:
+    """Restore random state and buffers afterwards; hide the tensors from saved-tensor hooks around the run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(buffers_kept(layer))
         if hooked:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         yield

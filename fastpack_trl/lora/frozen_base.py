@@ -20,8 +20,8 @@ from fastpack_trl.lora.fp8_layers import MOST_ERROR, product_errors, products_ra
 from fastpack_trl.lora.linear import FastLora, has_lora
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, text_model
-from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
@@ -163,22 +163,17 @@ def _agreed(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, fl
 
 def _run_sample(run: Run) -> None:
     """Run the decoder over the first document of the data, in evaluation mode; where it cannot be run, do nothing."""
-    training = [module for module in run.model.modules() if module.training]
     try:
         decoder = backbones(run.model)[0]
         ids = _sample(run)
         batch = PackedBatch.from_lengths((ids.shape[1],)).to(run.device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
-        run.model.eval()
-        with users_hooks_off(run.model), run.autocast():
+        with run_aside(run.model, training=False), run.autocast():
             decoder(input_ids=ids, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except UNREADABLE:
         return  # random values take the place of what its layers would have read
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _sample(run: Run) -> Tensor:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from fastpack_trl.model.facts import text_model
 
@@ -20,6 +20,15 @@ def units(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
     # `fully_shard` gives them these methods of `FSDPModule`, and torch builds without it stay importable.
     return [module for module in model.modules() if {"reshard", "unshard"} <= set(dir(type(module)))]
+
+
+def in_any_process(model: nn.Module, here: bool) -> bool:
+    """Return `here`; of a parted model whether it holds in any process, since all have to run it alike."""
+    if not (units(model) and distributed.is_available() and distributed.is_initialized()):
+        return here
+    answers: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(answers, here)
+    return any(answers)
 
 
 def part_up(model: nn.Module) -> None:
@@ -125,6 +134,14 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
     """Let the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
     # A copy: some families scale their embeddings in place.
     with _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True)):
+        yield
+
+
+@contextmanager
+def embeddings_take_gradients(model: nn.Module) -> Iterator[None]:
+    """Let the decoder of `model` begin with embeddings that take a gradient, trained or not."""
+    # A copy: some families scale their embeddings in place, which no leaf permits.
+    with _after_embedding(model, lambda output: output.detach().requires_grad_().clone()):
         yield
 
 

@@ -45,13 +45,14 @@ def joins_documents(trainer: SFTTrainer) -> bool:
     return bool(is_stock_collator(collator) and trainer.padding_free and not collator.padding_free)
 
 
-def plan_batches(trainer: SFTTrainer, path: str, flattens: bool) -> BatchPlan:
+def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
     """Return the batches of a run.
 
     Args:
         trainer: constructed.
         path: of attention, chosen for its model.
         flattens: rows without padding suit that path.
+        unproven: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
     """
     stock = _only_stock(trainer, path)
     if stock:
@@ -59,7 +60,7 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool) -> BatchPlan:
     if trainer.padding_free:
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
         return BatchPlan("packed", source)
-    padded = _rather_padded(trainer, path, flattens)
+    padded = unproven or _rather_padded(trainer, path, flattens)
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 

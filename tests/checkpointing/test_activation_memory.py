@@ -30,9 +30,10 @@ from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels, training
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.testing import tiny_model
 
@@ -51,7 +52,7 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
         assert set(costs.growth) | set(failed) == set(TRACED)
         assert set(TRACED) - set(costs.growth) <= {Level.POINTWISE}
-        with training(model):
+        with run_aside(model, training=True):
             for level, growth in costs.growth.items():
                 for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
                     counted = saved_bytes(model, layers, level, decoder(model, documents, packed=ours), tokens)

@@ -14,7 +14,8 @@ from fastpack_trl.checkpointing.counters import LiveBytes
 from fastpack_trl.checkpointing.levels import Level, layer_levels
 from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts, make_plan
-from fastpack_trl.checkpointing.trace import trace_levels, training
+from fastpack_trl.checkpointing.trace import trace_levels
+from fastpack_trl.model.aside import run_aside
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.testing import tiny_model
 
@@ -66,7 +67,7 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
         assert (costs.working.constant > STACK / 2) == (packed and family == "qwen3_moe")
         for level in (Level.KEEP, Level.CHECKPOINT):
             plan = make_plan(costs, [level] * LAYERS, budget=0, tokens=600, longest=600)
-            with training(model), layer_levels(layers, [level] * LAYERS), LiveBytes() as live:
+            with run_aside(model, training=True), layer_levels(layers, [level] * LAYERS), LiveBytes() as live:
                 leaf, hidden = run(600)
                 torch.autograd.grad(hidden.float().sum(), leaf)
                 del leaf, hidden

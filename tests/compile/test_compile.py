@@ -211,6 +211,29 @@ def test_the_random_state_is_not_moved_by_a_trial() -> None:
     assert "ms" in layers.reason
 
 
+class Called(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Any:
+        self.calls.add_(1)
+        return self.layer(hidden)
+
+
+def test_the_buffers_of_a_layer_are_not_moved_by_a_trial() -> None:
+    model = make("llama")
+    for layer in decoder_layers(model):
+        layer.mlp = Called(layer.mlp)
+    with packed_attention(model), compiled_layers(model, measure=True, verbose=False, _backend=Counting()) as layers:
+        one_step(model, *row(0))
+    assert "ms" in layers.reason
+    assert {float(layer.mlp.calls) for layer in decoder_layers(model)} == {1.0}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_saved_tensor_hooks_see_the_layers_of_the_step_only(checkpointing: bool) -> None:
     """Activation offloading: compiled inside of the checkpoint, which still saves one input per layer."""
