@@ -241,10 +241,14 @@ TABLE: tuple[Upstream, ...] = (
     ),
     Upstream(
         _all("transformers.Trainer",
-             "_inner_training_loop _run_epoch _prepare_input _prepare_inputs _prepare_context_parallel_inputs "
+             "_inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
              "_get_num_items_in_batch _track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
              "_get_eval_sampler"),
         ("model", "packing"), "a subclass that overrides its successor is not seen, and gets packed batches",
+    ),
+    Upstream(
+        ("transformers.Trainer._prepare_input",), ("model", "trainer"),
+        "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew",
     ),
     Upstream(
         _all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock",
