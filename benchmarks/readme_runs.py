@@ -224,10 +224,6 @@ def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", made_by(name, record)])
 
 
-def _ratio(base: Mapping[str, Any], run: Mapping[str, Any]) -> float:
-    return median(base["step_seconds"]) / median(run["step_seconds"])
-
-
 def of_case(results: Mapping[str, Mapping[str, Any]], case: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield name and record of each run of a case on a GPU."""
     for name, record in results.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, did_you_mean, shown
-from fastpack_trl.recipe.paths import model_folder
+from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -136,7 +136,8 @@ def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_
             name, revision=init.get("revision"), trust_remote_code=init.get("trust_remote_code", False)
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}") from error
+        meant = "" if Path(name).exists() else did_you_mean_path(name)
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{meant}") from error
     architectures = config.architectures or []
     if not architectures:
         raise UserError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import UserError, describe, shown
 from fastpack_trl.recipe.data_faults import first_fault
-from fastpack_trl.recipe.paths import absent, looks_local
+from fastpack_trl.recipe.paths import absent, did_you_mean_path, looks_local
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -198,5 +198,6 @@ def _reason(error: BaseException, names: Sequence[str]) -> str:
     reason = describe(error.__cause__ or error)
     missing = [name for name in names if not _is_local(name) and "://" not in name]
     if missing:
-        return f"{reason}; nor is there a file or folder {str(Path(missing[0]).absolute())!r}"
+        where = str(Path(missing[0]).absolute())
+        return f"{reason}; nor is there a file or folder {where!r}{did_you_mean_path(missing[0])}"
     return reason

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
-
 from fastpack_trl.errors import UserError, nearest, shown
 
 _OF_QUICKSTART = (Path("quickstart-output/model"), Path("quickstart-output/data"))
@@ -17,7 +15,7 @@ def looks_local(name: str) -> bool:
     """Return True if `name` is a path: it exists, is written as one, or the hub cannot be meant.
 
     ``"./corpus"``, ``"~/corpus"``, ``"quickstart-output/modle"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False``,
-    also beside a folder ``trl-lib``, which may hold some of those of the hub; offline it is then a path.
+    also beside a folder ``trl-lib``: it may hold some of those of the hub, and others may be in the hub's cache.
     """
     if "://" in name:
         return False
@@ -28,7 +26,7 @@ def looks_local(name: str) -> bool:
 
 def _is_beside_local_ones(name: str) -> bool:
     folder = Path(name).parent
-    return "/" in name and folder.is_dir() and (HF_HUB_OFFLINE or folder == _OF_QUICKSTART[0].parent)
+    return folder == _OF_QUICKSTART[0].parent and folder.is_dir()
 
 
 def absent(name: str, remedy: str) -> str:
