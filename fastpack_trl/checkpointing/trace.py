@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.checkpointing.counters import LiveBytes, ProductCounter, Products
-from fastpack_trl.checkpointing.levels import Level, layer_functions, level_function
+from fastpack_trl.checkpointing.levels import Level, level_function
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts
+from fastpack_trl.checkpointing.sample import LayerSample, kind_of
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.checkpoint_seam import layer_keywords
-from fastpack_trl.model.sharded import local
+from fastpack_trl.model.sharded import local, units
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
 PROBE_TOKENS = (64, 128, 192)
@@ -74,6 +75,8 @@ class _Counted:
         self._level, self._known = level, known
         self._not_kept: set[int] = set()
         self.saved: SavedBytes | None = None
+        self.like_its_input = True
+        """Whether its result could be its input: one tensor of the same shape."""
 
     def see_parameters(self, layer: nn.Module, _args: Any) -> None:
         """Leave out the parameters of a layer that FSDP has gathered: a forward pre-hook, which runs after FSDP's."""
@@ -85,7 +88,10 @@ class _Counted:
         saved = self.saved = SavedBytes(self._known, self._not_kept)
         inner = level_function(self._level, saved.see)
         with saved_tensors_hooks(saved.pack, _same):
-            return inner(function, *args, **kwargs)
+            out = inner(function, *args, **kwargs)
+        shapes = [getattr(tensor, "shape", None) for tensor in (*args[:1], out)]
+        self.like_its_input = isinstance(out, Tensor) and shapes[0] == shapes[-1]
+        return out
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -96,14 +102,50 @@ def saved_bytes(
     model: nn.Module, layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, tokens: int
 ) -> list[int]:
     """Return the bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document of `tokens`."""
-    known = {_storage(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
-    counted = [_Counted(level, known) for _ in layers]
+    return _sizes(_counted(_storages_of(model), LayerSample.of_all(layers), level, run, tokens))
+
+
+def _storages_of(model: nn.Module) -> frozenset[int]:
+    return frozenset(_storage(local(tensor)) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _counted(
+    weights: frozenset[int], sample: LayerSample, level: Level, run: DecoderRun, tokens: int
+) -> list[_Counted]:
+    """Run the layers of `sample` and return what each counted; `weights` are storages that are no activations."""
+    known = set(weights)
+    counted = [_Counted(level, known) for _ in sample.taken]
+    functions = iter(counted)
     with ExitStack() as stack:
-        stack.enter_context(layer_functions(layers, [(function, True) for function in counted]))
-        for layer, function in zip(layers, counted, strict=True):
+        stack.enter_context(sample.run_with(lambda: next(functions)))
+        for layer, function in zip(sample.of_taken(sample.layers), counted, strict=True):
             stack.callback(layer.register_forward_pre_hook(function.see_parameters).remove)
         run(tokens)
-        return [0 if function.saved is None else function.saved.total for function in counted]
+    return counted
+
+
+def _sizes(counted: Sequence[_Counted]) -> list[int]:
+    return [0 if function.saved is None else function.saved.total for function in counted]
+
+
+def _sample(
+    model: nn.Module, weights: frozenset[int], layers: Sequence[GradientCheckpointingLayer], run: DecoderRun
+) -> LayerSample:
+    """Return the layers that a trace may leave it at: those that keep alone what they keep among all.
+
+    A model that FSDP 2 has parted runs all of its layers, whose hooks wait for each other.
+    """
+    every, few = LayerSample.of_all(layers), LayerSample(layers, [kind_of(layer) for layer in layers])
+    if few.whole or units(model):
+        return every
+    whole = _counted(weights, every, Level.KEEP, run, PROBE_TOKENS[0])
+    if not all(function.like_its_input for function in whole):
+        return every
+    try:
+        alone = _counted(weights, few, Level.KEEP, run, PROBE_TOKENS[0])
+    except (LookupError, AttributeError, *_CANNOT_RUN):  # a layer needs what another one leaves for it
+        return every
+    return few if few.stands(_sizes(alone), _sizes(whole)) else every
 
 
 def trace_levels(
@@ -145,25 +187,33 @@ def trace_levels(
     # A hook on a parameter would see each gradient that is asked for.
     parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad and not p._backward_hooks]
     with run_aside(model, training=True):
+        weights = _storages_of(model)
+        sample = _sample(model, weights, layers, run)
         for level in sorted(needed):
             if level not in needed:
                 continue
             try:
                 with together():
-                    points = [(tokens, saved_bytes(model, layers, level, run, tokens)) for tokens in PROBE_TOKENS]
-                grown = [
-                    Growth.through([(tokens, each[index]) for tokens, each in points]) for index in range(len(layers))
+                    points = [
+                        (tokens, _sizes(_counted(weights, sample, level, run, tokens))) for tokens in PROBE_TOKENS
+                    ]
+                few = [
+                    Growth.through([(tokens, each[index]) for tokens, each in points])
+                    for index in range(len(sample.taken))
                 ]
+                grown = sample.for_all(few)
                 if level is Level.KEEP and ample(grown):
                     timed_tokens, much, needed = None, True, {Level.KEEP, Level.CHECKPOINT}
                 if much and base is not None:
                     flops = Products(base[0].forward, base[0].total + base[0].forward)
                 else:  # the level must also survive its backward pass
                     with together():
-                        flops = _products(layers, level, run, parameters)
+                        flops = _products(sample, level, run, parameters)
                 if timed_tokens is not None and level is Level.KEEP:
-                    timed_tokens = _fitting(layers, run, _within(room, grown, timed_tokens), parameters)
-                timed = None if timed_tokens is None else _seconds(layers, level, run, timed_tokens, parameters)
+                    timed_tokens = _fitting(sample, run, _within(room, few, timed_tokens), parameters)
+                timed = None
+                if timed_tokens is not None:
+                    timed = _seconds(sample, level, run, timed_tokens, parameters)
             except _CANNOT_RUN as error:
                 if level is Level.KEEP:
                     raise
@@ -172,14 +222,14 @@ def trace_levels(
             growth[level] = grown
             base = base or (flops, timed or 0.0)
             products[level] = max(0.0, flops.total - base[0].total) / base[0].total
-            recompute = products[level] if timed is None else max(0.0, timed - base[1]) / len(layers)
+            recompute = products[level] if timed is None else max(0.0, timed - base[1]) / len(sample.taken)
             if timed is None and level is not Level.KEEP:
                 recompute += _POINTWISE_SHARE
             # Less kept is never faster: what a short run shows otherwise is noise.
             seconds[level] = max([recompute, *seconds.values()])
-        working = Growth() if much or Level.CHECKPOINT not in growth else working_bytes(layers, run, growth, together)
+        working = Growth() if much or Level.CHECKPOINT not in growth else working_bytes(sample, run, growth, together)
     if copy_seconds is not None and Level.CHECKPOINT in growth:
-        _add_offload(growth, products, seconds, copy_seconds, timed_tokens, base)
+        _add_offload(growth, products, seconds, copy_seconds, timed_tokens, base, len(sample.taken))
     return LayerCosts(growth, seconds, products, working), failed
 
 
@@ -190,6 +240,7 @@ def _add_offload(
     copy_seconds: Callable[[int], float],
     timed_tokens: int | None,
     base: tuple[Products, float] | None,
+    ran: int,
 ) -> None:
     """Add `OFFLOAD`, made from `CHECKPOINT`: no bytes kept, and what a copy takes longer than a layer's backward."""
     inputs = growth[Level.CHECKPOINT]
@@ -197,15 +248,18 @@ def _add_offload(
     products[Level.OFFLOAD] = products[Level.CHECKPOINT]
     exposed = 0.0
     if timed_tokens is not None and base is not None:
-        layer = base[1] / len(inputs) * 2 / 3 + seconds[Level.CHECKPOINT]
+        layer = base[1] / ran * 2 / 3 + seconds[Level.CHECKPOINT]
         exposed = max(0.0, copy_seconds(inputs[-1].at(timed_tokens, timed_tokens)) - layer)
     seconds[Level.OFFLOAD] = (seconds[Level.CHECKPOINT] + exposed) * 1.02 or 1e-9
 
 
 def _products(
-    layers: Sequence[GradientCheckpointingLayer], level: Level, run: DecoderRun, parameters: Sequence[Tensor]
+    sample: LayerSample,
+    level: Level,
+    run: DecoderRun,
+    parameters: Sequence[Tensor],
 ) -> Products:
-    with layer_functions(layers, [(level_function(level), True)] * len(layers)), ProductCounter() as counter:
+    with sample.run_with(lambda: level_function(level)), ProductCounter() as counter:
         leaf, hidden = run(PROBE_TOKENS[0])
         forward = counter.total
         _backward(leaf, hidden, parameters)
@@ -213,7 +267,7 @@ def _products(
 
 
 def working_bytes(
-    layers: Sequence[GradientCheckpointingLayer],
+    sample: LayerSample,
     run: DecoderRun,
     growth: Mapping[Level, Sequence[Growth]],
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -225,7 +279,7 @@ def working_bytes(
     """
     points = []
     for tokens in WORKING_TOKENS:
-        with layer_functions(layers, [(level_function(Level.CHECKPOINT), True)] * len(layers)), LiveBytes() as live:
+        with sample.run_with(lambda: level_function(Level.CHECKPOINT)), LiveBytes() as live:
             try:
                 with together():
                     leaf, hidden = run(tokens)
@@ -233,7 +287,7 @@ def working_bytes(
             except torch.OutOfMemoryError:
                 return Growth()
             del leaf, hidden
-        kept = sum(one.at(tokens, tokens) for one in growth[Level.CHECKPOINT])
+        kept = sum(one.at(tokens, tokens) for one in sample.of_taken(growth[Level.CHECKPOINT]))
         points.append((tokens, live.peak - kept - growth[Level.KEEP][-1].at(tokens, tokens)))
     (a, fa), (b, fb) = points
     slope = max(0.0, (fb - fa) / (b - a))
@@ -246,7 +300,7 @@ def _backward(leaf: Tensor, hidden: Tensor, parameters: Sequence[Tensor]) -> Non
 
 
 def _seconds(
-    layers: Sequence[GradientCheckpointingLayer],
+    sample: LayerSample,
     level: Level,
     run: DecoderRun,
     tokens: int,
@@ -254,7 +308,7 @@ def _seconds(
 ) -> float:
     """Return the time of the faster of two passes, forward and backward, after one to warm up."""
     times = []
-    with layer_functions(layers, [(level_function(level), True)] * len(layers)):
+    with sample.run_with(lambda: level_function(level)):
         for _ in range(3):
             _synchronize()
             start = time.perf_counter()
@@ -277,12 +331,15 @@ def _within(room: float, kept: Sequence[Growth], tokens: int) -> int:
 
 
 def _fitting(
-    layers: Sequence[GradientCheckpointingLayer], run: DecoderRun, tokens: int, parameters: Sequence[Tensor]
+    sample: LayerSample,
+    run: DecoderRun,
+    tokens: int,
+    parameters: Sequence[Tensor],
 ) -> int | None:
     """Return the largest of `tokens`, a half, a quarter, ... that may keep everything; None below `PROBE_TOKENS`."""
     while tokens >= max(PROBE_TOKENS):
         try:
-            _seconds(layers, Level.KEEP, run, tokens, parameters)
+            _seconds(sample, Level.KEEP, run, tokens, parameters)
         except torch.OutOfMemoryError:
             tokens //= 2
         else:

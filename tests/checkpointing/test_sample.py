@@ -1,0 +1,158 @@
+"""A trace of a few layers says what a trace of all says, and runs all where one layer cannot stand for others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from decoder_material import decoder, installed
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_material import make
+from torch import Tensor
+
+from fastpack_trl.checkpointing import trace
+from fastpack_trl.checkpointing.levels import Level
+from fastpack_trl.checkpointing.memory import checkpointable_layers
+from fastpack_trl.checkpointing.plan import LayerCosts
+from fastpack_trl.checkpointing.sample import SAMPLED, LayerSample, kind_of
+from fastpack_trl.checkpointing.trace import trace_levels
+from fastpack_trl.model.aside import run_aside
+from fastpack_trl.testing import tiny_model
+
+LAYERS = 10
+
+
+@contextmanager
+def counted_layers(layers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
+    """How often each layer runs, by its first module: in the checkpoint, and without hooks, which a trace takes off."""
+    first = {id(next(iter(layer.children()))): index for index, layer in enumerate(layers)}
+    kind, ran = type(next(iter(layers[0].children()))), Counter[int]()
+    stock = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in first:
+            ran[first[id(self)]] += 1
+        return stock(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", forward)
+        yield ran
+
+
+def traced(model: Any, monkeypatch: pytest.MonkeyPatch, *, ours: bool, every: bool) -> tuple[LayerCosts, Counter[int]]:
+    layers = checkpointable_layers(model)
+    with installed(model, ours=ours), counted_layers(layers, monkeypatch) as ran, monkeypatch.context() as patched:
+        if every:
+            patched.setattr(trace, "_sample", lambda *_: LayerSample.of_all(layers))
+        costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
+    assert set(failed) <= {Level.POINTWISE}
+    return costs, ran
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "taken"),
+    [
+        ("qwen3", True, [6, 7, 8, 9]),
+        ("llama", False, [6, 7, 8, 9]),
+        ("gemma2", True, [6, 7, 8, 9]),  # windows in every second layer
+        ("gpt_oss", True, [6, 7, 8, 9]),
+        ("qwen3_moe", True, [6, 7, 8, 9]),
+        ("deepseek_v3", False, [0, 6, 7, 8, 9]),  # the first layer has no experts
+        ("bloom", False, list(range(LAYERS))),  # layers return tuples
+    ],
+)
+def test_a_trace_of_a_few_layers_says_what_a_trace_of_all_says(
+    family: str, lora: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = family != "bloom"
+    model = make(family, lora=lora, layers=LAYERS)
+    few, ran = traced(model, monkeypatch, ours=ours, every=False)
+    every, all_ran = traced(model, monkeypatch, ours=ours, every=True)
+    # One pass of all layers finds out who stands for whom.
+    assert [index for index, times in sorted(ran.items()) if times > 1] == taken
+    assert len(ran) == len(all_ran) == LAYERS
+    assert set(few.growth) == set(every.growth)
+    exact = "moe" not in family and family not in ("gpt_oss", "deepseek_v3")
+    for level, growth in every.growth.items():
+        for mine, real in zip(few.growth[level], growth, strict=True):
+            # Who is routed where is another thing with fewer layers before: experts are padded to whole tiles.
+            assert mine == real if exact else abs(mine.at(500, 500) - real.at(500, 500)) <= 0.1 * real.at(500, 500)
+        assert few.products[level] == pytest.approx(every.products[level], rel=0.03, abs=1e-6)
+    # Where masks made before the first layer are the peak, it does not grow with the inputs that layers keep.
+    assert few.working.at(1000, 1000) == pytest.approx(every.working.at(1000, 1000), rel=0.1)
+
+
+def test_layers_that_need_what_another_one_leaves_for_them_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama", layers=LAYERS)
+    layers = checkpointable_layers(model)
+    kind, left = type(layers[0].mlp), {}
+    stock = kind.forward
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        if self is layers[0].mlp:
+            left["first"] = hidden
+        return stock(self, hidden) + left["first"]
+
+    def run(tokens: int) -> tuple[Tensor, Tensor]:
+        left.clear()
+        return decoder(model, 1, packed=False)(tokens)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with counted_layers(layers, monkeypatch) as ran:
+        costs, _ = trace_levels(model, layers, run)
+    assert min(ran[index] for index in range(LAYERS)) > 8
+    assert costs.layers == LAYERS
+
+
+def test_layers_that_keep_more_than_they_look_like_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama", layers=LAYERS)
+    layers = checkpointable_layers(model)
+    kind = type(layers[0].mlp)
+    stock = kind.forward
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        out = stock(self, hidden)
+        return out.sin().cos().exp() if self is layers[2].mlp else out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    run = decoder(model, 1, packed=False)
+    with counted_layers(layers, monkeypatch) as ran:
+        costs, _ = trace_levels(model, layers, run)
+    assert min(ran[index] for index in range(LAYERS)) > 8
+    sizes = [growth.at(128, 128) for growth in costs.growth[Level.KEEP]]
+    assert sizes[2] > 1.1 * sizes[3]
+    with run_aside(model, training=True):
+        assert sizes == pytest.approx(trace.saved_bytes(model, layers, Level.KEEP, run, 128), abs=1)
+
+
+def test_kinds_tell_adapters_and_frozen_weights_but_not_names() -> None:
+    model = make("qwen3", lora=True, layers=3)
+    layers = checkpointable_layers(model)
+    assert kind_of(layers[0]) == kind_of(layers[1]) == kind_of(layers[2])
+    layers[1].self_attn.q_proj.lora_A["default"].weight.requires_grad_(False)
+    assert kind_of(layers[1]) != kind_of(layers[0])
+    layers[2].self_attn.q_proj.scaling["default"] = 3.0
+    assert kind_of(layers[2]) != kind_of(layers[0])
+    windows = checkpointable_layers(tiny_model("gemma2", num_hidden_layers=4))
+    assert kind_of(windows[0]) == kind_of(windows[2]) != kind_of(windows[1])
+
+
+@given(kinds=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), size=st.integers(1, 8))
+def test_each_kind_is_sampled_in_its_proportion_and_the_last_layer_always(kinds: list[str], size: int) -> None:
+    layers: Any = list(range(len(kinds)))
+    sample = LayerSample(layers, kinds, size)
+    assert sample.for_all(sample.of_taken(kinds)) == kinds
+    assert sample.taken == sorted(set(sample.taken))
+    assert sample.taken[-1] == len(kinds) - 1
+    assert len(sample.taken) <= size + len(set(kinds))
+    found = Counter(sample.of_taken(kinds))
+    for kind, there in Counter(kinds).items():
+        assert 1 <= found[kind] <= there
+        assert abs(found[kind] - size * there / len(kinds)) <= 1 or found[kind] == there
+    assert LayerSample.of_all(layers).whole
+    assert sample.whole == (len(sample.taken) == len(kinds))
+    assert LayerSample(layers, ["a"] * len(kinds)).taken == layers[-SAMPLED:]
