@@ -187,7 +187,7 @@ def _flash_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
     for length, q, k, v, (part, part_lse) in zip(lengths, *tokens, results, strict=True):
         mask = corner(band, length, inputs.window)
         segment, segment_lse = _flash_cpu(q, k, v, 0.0, mask is None, attn_mask=mask, scale=inputs.scale)
-        part.copy_(segment[..., :value_dim])
+        part.copy_(segment if segment.shape == part.shape else segment[..., :value_dim])
         part_lse.copy_(segment_lse)
     return fold_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
@@ -208,7 +208,7 @@ def _flash_backward(
         mask = corner(band, length, inputs.window)
         found_grads = _flash_cpu_backward(*segment, 0.0, mask is None, attn_mask=mask, scale=inputs.scale)
         for part, grad in zip(results, found_grads, strict=True):
-            part.copy_(grad[..., : part.shape[-1]])
+            part.copy_(grad if grad.shape == part.shape else grad[..., : part.shape[-1]])
     return grads
 
 

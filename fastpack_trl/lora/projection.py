@@ -72,11 +72,15 @@ def _traced(
 
 
 def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
-    """Project by torch's own nodes: one more addition in backward, and a fraction of the host time."""
+    """Project by torch's own nodes: one more addition in backward, and a fraction of the host time.
+
+    On rows from the beginning: each product of a tensor of three dimensions is two views more, forward and backward.
+    """
     assert base.weight is not None
-    low = F.linear(F.linear(x if dropped is None else dropped, a), b, bias)
-    out = torch.addmm(low.view(-1, b.shape[0]), _rows(x), base.weight.t())
-    return out.view(low.shape)
+    rows = _rows(x)
+    low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
+    # In place: no node has saved the thin product, and `addmm` would copy it first.
+    return low.addmm_(rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
 
 def reference_projection(

@@ -274,7 +274,7 @@ def _fold(
 def _differentiate(tile: Tensor, targets: Tensor, folded: Tensor, factors: Tensor, options: _Options) -> None:
     """Turn a tile of products into the gradient with respect to them, in place."""
     if not chunked_logprob._use_triton(tile.device):
-        plain_tile.differentiate(tile, targets, folded, factors, **options.shape)
+        plain_tile.differentiate(tile, targets, folded, factors, logit_scale=options.logit_scale)
         return
     count, vocabulary = tile.shape
     blocks = -(-vocabulary // chunked_logprob._BLOCK_SIZE)
