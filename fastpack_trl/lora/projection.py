@@ -79,8 +79,8 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
     assert base.weight is not None
     rows = _rows(x)
     low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
-    # In place: no node has saved the thin product, and `addmm` would copy it first.
-    return low.addmm_(rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
+    # Not in place: selective checkpoints keep the results of products.
+    return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
 
 def reference_projection(
