@@ -132,10 +132,6 @@ def is_plain(checkpoint: Any) -> bool:
     )
 
 
-def is_reentrant(checkpoint: Any) -> bool:
-    return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
-
-
 def hooks_active() -> bool:
     """Return whether saved-tensor hooks are around this call: a checkpoint compiled beneath them would run eager."""
     read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

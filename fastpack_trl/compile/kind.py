@@ -14,18 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastpack_trl.compile import recorded
-from fastpack_trl.compile.graph import (
-    CompiledLayer,
-    LayerCall,
-    hooks_active,
-    is_reentrant,
-    packed_call,
-)
+from fastpack_trl.compile.graph import CompiledLayer, LayerCall, hooks_active, packed_call
 from fastpack_trl.compile.hooked import HookedLayers
 from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
+from fastpack_trl.model.checkpoint_seam import is_reentrant
 from fastpack_trl.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.lora.adapters import cast_together, clear, is_sharded, needs_cast
+from fastpack_trl.model.checkpoint_seam import checkpoints_reentrantly
 
 
 class CastHook:
@@ -15,17 +16,26 @@ class CastHook:
 
     In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
     earlier cast still holds.
+
+    Not where layers are checkpointed with reentry: each has a backward pass of its own then, and all of them would come
+    through the one node of the cast. It has no gradient for other layers' adapters, but autograd calls the hooks of
+    these all the same, and DDP takes a parameter whose hook was called for ready and never reduces what comes later.
+
+    Args:
+        modules: LoRA layers with the fast forward.
+        backbone: where the hook is registered.
     """
 
-    def __init__(self, modules: list[Any]) -> None:
+    def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
         self.modules = modules
+        self._checkpointing = [module for module in backbone.modules() if hasattr(module, "gradient_checkpointing")]
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a model compiled as a whole fuses the casts by itself
         if getattr(backbone, "_is_replica", False):
             return  # of `nn.DataParallel`: its layers are not those of this list
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or any(map(checkpoints_reentrantly, self._checkpointing)):
             clear(self.modules)
             return
         todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}

@@ -352,7 +352,7 @@ def _apply(
     elif report.copies and cache_dequantized == "auto":
         report.copies.keep_where_free()
     for backbone in _backbones(model) if fast else []:
-        hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast))
+        hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast, backbone))
         report._undo.append(hook.remove)
 
 

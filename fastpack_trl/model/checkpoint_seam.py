@@ -74,6 +74,17 @@ def stock_checkpoint(layer: nn.Module) -> Any:
     return layer.__dict__.get(CHECKPOINT)
 
 
+def is_reentrant(checkpoint: Any) -> bool:
+    """Return whether a checkpoint function runs a backward pass of its own inside of backward."""
+    return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
+
+
+def checkpoints_reentrantly(module: nn.Module) -> bool:
+    """Return whether `module`, a layer or a decoder that checkpoints its layers, does so now, with reentry."""
+    enabled = getattr(module, "gradient_checkpointing", False) and module.training
+    return enabled and is_reentrant(stock_checkpoint(module))
+
+
 def checkpoints_inside_hooks() -> bool:
     """Return whether transformers lays the checkpoint into the forward of a layer; older ones around its hooks."""
     return "__call__" not in GradientCheckpointingLayer.__dict__

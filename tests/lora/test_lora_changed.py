@@ -17,7 +17,7 @@ from trainer_material import train
 from transformers.utils import logging as transformers_logging
 
 from fastpack_trl import FastSFTTrainer, apply_lora
-from fastpack_trl.testing import gradients
+from fastpack_trl.testing import assert_gradients_close, gradients
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
@@ -138,3 +138,48 @@ def test_a_run_in_which_peft_computes_says_so_in_its_report(tmp_path: Path) -> N
     line = trainer.fastpack_report["lora"]
     assert line.path == "fast, PEFT call by call"
     assert "adapters torch.float32" in line.reason
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("alpha", [8, 16], ids=["scaled by 1", "scaled by 2"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_every_adapter_is_ready_once_in_a_backward_pass(reentrant: bool, alpha: int, autocast: bool) -> None:
+    """DDP and ZeRO reduce a gradient when this hook is called: with none there yet, it would never be reduced."""
+    sides = []
+    for fast in (False, True):
+        model = adapted("llama", dtype=torch.bfloat16 if autocast else torch.float32, num_hidden_layers=3)
+        for module in model.modules():
+            if hasattr(module, "lora_alpha"):
+                module.scaling["default"] = alpha / 8
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        if fast:
+            assert apply_lora(model).fast
+        ready: dict[str, list[bool]] = {}
+        held = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                node, calls = parameter.expand_as(parameter).grad_fn.next_functions[0][0], ready.setdefault(name, [])
+                node.register_hook(lambda *_, calls=calls, p=parameter: calls.append(p.grad is not None))
+                held.append(node)
+        step(model, any_ids(), autocast=autocast)
+        assert ready
+        assert set(map(tuple, ready.values())) == {(True,)}
+        sides.append(gradients(model))
+    if not autocast:
+        assert_gradients_close(sides[1], sides[0])
+
+
+def test_a_run_whose_checkpoints_change_casts_together_where_it_may() -> None:
+    model = adapted("llama", dtype=torch.bfloat16, num_hidden_layers=2)
+    model.enable_input_require_grads()
+    apply_lora(model)
+    layers = [module for module in model.modules() if hasattr(module, "fastpack_cast")]
+    for keywords, together in (({"use_reentrant": True}, False), ({"use_reentrant": False}, True)):
+        model.gradient_checkpointing_enable(keywords)
+        step(model, any_ids(), autocast=True)
+        assert {layer.fastpack_cast is not None for layer in layers} == {together}
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_disable()
+    step(model, any_ids(), autocast=True)
+    assert all(layer.fastpack_cast is not None for layer in layers)

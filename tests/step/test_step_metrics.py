@@ -32,7 +32,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     "case",
     [
         "accumulated", "one row per rank", "experts", "experts, three rows merged",
-        "hooks on one rank, three rows a step",
+        "hooks on one rank, three rows a step", "adapters, checkpoints with reentry",
     ],
 )  # fmt: skip
 def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_ranks: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from peft import LoraConfig
 from ranks import leave
 from trainer_material import figures, train
 from transformers import TrainerCallback
@@ -44,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 3,
         "max_steps": 5,
+    },
+    "adapters, checkpoints with reentry": {
+        "max_steps": 6,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "ddp_find_unused_parameters": False,  # else stock cannot run it either
+        "trainer": {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")},
     },
     HOOKED: {
         "per_device_train_batch_size": 1,
