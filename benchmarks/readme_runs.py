@@ -165,8 +165,23 @@ def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     made = []
     for name, record in records.items():
         lines += [line for row in record["rows"] for line in _cap_lines(row)]
-        made.append(made_by(name, record))
+        made += [made_by(name, record), *caps_not_reached(record)]
     return ["\n".join([*lines, "", *made])]
+
+
+def caps_not_reached(record: Mapping[str, Any]) -> Iterator[str]:
+    """Say which caps a side has no row for because its time was over."""
+    missing: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        for side, found in row["sides"].items():
+            known = {float(cap) for cap in largest_of(found)}
+            caps = {one["cap_gib"] for one in found["rows"] if one.get("skipped")} - known - {None}
+            if caps:
+                listed = ", ".join(f"{cap:g}" for cap in sorted(caps))
+                missing.setdefault(row["model"], []).append(f"{side} at {listed} GiB")
+    if missing:
+        sides = "; ".join(f"{model}: {', '.join(each)}" for model, each in missing.items())
+        yield f"Not measured within the {record['settings']['seconds']:g} s of a side: {sides}."
 
 
 def _cap_lines(row: Mapping[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from benchmarks.caps_side import (
     measure_side,
     rows_of,
 )
+from benchmarks.readme_runs import caps_not_reached
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
 
@@ -171,3 +172,16 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     assert line.split()[2:4] == ["(1,024)", "-"]
     with pytest.raises(UserError, match="'tinny'"):
         memory_caps.measure(["tinny"], **options)
+
+
+def test_the_page_names_the_caps_that_time_did_not_reach() -> None:
+    late = {"skipped": "not within 90 s"}
+    stock = {"largest": {"16": 512, "24": 0}, "rows": [{"cap_gib": 16.0}, {"cap_gib": 24.0, **late}]}
+    longer_skipped = {"largest": {"16": 512}, "rows": [{"cap_gib": None, **late}, {"cap_gib": 16.0, **late}]}
+    record = {
+        "settings": {"seconds": 90.0},
+        "rows": [{"model": "a", "sides": {"stock": stock, "fastpack": longer_skipped}}],
+    }
+    assert list(caps_not_reached(record)) == ["Not measured within the 90 s of a side: a: stock at 24 GiB."]
+    record["rows"][0]["sides"]["stock"] = longer_skipped
+    assert list(caps_not_reached(record)) == []
