@@ -4,7 +4,8 @@ Stock and ours at its defaults take turns, one optimizer step of each (`fastpack
 out: `benchmarks.first_step` has those. Many small layers, so that what is measured is the work around the products.
 
 Each side trains in a thread, with OpenMP threads of its own. Where they are more than the cores, they sleep after each
-operation, and to wake them takes longer than a small one: so one thread is the default.
+operation, and to wake them takes longer than a small one: so one thread is the default. Each of several cells is
+measured in a process of its own, as a run is: what the allocator has learnt from one changes the times of the next.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.lora_models import definitions
 from benchmarks.one_line import in_one_line
+from benchmarks.own_process import answer_of
 from fastpack_trl.bench.compare import compare
 from fastpack_trl.bench.environment import limited_threads
 from fastpack_trl.errors import UserError, did_you_mean
@@ -36,6 +38,9 @@ SHORTEST, LONGEST = 60, 240
 DOCUMENTS = 400
 VOCABULARY = 2048
 SIDES = ("stock", "fastpack_plan")
+_OPTIONS = ("pairs", "seed", "layers", "hidden")
+_MOST_SECONDS = 900.0
+"""Of one cell in a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,9 @@ def measure(
     Raises:
         UserError: a cell that does not exist.
     """
-    for name in cells:
-        if name not in CELLS:
-            raise UserError(f"there is no cell {name!r}{did_you_mean(name, CELLS)} (cells: {', '.join(CELLS)})")
+    known = _known(cells)
     tokenizer, rows = documents(seed)
-    for name in cells:
+    for name in known:
         cell = CELLS[name]
         with tempfile.TemporaryDirectory() as folder:
 
@@ -119,12 +122,35 @@ def measure(
                 )  # fmt: skip
 
             (row,) = compare(build, pairs=pairs, seed=seed, sides=SIDES, progress=False)["rows"]
+        found = {"cell": name, **row}
         if progress:
-            ratio = row["ratios"]["stock"]
-            times = " ".join(f"{side} {row['sides'][side]['seconds']['median'] * 1e3:.0f} ms" for side in SIDES)
-            said = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            print(f"{name:24} {times} a step, stock/fastpack {said}", flush=True)
-        yield {"cell": name, **row}
+            _say(found)
+        yield found
+
+
+def _known(cells: Sequence[str]) -> Sequence[str]:
+    for name in cells:
+        if name not in CELLS:
+            raise UserError(f"there is no cell {name!r}{did_you_mean(name, CELLS)} (cells: {', '.join(CELLS)})")
+    return cells
+
+
+def _in_a_process(cell: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of one cell, measured in a process of its own."""
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    found = answer_of("benchmarks.everyday", [cell, *flags], _MOST_SECONDS)
+    if "failed" in found:
+        raise UserError(f"{cell}: {found['failed']}")
+    (row,) = found["rows"]
+    _say(row)
+    return dict(row)
+
+
+def _say(row: dict[str, Any]) -> None:
+    ratio = row["ratios"]["stock"]
+    times = " ".join(f"{side} {row['sides'][side]['seconds']['median'] * 1e3:.0f} ms" for side in SIDES)
+    said = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    print(f"{row['cell']:24} {times} a step, stock/fastpack {said}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,10 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads of each side (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    with limited_threads(args.threads):
-        rows = list(
-            measure(args.cells or list(CELLS), pairs=args.pairs, seed=args.seed, layers=args.layers, hidden=args.hidden)
-        )
+    cells, options = args.cells or list(CELLS), {name: getattr(args, name) for name in _OPTIONS}
+    if len(cells) == 1:
+        with limited_threads(args.threads):
+            rows = list(measure(cells, **options))
+    else:
+        rows = [_in_a_process(cell, options | {"threads": args.threads}) for cell in _known(cells)]
     settings = {
         "pairs": args.pairs, "layers": args.layers, "hidden": args.hidden, "sides": list(SIDES),
         "document_tokens": [SHORTEST, LONGEST],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import everyday
@@ -22,3 +25,14 @@ def test_a_cell_has_both_sides_and_their_ratio() -> None:
     assert row["ratios"]["stock"]["median"] > 0
     with pytest.raises(UserError, match="1x4-lora"):
         next(everyday.measure(["1x4-lor"], pairs=2, seed=0))
+
+
+def test_several_cells_have_a_process_each_and_one_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--pairs", "2", "--layers", "1", "--hidden", "16"]
+    everyday.main(["1x1-full", "2x1-lora", *small, "--json", str(tmp_path / "record.json")])
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [row["cell"] for row in record["rows"]] == ["1x1-full", "2x1-lora"]
+    assert [row["trained_parameters"] < row["parameters"] for row in record["rows"]] == [False, True]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1x1-full", "2x1-lora"]
+    with pytest.raises(UserError, match="1x1-full"):
+        everyday.main(["1x1-ful", "2x1-lora", *small])
