@@ -30,7 +30,7 @@ class Gain:
 
 
 MEASURED: dict[tuple[str, Training], Gain] = {
-    ("cpu", "lora"): Gain(1.23, "gpt_oss-small and qwen3_moe-small at 512 and 2,048 tokens"),
+    ("cpu", "lora"): Gain(1.21, "gpt_oss-small and qwen3_moe-small at 512 and 2,048 tokens"),
     ("cuda", "lora"): Gain(2.11, "gpt-oss-20b at 2,048 tokens"),
 }
 """Per device type and what trains, from the decoder rows of ``benchmarks/results/moe_*.json``."""
