@@ -19,7 +19,8 @@ from fastpack_trl.model.facts import text_model
 def units(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
     # `fully_shard` gives them these methods of `FSDPModule`, and torch builds without it stay importable.
-    return [module for module in model.modules() if hasattr(type(module), "reshard") and hasattr(module, "unshard")]
+    methods = ("reshard", "unshard")
+    return [module for module in model.modules() if all(hasattr(type(module), name) for name in methods)]
 
 
 def in_any_process(model: nn.Module, here: bool) -> bool:
