@@ -33,6 +33,15 @@ SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError, PackingError)
 """Errors that transformers, datasets, accelerate, peft and the packing proof raise for a wrong setting."""
 
 
+def first_reason(reasons: Iterable[object]) -> str:
+    """Return the first reason that is a text, or ``""``; what follows is not evaluated.
+
+    ``first_reason(why_not(run))`` of a generator with lines such as ``yield args.fp16 and f"scaler {args.fp16}"``: a
+    condition costs nothing once an earlier one holds, and a text is only formatted where its condition does.
+    """
+    return next((reason for reason in reasons if isinstance(reason, str) and reason), "")
+
+
 class _Short(reprlib.Repr):
     """A repr of a bounded part of a value: lists that contain each other can be endless."""
 

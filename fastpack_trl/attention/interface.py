@@ -86,11 +86,6 @@ class Backend(ABC):
         return f"{self.name} makes what its layers read from the documents of one batch"
 
 
-def first_that_holds(reasons: dict[str, bool]) -> str:
-    """Return the first reason that holds, or ``""``."""
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
 def described(features: ModelFeatures) -> str:
     """Return what the attention of a model has beside causality: ``window 128, sinks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]

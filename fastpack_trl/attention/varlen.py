@@ -7,6 +7,7 @@ operator runs its twin in plain torch, so that everything around the kernel is t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.attention import per_document
-from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
@@ -23,6 +24,7 @@ from fastpack_trl.attention.reference import (
     reference_forward,
 )
 from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
+from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import lacks
@@ -92,20 +94,22 @@ class Varlen(Backend):
     def refuses(self, features: ModelFeatures) -> str:
         if missing := lacks("varlen"):
             return missing
-        low = features.capability is not None and features.capability < LEAST_CAPABILITY
-        dtype = str(features.compute_dtype).removeprefix("torch.")
-        reason = first_that_holds(
-            {
-                f"needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
-                f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this device has "
-                f"{_dotted(features.capability)}": low,
-                f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)": features.compute_dtype not in DTYPES,
-                f"head_dim {features.head_dim} is over its limit of {MAX_HEAD_DIM}": features.head_dim > MAX_HEAD_DIM,
-                f"has no dropout, the model's is {features.dropout}": bool(features.dropout),
-                "has no softcap": features.softcap,
-            }
-        )
+        reason = first_reason(self._lacks(features))
         return reason and f"varlen {reason}"
+
+    def _lacks(self, features: ModelFeatures) -> Iterator[object]:
+        needed, capability = _dotted(LEAST_CAPABILITY), features.capability
+        dtype = str(features.compute_dtype).removeprefix("torch.")
+        yield features.device_type != "cuda" and f"needs CUDA, the model is on {features.device_type}"
+        low = capability is not None and capability < LEAST_CAPABILITY
+        yield low and f"needs compute capability {needed}, this device has {_dotted(capability)}"
+        yield (
+            features.compute_dtype not in DTYPES and f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)"
+        )
+        too_wide = features.head_dim > MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over its limit of {MAX_HEAD_DIM}"
+        yield features.dropout and f"has no dropout, the model's is {features.dropout}"
+        yield features.softcap and "has no softcap"
 
     def reason(self, features: ModelFeatures) -> str:
         dtype = str(features.compute_dtype).removeprefix("torch.")

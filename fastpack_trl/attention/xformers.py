@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, Backend, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -46,13 +47,13 @@ class Xformers(Backend):
     name = "xformers"
 
     def refuses(self, features: ModelFeatures) -> str:
-        return first_that_holds(
-            {
-                "xformers is not installed: pip install 'fastpack-trl[xformers]'": find_spec("xformers") is None,
-                f"xformers needs CUDA, the model is on {features.device_type}": features.device_type != "cuda",
-                "xformers has no attention sinks": features.sinks,
-                "xformers has no softcap": features.softcap,
-            }
+        return first_reason(
+            (
+                find_spec("xformers") is None and "xformers is not installed: pip install 'fastpack-trl[xformers]'",
+                features.device_type != "cuda" and f"xformers needs CUDA, the model is on {features.device_type}",
+                features.sinks and "xformers has no attention sinks",
+                features.softcap and "xformers has no softcap",
+            )
         )
 
     def reason(self, features: ModelFeatures) -> str:

@@ -40,12 +40,13 @@ class StepState:
         device = trainer.args.device
         self._device = device if device.type == "cuda" else None
         self._cuda = torch.cuda.get_rng_state(device) if self._device is not None else None
+        # From `vars`: read as attributes these two settle the metrics, which waits for the device.
         self._metrics = {
             (mode, name): len(values)
-            for mode, metrics in getattr(trainer, "_metrics", {}).items()
+            for mode, metrics in vars(trainer).get("_metrics", {}).items()
             for name, values in metrics.items()
         }
-        self._tokens = getattr(trainer, "_total_train_tokens", None)
+        self._tokens = vars(trainer).get("_total_train_tokens")
         self._back = run.mark()
         self._complete: dict[Tensor, Tensor] = {}
 
@@ -65,7 +66,7 @@ class StepState:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-        for mode, metrics in getattr(self._trainer, "_metrics", {}).items():
+        for mode, metrics in vars(self._trainer).get("_metrics", {}).items():
             for name, values in metrics.items():
                 del values[self._metrics.get((mode, name), 0) :]
         if self._tokens is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.loop import called
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
@@ -53,17 +54,19 @@ def layer_compile(run: Run) -> Iterator[None]:
 
 def why_not(run: Run) -> str:
     """Return why no layer is compiled; empty if some are."""
+    return first_reason(_reasons(run))
+
+
+def _reasons(run: Run) -> Iterator[object]:
     setting, device = run.settings.layer_compile, run.device.type
+    yield setting == "off" and "switched off"
+    yield run.args.torch_compile and "torch_compile=True compiles the whole model"
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)
-    reasons = {
-        "switched off": setting == "off",
-        "torch_compile=True compiles the whole model": bool(run.args.torch_compile),
-        "accelerate compiles the whole model": plugin is not None and plugin.backend.value != "NO",
-        "stock's batches have no packed metadata": not run.packs,
-        f"{PADDED_ROWS} has another shape for every batch": run.attention_path == PADDED_ROWS,
-        run.choice.refuses_compile: bool(run.choice.refuses_compile),
-        SHARDED: run.is_sharded and not run.is_fsdp2,
-        f"on {device} compiling takes longer than most runs; layer_compile='on' compiles": setting == "auto"
-        and device == "cpu",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    whole = plugin is not None and plugin.backend.value != "NO"
+    yield whole and "accelerate compiles the whole model"
+    yield not run.packs and "stock's batches have no packed metadata"
+    yield run.attention_path == PADDED_ROWS and f"{PADDED_ROWS} has another shape for every batch"
+    yield run.choice.refuses_compile
+    yield run.is_sharded and not run.is_fsdp2 and SHARDED
+    rarely = setting == "auto" and device == "cpu"
+    yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset
 from trl import SFTTrainer
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
@@ -54,35 +56,34 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
         flattens: rows without padding suit that path.
         unproven: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
     """
-    stock = _only_stock(trainer, path)
+    stock = first_reason(_only_stock(trainer, path))
     if stock:
         return BatchPlan("stock", stock)
     if trainer.padding_free:
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
         return BatchPlan("packed", source)
-    padded = unproven or _rather_padded(trainer, path, flattens)
+    padded = unproven or first_reason(_rather_padded(trainer, path, flattens))
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
-def _only_stock(trainer: SFTTrainer, path: str) -> str:
-    """Return why our collator cannot be used at all; empty if it can."""
+def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
+    """Yield why our collator cannot be used at all."""
     args = trainer.args
     parallelism = trainer.accelerator.parallelism_config
-    reasons = {
-        "packed_attention is off": path == "off",
-        "vision data": getattr(trainer, "_is_vision_dataset", False),
-        f"custom data collator {type(trainer.data_collator).__name__}": not is_stock_collator(trainer.data_collator),
-        "data_collator has padding_free=False, which makes a packed row one document": joins_documents(trainer),
-        "context or sequence parallelism": parallelism is not None
-        and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False)),
-        "packing_strategy='wrapped' cuts documents: a row is one document": args.packing
-        and args.packing_strategy == "wrapped"
-        and not trainer.padding_free,
-        "torch_compile=True compiles the whole model, documents of changing length would recompile it": bool(
-            args.torch_compile
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    yield path == "off" and "packed_attention is off"
+    yield getattr(trainer, "_is_vision_dataset", False) and "vision data"
+    yield (
+        not is_stock_collator(trainer.data_collator) and f"custom data collator {type(trainer.data_collator).__name__}"
+    )
+    yield joins_documents(trainer) and "data_collator has padding_free=False, which makes a packed row one document"
+    split = parallelism is not None and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False))
+    yield split and "context or sequence parallelism"
+    wrapped = args.packing and args.packing_strategy == "wrapped" and not trainer.padding_free
+    yield wrapped and "packing_strategy='wrapped' cuts documents: a row is one document"
+    yield (
+        args.torch_compile
+        and "torch_compile=True compiles the whole model, documents of changing length would recompile it"
+    )
 
 
 # A subclass may count on one document per row in them.
@@ -93,29 +94,22 @@ _SEE_BATCHES = (
 )  # fmt: skip
 
 
-def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> str:
-    """Return why stock's padded batches stay; empty if rows without padding compute the same."""
+def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> Iterator[object]:
+    """Yield why stock's padded batches stay, though rows without padding would compute the same."""
     args = trainer.args
-    config = args.accelerator_config
-    own, hook = replaced_methods(trainer, _SEE_BATCHES), hook_inside(trainer.model)
-    reasons = {
-        f"{path} would pad the documents again": not flattens,
-        f"pad_to_multiple_of={trainer.data_collator.pad_to_multiple_of} asks for padded shapes": bool(
-            trainer.data_collator.pad_to_multiple_of
-        ),
-        "compute_loss_func expects one document per row": trainer.compute_loss_func is not None,
-        f"{own} may expect one document per row": bool(own),
-        f"{hook} may expect one document per row": bool(hook),
-        ALORA: is_invoked_once_per_row(trainer.model),
-        "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
-        "include_num_input_tokens_seen counts padding": str(args.include_num_input_tokens_seen).lower()
-        not in ("no", "false"),
-        "split_batches cuts a batch by rows": bool(config.split_batches) or bool(config.dispatch_batches),
-        "this model's loss counts the first label of each padded row": not getattr(
-            trainer, "_loss_shifts_labels", False
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    config, multiple = args.accelerator_config, trainer.data_collator.pad_to_multiple_of
+    yield not flattens and f"{path} would pad the documents again"
+    yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
+    yield trainer.compute_loss_func is not None and "compute_loss_func expects one document per row"
+    yield (own := replaced_methods(trainer, _SEE_BATCHES)) and f"{own} may expect one document per row"
+    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect one document per row"
+    yield is_invoked_once_per_row(trainer.model) and ALORA
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
+    yield counts and "include_num_input_tokens_seen counts padding"
+    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
+    shifts = getattr(trainer, "_loss_shifts_labels", False)
+    yield not shifts and "this model's loss counts the first label of each padded row"
 
 
 def packing_collator(trainer: SFTTrainer) -> PackingCollator:

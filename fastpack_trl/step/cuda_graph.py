@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
@@ -57,48 +58,45 @@ def unavailable(device: torch.device) -> str:
 
 def why_not(run: Run) -> str:
     """Return why micro-steps of this run are not captured; empty where they may be."""
+    return first_reason(_reasons(run))
+
+
+def _reasons(run: Run) -> Iterator[object]:
     trainer, args, model = run.trainer, run.args, run.model
-    watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
+    checkpointing = args.gradient_checkpointing_kwargs or {}
+    yield run.settings.cuda_graph == "off" and "switched off"
+    yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
+    yield run.refuses_static(Bucket(1, 1, 1, 1))
+    yield run.is_sharded and SHARDED
+    yield run.is_deepspeed and DEEPSPEED
+    several = trainer.accelerator.num_processes > 1
+    yield several and "several processes reduce their gradients inside of the micro-step"
+    yield args.n_gpu > 1 and "several devices in one process"
+    yield args.fp16 and "the loss scaler of fp16 asks the device"
+    offloads = run.offloads or args.activation_offloading or checkpointing.get("offload")
+    yield offloads and "layer inputs go to host memory in the micro-step"
+    yield _checkpoints(run) and has_dropout(model) and "random states of dropout are kept by checkpoints"
+    reentrant = checkpointing.get("use_reentrant") and _checkpoints(run)
+    yield reentrant and "use_reentrant=True runs backward in backward"
+    mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
+    yield mean and "the loss is a mean per micro-batch"
+    yield args.neftune_noise_alpha and "NEFTune draws noise in a hook"
+    empties = args.torch_empty_cache_steps
+    yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     optim = str(getattr(args.optim, "value", args.optim)).lower()
-    replaced = replaced_methods(trainer, BATCH_METHODS)
-    static = run.refuses_static(Bucket(1, 1, 1, 1))
+    yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
+    # bitsandbytes launches them on the default stream, which does not wait for that of a captured run.
+    apart = "8bit" in optim or "paged" in optim or type(trainer.optimizer).__module__.startswith("bitsandbytes")
+    yield apart and f"optim={optim!r} of bitsandbytes runs on another stream"
+    yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
     experts = run.has_experts and run.device.type == "cuda"
-    capability = torch.cuda.get_device_capability(run.device) if run.device.type == "cuda" else LEAST_FOR_EXPERTS
-    reasons = {
-        "switched off": run.settings.cuda_graph == "off",
-        "a loss over all logits reads sizes on the host (sync_free)": not run.loss_is_ours,
-        static: bool(static),
-        SHARDED: run.is_sharded,
-        DEEPSPEED: run.is_deepspeed,
-        "several processes reduce their gradients inside of the micro-step": trainer.accelerator.num_processes > 1,
-        "several devices in one process": args.n_gpu > 1,
-        "the loss scaler of fp16 asks the device": bool(args.fp16),
-        "layer inputs go to host memory in the micro-step": run.offloads
-        or bool(args.activation_offloading)
-        or bool((args.gradient_checkpointing_kwargs or {}).get("offload")),
-        "random states of dropout are kept by checkpoints": _checkpoints(run) and has_dropout(model),
-        "use_reentrant=True runs backward in backward": bool(
-            (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        )
-        and _checkpoints(run),
-        "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs
-        or getattr(trainer, "loss_is_scaled_for_ga", None) is False,
-        "NEFTune draws noise in a hook": bool(args.neftune_noise_alpha),
-        f"torch_empty_cache_steps={args.torch_empty_cache_steps} empties memory inside of the micro-step": bool(
-            args.torch_empty_cache_steps
-        ),
-        f"optim={optim!r} steps in the backward pass": "lomo" in optim,
-        # bitsandbytes launches them on the default stream, which does not wait for that of a captured run.
-        f"optim={optim!r} of bitsandbytes runs on another stream": "8bit" in optim
-        or "paged" in optim
-        or type(trainer.optimizer).__module__.startswith("bitsandbytes"),
-        "the rotary embedding depends on the longest document of a row": rope_follows_length(model),
-        f"grouped products read their sizes on the host before compute capability {_dotted(LEAST_FOR_EXPERTS)}": experts
-        and capability < LEAST_FOR_EXPERTS,
-        f"{watched} does not run in a replay": bool(watched),
-        f"{replaced} may look into the micro-step": bool(replaced),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    low = experts and torch.cuda.get_device_capability(run.device) < LEAST_FOR_EXPERTS
+    least = _dotted(LEAST_FOR_EXPERTS)
+    yield low and f"grouped products read their sizes on the host before compute capability {least}"
+    watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
+    yield watched and f"{watched} does not run in a replay"
+    replaced = replaced_methods(trainer, BATCH_METHODS)
+    yield replaced and f"{replaced} may look into the micro-step"
 
 
 def _checkpoints(run: Run) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.user_code import (
@@ -62,38 +63,39 @@ def _row_tokens(run: Run) -> int:
 
 def _why_not(run: Run) -> str:
     """Return why micro-batches run one by one in this run; empty if they need not."""
+    return first_reason(_reasons(run))
+
+
+def _reasons(run: Run) -> Iterator[object]:
     trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
     args, device = run.args, run.device.type
-    if args.gradient_accumulation_steps == 1 and setting != "off":
-        return "gradient_accumulation_steps is 1"  # at once: the rest walks over the model
-    watched = callback_between(trainer) or hook_on_a_gradient(trainer.model, trainer.model.parameters())
-    watched = watched or once_per_micro_batch(hook_inside(trainer.model))
-    own = replaced_methods(trainer, BATCH_METHODS)
-    reasons = {
-        "switched off": setting == "off",
-        DEEPSPEED: run.is_deepspeed,
-        "loss and metrics per micro-batch need sync_free": not run.loss_is_ours,
-        f"{PADDED_ROWS} pads each row to its longest document": attention == PADDED_ROWS,
-        f"the dense mask of {attention} grows with the square of a row": attention == "sdpa" and setting == "auto",
-        f"{own} may expect one micro-batch": bool(own),
-        "sharded parameters need as many forward passes on each rank": run.is_sharded and not run.is_fsdp2,
-        "max_length=None: FSDP needs as many forward passes on each rank, and rows may have any length": run.is_fsdp2
-        and math.isinf(longest_row(run)),
-        "the loss is a mean per micro-batch": not trainer.model_accepts_loss_kwargs,
-        watched: bool(watched),
-        ALORA: is_invoked_once_per_row(trainer.model),
-        "layerdrop would drop a layer for all micro-batches of a row": drops_layers(trainer.model),
-        "NEFTune's noise depends on the length of a row": bool(args.neftune_noise_alpha),
-        f"optim={str(getattr(args.optim, 'value', args.optim))!r} steps in the backward pass": "lomo"
-        in str(args.optim).lower(),
-        "the rotary embedding depends on the longest document of a row": rope_follows_length(trainer.model),
-        f"no row length is known to help on {device}": setting == "auto" and not _row_tokens(run),
-        f"two rows are more than the {_row_tokens(run):,} tokens up to which it helps on {device}": setting == "auto"
-        and args.packing
-        and args.max_length is not None
-        and 2 * args.max_length * args.per_device_train_batch_size > _row_tokens(run),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    yield setting == "off" and "switched off"
+    yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
+    yield run.is_deepspeed and DEEPSPEED
+    yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
+    yield attention == PADDED_ROWS and f"{PADDED_ROWS} pads each row to its longest document"
+    dense = attention == "sdpa" and setting == "auto"
+    yield dense and f"the dense mask of {attention} grows with the square of a row"
+    yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"
+    alike = run.is_sharded and not run.is_fsdp2
+    yield alike and "sharded parameters need as many forward passes on each rank"
+    endless = run.is_fsdp2 and math.isinf(longest_row(run))
+    yield endless and "max_length=None: FSDP needs as many forward passes on each rank, and rows may have any length"
+    yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
+    yield callback_between(trainer)
+    yield hook_on_a_gradient(trainer.model, trainer.model.parameters())
+    yield once_per_micro_batch(hook_inside(trainer.model))
+    yield is_invoked_once_per_row(trainer.model) and ALORA
+    yield drops_layers(trainer.model) and "layerdrop would drop a layer for all micro-batches of a row"
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    optim = str(getattr(args.optim, "value", args.optim))
+    yield "lomo" in optim.lower() and f"optim={optim!r} steps in the backward pass"
+    yield rope_follows_length(trainer.model) and "the rotary embedding depends on the longest document of a row"
+    if setting == "auto":
+        yield not _row_tokens(run) and f"no row length is known to help on {device}"
+        two_rows = 2 * (args.max_length or 0) * args.per_device_train_batch_size if args.packing else 0
+        most = _row_tokens(run)
+        yield two_rows > most and f"two rows are more than the {most:,} tokens up to which it helps on {device}"
 
 
 def rope_follows_length(model: Any) -> bool:

@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from trl import SFTTrainer
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
@@ -216,28 +217,30 @@ def _steps_over_shards(run: Run) -> Iterator[None]:
 
 def why_stock_loss(run: Run) -> str:
     """Return why loss and metrics run as stock in this run; empty if they need not."""
-    trainer, step = run.trainer, run.part(SyncFreeStep)
+    return first_reason(_only_stock_loss(run))
+
+
+def _only_stock_loss(run: Run) -> Iterator[object]:
+    trainer, step, model = run.trainer, run.part(SyncFreeStep), run.model
     assert step is not None
-    model, plan = run.model, trainer.accelerator.parallelism_config
-    lacks = [f"SFTTrainer.{name}" for name in _STATE if not hasattr(trainer, name)]
+    lacks = [f"SFTTrainer.{name}" for name in _STATE if name not in vars(trainer)]
+    yield lacks and f"trl lacks {', '.join(lacks)}"
+    yield not run.packs and run.plan.reason
+    yield needs_logits(trainer)
+    yield is_prompt_learning(model) and "prompt learning puts virtual tokens before each row"
+    plan = trainer.accelerator.parallelism_config
     sizes = [getattr(plan, f"{name}_size", 1) for name in ("tp", "cp", "sp")] if plan is not None else []
+    yield any(size > 1 for size in sizes) and "tensor, context or sequence parallelism"
+    flat = trainer.is_fsdp_enabled and not run.is_fsdp2
+    yield flat and "FSDP version 1 flattens the head: set fsdp_version=2"
+    yield run.is_deepspeed and run.is_sharded and "ZeRO-3 shards the head"
     devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
-    head = head_of(base_model(model))
-    reasons = {
-        f"trl lacks {', '.join(lacks)}": bool(lacks),
-        run.plan.reason: not run.packs,
-        (logits := needs_logits(trainer)): bool(logits),
-        "prompt learning puts virtual tokens before each row": is_prompt_learning(model),
-        "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
-        "FSDP version 1 flattens the head: set fsdp_version=2": trainer.is_fsdp_enabled and not run.is_fsdp2,
-        "ZeRO-3 shards the head": run.is_deepspeed and run.is_sharded,
-        f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
-        step.forward.missing: bool(step.forward.missing),
-        "the model's forward was replaced": not step.forward.in_place,
-        str(head): isinstance(head, str),
-        f"load_balancing_loss_func was replaced by {replaced_by()}": trainer.aux_loss_enabled and bool(replaced_by()),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    yield len(devices) > 1 and f"the model is spread over {', '.join(sorted(map(str, devices)))}"
+    yield step.forward.missing
+    yield not step.forward.in_place and "the model's forward was replaced"
+    yield head_of(base_model(model))  # a text where it has none of ours, else a module
+    other = trainer.aux_loss_enabled and replaced_by()
+    yield other and f"load_balancing_loss_func was replaced by {other}"
 
 
 def row_tokens(batch: PackedBatch) -> list[int]:
@@ -253,14 +256,13 @@ def base_model(model: Any) -> Any:
 def _remarks(run: Run, own_step: str) -> list[str]:
     """Return what still asks the device, or runs as stock, beside loss and metrics."""
     args, trainer = run.args, run.trainer
-    remarks = {
-        "the loss scaler of fp16 asks the device once per optimizer step": bool(args.fp16),
-        "evaluation with compute_metrics runs as stock": trainer.compute_metrics is not None,
-        f"the NaN filter asks the device: {own_step} may look at the loss": bool(own_step) and not run.is_deepspeed,
-        "include_num_input_tokens_seen asks the device in each micro-batch": str(
-            args.include_num_input_tokens_seen
-        ).lower()
-        not in ("no", "false"),
-        f"host work, NaN filter included, as stock: {DEEPSPEED}": run.is_deepspeed,
-    }
-    return [text for text, holds in remarks.items() if holds]
+    stays = bool(own_step) and not run.is_deepspeed
+    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
+    remarks = (
+        args.fp16 and "the loss scaler of fp16 asks the device once per optimizer step",
+        trainer.compute_metrics is not None and "evaluation with compute_metrics runs as stock",
+        stays and f"the NaN filter asks the device: {own_step} may look at the loss",
+        counts and "include_num_input_tokens_seen asks the device in each micro-batch",
+        run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",
+    )
+    return [text for text in remarks if text]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, Backend, described, first_that_holds
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -38,12 +39,12 @@ class Toy(Backend):
     name = "toy"
 
     def refuses(self, features: ModelFeatures) -> str:
-        return first_that_holds(
-            {
-                "toy has no attention sinks": features.sinks,
-                "toy has no softcap": features.softcap,
-                f"toy has no dropout, the model's is {features.dropout}": bool(features.dropout),
-            }
+        return first_reason(
+            (
+                features.sinks and "toy has no attention sinks",
+                features.softcap and "toy has no softcap",
+                features.dropout and f"toy has no dropout, the model's is {features.dropout}",
+            )
         )
 
     def reason(self, features: ModelFeatures) -> str:
