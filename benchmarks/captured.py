@@ -1,8 +1,8 @@
-"""Whole optimizer steps of ``train()`` with the micro-step captured, and eager: one process per side and row.
+"""Whole optimizer steps of ``train()`` with the micro-step captured, and eager: one process per row, the sides in turn.
 
-A side is a `FastSFTTrainer` at its defaults; they differ in ``cuda_graph`` only. Time is that of the trainer's own loop
-between two steps at whose ends the device has finished, launches and the time of kernels are of a profile of some steps
-after it. Real text, public shapes with random weights.
+A side is a `FastSFTTrainer` at its defaults over the same model; they differ in ``cuda_graph`` only. Time is that of the
+trainer's own loop between two steps at whose ends the device has finished, launches and the time of kernels are of a
+profile of some steps after it. Real text, public shapes with random weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.model_shapes import build_model, shape_of
 from benchmarks.one_line import in_one_line
 from benchmarks.own_process import answer_of
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
 from fastpack_trl.model.patches import attribute_set
@@ -39,7 +40,7 @@ LONGEST_DOCUMENT = 2048
 """Tokens; longer ones are cut, so that rows of 8,192 tokens hold several."""
 FILE_ROWS = 70
 """Rows of long documents: more than the steps that a run of `benchmarks.side_by_side` can have."""
-TIMEOUT = 300
+TIMEOUT = 560
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Watch(TrainerCallback):
         self.seconds: list[float] = []
         self.first_step = self._start = time.perf_counter()
         self.profile: dict[str, float] = {}
+        self.held_gib = 0.0
         self._profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
         self._profiles = profile
 
@@ -121,6 +123,7 @@ class Watch(TrainerCallback):
         if 0 < done <= SPANS * TIMED_STEPS:
             self.seconds.append((now - self._start) / TIMED_STEPS)
         if done == SPANS * TIMED_STEPS and self._profiles:
+            self.held_gib = torch.cuda.memory_reserved() / 2**30
             self._profiler.start()
         self._start = time.perf_counter()
 
@@ -194,13 +197,14 @@ def material(row: Row, device: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
-    """Train one side of one row in this process; return its figures."""
+def measure_side(row: Row, side: str, device: str, seed: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Train one side of one row; return its figures."""
     from fastpack_trl import FastSFTConfig, FastSFTTrainer
 
-    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
+    free_memory(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     steps = WARMUP_STEPS + SPANS * TIMED_STEPS + PROFILED_STEPS + 1
-    given = material(row, device, seed)
     watch = Watch(profile=device == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         args = FastSFTConfig(
@@ -215,12 +219,26 @@ def measure_side(row: Row, side: str, device: str, seed: int) -> dict[str, Any]:
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
     return {
         "step_seconds": watch.seconds, "first_step_seconds": watch.first_step, "profile": watch.profile,
-        "losses": losses, "peak_gib": peak, "reserved_gib": reserved, "report": trainer.fastpack_report.to_dict(),
+        "losses": losses, "peak_gib": peak, "reserved_gib": reserved, "held_gib": watch.held_gib,
+        "report": trainer.fastpack_report.to_dict(),
     }  # fmt: skip
 
 
+def measure_row(row: Row, rounds: int, device: str, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Train both sides of a row in this process, in alternating order from round to round."""
+    torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
+    sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    given = material(row, device, seed)
+    for number in range(rounds):
+        for side in list(SIDES)[:: 1 if number % 2 == 0 else -1]:
+            if given["peft_config"] is not None and any(sides.values()):
+                given = material(row, device, seed)  # a trainer has put adapters into the last
+            sides[side].append(measure_side(row, side, device, seed, given))
+    return sides
+
+
 def measure(rows: Sequence[str], *, rounds: int, seed: int, progress: bool = True) -> list[dict[str, Any]]:
-    """Measure rows by name, each side in a process of its own, the sides in alternating order from round to round.
+    """Measure rows by name, each in a process of its own.
 
     Raises:
         UserError: a row that does not exist.
@@ -229,14 +247,13 @@ def measure(rows: Sequence[str], *, rounds: int, seed: int, progress: bool = Tru
     for name in rows:
         if name not in ROWS:
             raise UserError(f"there is no row {name!r}{did_you_mean(name, ROWS)} (rows: {', '.join(ROWS)})")
-        sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-        for number in range(rounds):
-            for side in list(SIDES)[:: 1 if number % 2 == 0 else -1]:
-                arguments = (name, "--side", side, "--seed", seed)
-                found = answer_of("benchmarks.captured", arguments, TIMEOUT)
-                sides[side].append(found)
-                if progress:
-                    print(_line(name, side, found), flush=True)
+        arguments = (name, "--alone", "--rounds", rounds, "--seed", seed)
+        sides = answer_of("benchmarks.captured", arguments, TIMEOUT)
+        if "failed" in sides:
+            sides = {side: [sides] for side in SIDES}
+        for side, found in ((side, found) for side, all_found in sides.items() for found in all_found):
+            if progress:
+                print(_line(name, side, found), flush=True)
         out.append({"row": name, "sides": sides})
     return out
 
@@ -248,7 +265,7 @@ def _line(row: str, side: str, found: dict[str, Any]) -> str:
     said = found["report"]["features"].get("cuda_graph", {})
     step = median(found["step_seconds"])
     idle = 1 - profile.get("busy_seconds", step) / step
-    gib = " of ".join(f"{found[name] or 0:.1f}" for name in ("peak_gib", "reserved_gib"))
+    gib = " of ".join(f"{found[name] or 0:.1f}" for name in ("peak_gib", "reserved_gib", "held_gib"))
     return (
         f"{row:24} {side:9} {step * 1e3:7.1f} ms a step, kernels {profile.get('busy_seconds', 0) * 1e3:.1f} ms, idle "
         f"{idle:.0%}, {profile.get('launches', 0):.0f} launches, {profile.get('waits', 0):.1f} waits, {gib} GiB, first "
@@ -260,14 +277,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``python -m benchmarks.captured``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.captured", description=__doc__)
     parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all of packed rows but {SMALL.name})")
-    parser.add_argument("--rounds", type=int, default=1, help="processes per side and row (default: 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="trainings per side and row (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.side is not None:  # in the process of one side
-        found = measure_side(ROWS[args.rows[0]], args.side, device, args.seed)
+    if args.alone:  # in the process of one row
+        found = measure_row(ROWS[args.rows[0]], args.rounds, device, args.seed)
         Path(args.json).write_text(json.dumps(found), encoding="utf-8")
         return
     names = args.rows or [name for name, row in ROWS.items() if row != SMALL and row.unpacked is None]

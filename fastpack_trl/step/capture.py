@@ -43,7 +43,7 @@ RECORD_SECONDS = 0.5
 """What recording is taken to cost before it is known; 0.1 to 0.2 s were measured on an H200."""
 MOST_SAVED = 0.8
 """Share of a step that graphs are taken to save at most, before it is known."""
-COMPARE_AGAIN = 50
+COMPARE_AGAIN = 100
 """Steps after which kept graphs are compared once more: the run has settled by then."""
 MOST_CHANGES = 3
 """How often graphs are made anew because the model was changed."""
