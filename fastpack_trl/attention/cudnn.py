@@ -12,8 +12,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fastpack_trl.model.upstream import lacks
-
 _CUDNN = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value)
 MAX_HEAD_DIM = 128
 """Beyond, only some versions have a backward pass, for some head_dim."""
@@ -30,7 +28,7 @@ def serves(query: Tensor, key: Tensor, documents: Sequence[slice], scale: float)
         documents: tokens of each, `LEAST_TOKENS` or more.
         scale: factor of the scores.
     """
-    if not query.is_cuda or query.shape[-1] > MAX_HEAD_DIM or lacks("varlen per document"):
+    if not query.is_cuda or query.shape[-1] > MAX_HEAD_DIM:
         return False
     q, k = (_heads_first(tensor, documents[0]) for tensor in (query, key))
     chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -7,6 +7,7 @@ operator runs its twin in plain torch, so that everything around the kernel is t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -134,14 +135,14 @@ class Varlen(Backend):
             return ""
         return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
 
-    def alone_from(self, features: ModelFeatures) -> int | None:
-        """Return from how many tokens per document, of a mean, one call each is faster; None: never."""
+    def alone_from(self, features: ModelFeatures) -> float:
+        has = features.head_dim <= cudnn.MAX_HEAD_DIM and not lacks("varlen per document")
         plain = not features.windows and not features.sinks
-        return LONG_DOCUMENTS.get(features.capability or ()) if plain else None
+        return LONG_DOCUMENTS.get(features.capability or (), math.inf) if plain and has else math.inf
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         alone_from, elements = self.alone_from(features), elements_per_token(features)
-        if alone_from and not batch.is_static and not can_index(max(batch.segment_lengths), elements):
+        if alone_from < math.inf and not batch.is_static and not can_index(max(batch.segment_lengths), elements):
             return per_document.prepare(batch, features.windows, device)
         return prepare(batch, device, elements, alone_from)
 
@@ -156,7 +157,7 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def prepare(
-    batch: PackedBatch, device: torch.device, elements_per_token: int, alone_from: int | None = None
+    batch: PackedBatch, device: torch.device, elements_per_token: int, alone_from: float = math.inf
 ) -> VarlenLayer:
     """Cut the row where the kernel's backward could no longer index it; usually nowhere.
 
@@ -164,7 +165,7 @@ def prepare(
         batch: the documents.
         device: where attention runs.
         elements_per_token: as of `elements_per_token`.
-        alone_from: as of `Varlen.alone_from`.
+        alone_from: as of `Backend.alone_from`.
 
     Raises:
         ValueError: one document alone is too long for the kernel; names the remedy.
@@ -190,9 +191,9 @@ def prepare(
     return batch.derive(("varlen", device), build)
 
 
-def _bounds(lengths: Sequence[int], alone_from: int | None) -> Tensor | None:
+def _bounds(lengths: Sequence[int], alone_from: float) -> Tensor | None:
     """Return `RowInputs.bounds` of segments of these lengths."""
-    if alone_from is None:
+    if alone_from == math.inf:
         return None
     apart = lengths and sum(lengths) >= alone_from * len(lengths) and min(lengths) >= cudnn.LEAST_TOKENS
     return torch.tensor([0, *accumulate(lengths)] if apart else [0, 0], dtype=torch.int32)

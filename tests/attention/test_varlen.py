@@ -115,6 +115,7 @@ def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pyt
         ((9000, 1), {}, [0, 0]),  # cuDNN takes no key alone
         ((8192,), {"windows": frozenset({128})}, None),
         ((8192,), {"sinks": True}, None),
+        ((8192,), {"head_dim": 192}, None),
         ((8192,), {"capability": (8, 0)}, None),
     ],
 )
