@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +75,7 @@ class Run:
             for want of memory; None without such a plan.
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
+        alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
         parameters: returns those of the model; from a list while something keeps one.
         has_experts: the model has experts that transformers dispatches.
         offloads: layer inputs go to host memory.
@@ -99,6 +101,7 @@ class Run:
         self.activations_left: int | None = None
         self.spares: list[Callable[[], bool]] = []
         self.refuses_static: Callable[[Bucket], str] = _no_attention
+        self.alone_from = math.inf
         self.parameters: Callable[[], Iterable[nn.Parameter]] = self._walk
         self.has_experts = False
         self.offloads = False

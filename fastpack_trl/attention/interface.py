@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +77,13 @@ class Backend(ABC):
     def refuses_compile(self, features: ModelFeatures) -> str:
         """Return why layers with it are not compiled, or ``""``: it is torch that a graph can have, or an operator."""
         return ""
+
+    def alone_from(self, features: ModelFeatures) -> float:
+        """Return from how many tokens per document, of a mean, it runs faster by one call each; infinite: never.
+
+        Of static batches that is for those with one segment alone, whose length the bucket has.
+        """
+        return math.inf
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.

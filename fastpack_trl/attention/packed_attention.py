@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -197,7 +198,8 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
             yield attention
             return
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
+        run.alone_from = backend.alone_from(attention.features)
         try:
             yield attention
         finally:
-            run.refuses_static = before
+            run.refuses_static, run.alone_from = before, math.inf

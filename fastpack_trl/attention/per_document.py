@@ -47,10 +47,13 @@ class PerDocumentLayer(NamedTuple):
     max_seqlen: int
     bands: dict[int, Tensor]
     """Per window: (max_seqlen, max_seqlen) additive float mask of the band; (2, 2) where no segment exceeds it."""
-    compiled: Any = None
-    """The same row for a compiled layer, where one call per document cannot be part of a graph."""
     repeats: bool = False
     """Key heads are repeated for the queries of their group: no kernel of the device takes fewer of them."""
+
+    @property
+    def calls_per_document(self) -> bool:
+        """Return True: off the CPU, the calls are no part of a graph."""
+        return True
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend segment by segment.

@@ -7,14 +7,16 @@ operator runs its twin in plain torch, so that everything around the kernel is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention import per_document
+from fastpack_trl.attention import cudnn, per_document
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
@@ -51,11 +53,23 @@ tokens 54 against 95; at a mean of 1,500 tokens varlen is ahead (2.1 against 2.5
 """
 
 
-class VarlenLayer(NamedTuple):
-    """One tensor and one int, or several of both for a row that int32 cannot index: what crosses a layer boundary."""
+class RowPart(NamedTuple):
+    """What one call of the operator reads: tensors and ints that are the same in most rows."""
 
-    parts: tuple[tuple[Tensor, int, int, int], ...]
-    """(cu_seqlens, max_seqlen, first token, end token): (num_segments + 1,) int32 on the device, starting at 0."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 on the device, starting at 0."""
+    max_seqlen: int
+    start: int
+    """First of its tokens in the row."""
+    end: int
+    bounds: Tensor | None = None
+    """As of `RowInputs`."""
+
+
+class VarlenLayer(NamedTuple):
+    """One part, or several of a row that int32 cannot index: what crosses a layer boundary."""
+
+    parts: tuple[RowPart, ...]
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend over the whole row, or over each of its parts.
@@ -78,9 +92,9 @@ class VarlenLayer(NamedTuple):
             # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
             tokens = [tensor.contiguous() for tensor in tokens]
         outs = []
-        for cu_seqlens, max_seqlen, start, end in self.parts:
+        for cu_seqlens, max_seqlen, start, end, bounds in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
-            outs.append(_attention(q, k, v, cu_seqlens, sinks, window or NO_WINDOW, scale, max_seqlen)[0])
+            outs.append(_attention(q, k, v, cu_seqlens, sinks, bounds, window or NO_WINDOW, scale, max_seqlen)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out[None, ..., :value_dim].contiguous()
 
@@ -121,15 +135,16 @@ class Varlen(Backend):
             return ""
         return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
 
+    def alone_from(self, features: ModelFeatures) -> float:
+        has = features.head_dim <= cudnn.MAX_HEAD_DIM and not lacks("varlen per document")
+        plain = not features.windows and not features.sinks
+        return LONG_DOCUMENTS.get(features.capability or (), math.inf) if plain and has else math.inf
+
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        long_from = LONG_DOCUMENTS.get(features.capability or ())
-        plain = not features.windows and not features.sinks and not batch.is_static
-        elements = elements_per_token(features)
-        if plain and long_from is not None and batch.total_tokens >= long_from * len(batch.segment_lengths):
-            layer = per_document.prepare(batch, features.windows, device)
-            fits = can_index(max(batch.segment_lengths), elements)
-            return layer._replace(compiled=prepare(batch, device, elements)) if fits else layer
-        return prepare(batch, device, elements)
+        alone_from, elements = self.alone_from(features), elements_per_token(features)
+        if alone_from < math.inf and not batch.is_static and not can_index(max(batch.segment_lengths), elements):
+            return per_document.prepare(batch, features.windows, device)
+        return prepare(batch, device, elements, alone_from)
 
 
 def elements_per_token(features: ModelFeatures) -> int:
@@ -141,31 +156,47 @@ def _dotted(capability: tuple[int, int] | None) -> str:
     return ".".join(map(str, capability or ()))
 
 
-def prepare(batch: PackedBatch, device: torch.device, elements_per_token: int) -> VarlenLayer:
+def prepare(
+    batch: PackedBatch, device: torch.device, elements_per_token: int, alone_from: float = math.inf
+) -> VarlenLayer:
     """Cut the row where the kernel's backward could no longer index it; usually nowhere.
 
     Args:
         batch: the documents.
         device: where attention runs.
         elements_per_token: as of `elements_per_token`.
+        alone_from: as of `Backend.alone_from`.
 
     Raises:
         ValueError: one document alone is too long for the kernel; names the remedy.
     """
 
     def build() -> VarlenLayer:
-        # A static row is not cut: where, would depend on its documents (`Varlen.refuses_static`).
-        bounds = [] if batch.is_static else indexable_runs(batch.segment_lengths, elements_per_token)
-        if len(bounds) <= 1:
-            return VarlenLayer(((batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, 0, batch.total_tokens),))
+        # A static row is not cut: where, would depend on its documents (`Varlen.refuses_static`). With one segment, it
+        # is one document in each batch; the lengths of more are read by the kernel over the row.
+        static, total = batch.is_static, batch.total_tokens
+        lengths = ((total,) if len(batch.cu_seqlens) == 2 else ()) if static else batch.segment_lengths
+        runs = [] if static else indexable_runs(lengths, elements_per_token)
+        if len(runs) <= 1:
+            bounds = _bounds(lengths, alone_from)
+            return VarlenLayer((RowPart(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, 0, total, bounds),))
         parts, token = [], 0
-        for first, end in bounds:
-            part = PackedBatch.from_lengths(batch.segment_lengths[first:end])
-            parts.append((part.cu_seqlens.to(device), part.bucketed_max_seqlen, token, token + part.total_tokens))
-            token += part.total_tokens
+        for first, end in runs:
+            part = PackedBatch.from_lengths(lengths[first:end])
+            after, bounds = token + part.total_tokens, _bounds(lengths[first:end], alone_from)
+            parts.append(RowPart(part.cu_seqlens.to(device), part.bucketed_max_seqlen, token, after, bounds))
+            token = after
         return VarlenLayer(tuple(parts))
 
     return batch.derive(("varlen", device), build)
+
+
+def _bounds(lengths: Sequence[int], alone_from: float) -> Tensor | None:
+    """Return `RowInputs.bounds` of segments of these lengths."""
+    if alone_from == math.inf:
+        return None
+    apart = lengths and sum(lengths) >= alone_from * len(lengths) and min(lengths) >= cudnn.LEAST_TOKENS
+    return torch.tensor([0, *accumulate(lengths)] if apart else [0, 0], dtype=torch.int32)
 
 
 def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
@@ -207,6 +238,10 @@ class RowInputs(NamedTuple):
     """(num_segments + 1,) int32, on the device of the query."""
     sinks: Tensor | None
     """(num_heads,)."""
+    bounds: Tensor | None
+    """(num_segments + 1,) int32 **on the host**, in tokens: each segment has a call of its own, where the device has a
+    faster kernel for one. (0, 0): the row is one call. None: on this device it always is. A tensor, so that a compiled
+    layer is the same for both; never with a window or sinks."""
     window: int
     """Tokens that a query sees, itself included; 0: all before it."""
     scale: float
@@ -220,15 +255,20 @@ class RowInputs(NamedTuple):
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
 
     @property
+    def documents(self) -> list[slice]:
+        """Return the segments that have a call each; none where the row is one call."""
+        bounds = [0] if self.bounds is None else self.bounds.tolist()  # a host tensor: no device is asked
+        return [slice(*pair) for pair in pairwise(bounds)] if bounds[-1] else []
+
+    @property
     def for_reference(self) -> DocumentInputs:
         """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
         band, longest = None, min(self.max_seqlen, self.query.shape[0])
         if self.window and longest > self.window:
             band = torch.zeros(longest, longest).masked_fill_(~band_mask(longest, self.window), -torch.inf)
-        return DocumentInputs(
-            q, k, v, self.cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen
-        )
+        cu_seqlens = self.bounds if self.documents and self.bounds is not None else self.cu_seqlens
+        return DocumentInputs(q, k, v, cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen)
 
 
 def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
@@ -238,7 +278,9 @@ def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
         (total_tokens, num_heads, head_dim), and the log-sum-exp, (num_heads, total_tokens) fp32.
     """
     row = RowInputs(*fields)
-    longest = row.max_seqlen
+    longest, documents = row.max_seqlen, row.documents
+    if documents and cudnn.serves(row.query, row.key, documents, row.scale):
+        return cudnn.forward(row.query, row.key, row.value, documents, row.scale)
     if row.query.is_cuda:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             row.query, row.key, row.value, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0, True, False,
@@ -256,8 +298,10 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks (an empty tensor if there are none)."""
     row = RowInputs(*fields)
-    longest = row.max_seqlen
-    if row.query.is_cuda:
+    longest, documents = row.max_seqlen, row.documents
+    if documents and cudnn.serves(row.query, row.key, documents, row.scale):
+        grads = cudnn.backward(grad_out, out, lse, row.query, row.key, row.value, documents, row.scale)
+    elif row.query.is_cuda:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
         grads = torch.ops.aten._flash_attention_backward(
             grad_out, row.query, row.key, row.value, out, lse, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0,
@@ -305,7 +349,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
         out, lse = _forward(*fields)
         ctx.save_for_backward(out, lse, *fields[:5])
-        ctx.constants = fields[5:]
+        # The bounds are not saved: they are on the host, and hooks on saved tensors need not move them.
+        ctx.others = fields[5:]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -313,8 +358,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
-        return dq, dk, dv, None, dsinks if tensors[4] is not None else None, None, None, None
+        dq, dk, dv, dsinks = _backward(grad_out.contiguous(), out, lse, *tensors, *ctx.others)
+        return dq, dk, dv, None, dsinks if tensors[4] is not None else None, None, None, None, None
 
 
 _attention = differentiable("varlen_attention_with_gradient", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _Attention)

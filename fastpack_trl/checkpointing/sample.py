@@ -91,7 +91,7 @@ def kind_of(layer: nn.Module) -> Any:
     """Return what makes a layer another kind of layer: modules, windows, plain attributes, shapes and types of tensors.
 
     The attributes tell adapters, shared keys and values; one that has another value in each layer makes each a kind of
-    its own.
+    its own. Of attributes of ours only the type: they hold addresses.
     """
     kind: list[Any] = []
     for module in layer.modules():
@@ -99,7 +99,8 @@ def kind_of(layer: nn.Module) -> Any:
         kind.append(type(module))
         kind.append(window_of(module) if hasattr(module, "config") and hasattr(module, "layer_idx") else None)
         kind.append(tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors))
-        own = ((name, _plain(value)) for name, value in vars(module).items() if name[0] != "_" and name not in _OWN)
+        read = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _OWN}
+        own = ((name, type(value) if name.startswith("fastpack_") else _plain(value)) for name, value in read.items())
         kind.append(tuple(sorted(own, key=lambda pair: pair[0])))
     return tuple(kind)
 

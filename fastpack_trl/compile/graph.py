@@ -107,17 +107,16 @@ def packed_call(
     # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
         return None
-    if hidden.device.type != "cpu":
-        packed = getattr(packed, "compiled", packed)  # what stands in for one kernel per document
     names = recorded.asked_for()
-    if packed is None or not recorded.KNOWN.issuperset(names):
+    per_document = hidden.device.type != "cpu" and getattr(packed, "calls_per_document", False)
+    if per_document or not recorded.KNOWN.issuperset(names):
         return None
     if not hidden.requires_grad:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             return None  # nothing of it is trained and nothing before it: there is no backward to compile for
         # The first layer over frozen embeddings would need a graph of its own otherwise.
         hidden = hidden.detach().requires_grad_()
-    read = {name: value for name, value in kwargs.items() if name not in _UNREAD} | {"packed_layer": packed}
+    read = {name: value for name, value in kwargs.items() if name not in _UNREAD}
     return LayerCall(layer, checkpoint, hidden, args[1:], read, names, hooks_outside)
 
 

@@ -18,8 +18,6 @@ LARGEST = 448.0
 LEAST = LARGEST * 2.0**-126
 """Smallest magnitude that a scale is made of: its scale and the inverse are normal fp32 numbers. So zeros stay zeros,
 and what is below it keeps an absolute error of 2**-136 at most."""
-LEAST_CAPABILITY = (8, 9)
-"""Of CUDA devices that multiply in FP8: Ada, Hopper and later."""
 MULTIPLE = 16
 """Both dimensions of a matrix are multiples of it: a device reads 16 bytes at once."""
 BLOCK = 128
@@ -128,6 +126,23 @@ def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool
         a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=dtype, use_fast_accum=fast
     )
     return out if len(out) == rows else out[:rows]
+
+
+def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why a device has no FP8 products with a scale per row, found by one of 16 x 16; empty where it has.
+
+    Which scales and results it takes depends on device, CUDA and torch: no version says so alone.
+    """
+    ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
+    scales = torch.arange(1.0, MULTIPLE + 1, device=device)[:, None]
+    rows, columns = Quantised(ones.to(FP8), scales), Quantised(ones.to(FP8), ones[:, :1].contiguous())
+    try:
+        out = scaled_product(rows, columns, dtype)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return "" if torch.equal(out.float(), MULTIPLE * scales * ones) else "a small product is wrong"
 
 
 def padded(a: Quantised) -> Quantised:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.kernels.fp8 import LEAST_CAPABILITY
+from fastpack_trl.kernels.fp8 import failure_of_products
 from fastpack_trl.lora.copies import FrozenCopies
 from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear
 from fastpack_trl.lora.fp8_layers import MOST_ERROR, product_errors, products_ratio, put_in_fp8, reasons_against, stays
@@ -145,13 +145,11 @@ def _refusal(run: Run) -> str:
     device = run.device
     if device.type != "cuda":
         return f"a {device.type} device has no FP8 products; train on a CUDA device from Ada or Hopper on, or {_KEEP}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {have}, FP8 products need {need}; {_KEEP}"
     dtype = run.compute_dtype or next(run.model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the run computes in {dtype}, and FP8 products give 16 bits; set bf16=True, or {_KEEP}"
+    if failure := failure_of_products(device, dtype):
+        return f"{torch.cuda.get_device_name(device)} has no FP8 products in {dtype}: {failure}; {_KEEP}"
     return ""
 
 

@@ -89,6 +89,11 @@ TABLE: tuple[Upstream, ...] = (
         ("attention",), "`per_document`", "varlen",
     ),
     Upstream(
+        ("torch._fused_sdp_choice",
+         *_all("torch.ops.aten", "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")),
+        ("attention",), "long documents by `varlen` over the whole row", "varlen per document",
+    ),
+    Upstream(
         _all(
             "torch.ops.aten",
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",

@@ -28,6 +28,9 @@ _SEGMENT_COST = 0.5
 _BLOCK_COST = 0.0025
 """Of a surplus token of segments x max_seqlen: blocks that are launched and find nothing to do. 0.0023 to 0.0030 in a
 layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in one of Qwen3-8B's."""
+_ALONE_COST = 0.1
+"""Of a token of a long document that fills its row, in a bucket for other rows too, where attention is slower: a tenth
+of Qwen3-8B's step at 4,096 tokens, by the times of the kernels on an H200; more in longer rows."""
 _MOST_SIZES = 1024
 """Different rows that are weighed; of more, evenly spaced ones. The cost is counted over all."""
 _LEAST_GAIN = 0.02
@@ -127,7 +130,9 @@ def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> B
     return min((bucket for bucket in buckets if bucket.holds(size)), key=_cost_of, default=None)
 
 
-def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, eager_cost: float = 0.5) -> BucketChoice:
+def choose_buckets(
+    rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, eager_cost: float = 0.5, alone_from: float = math.inf
+) -> BucketChoice:
     """Choose the buckets of a run from rows as they run, merged ones too; the same rows give the same buckets.
 
     One bucket after the other is added: that which saves most, counting tokens of tails, masked loss positions, empty
@@ -139,6 +144,8 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, e
         at_most: buckets.
         eager_cost: what a row without a bucket costs beyond one in its own shape, as a share of its tokens. Of a step
             whose device is idle for a share ``s`` of the time it is ``s / (1 - s)``: padding beyond it does not pay.
+        alone_from: tokens of a document from which a bucket for rows that one document fills, of one segment, has a
+            faster attention than one for rows of several.
 
     Raises:
         ValueError: no row, or no bucket.
@@ -150,8 +157,10 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, e
     ordered = ordered[:: -(-len(ordered) // _MOST_SIZES)]  # the largest is among them
     table = np.array(ordered, dtype=np.int64)
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
-    candidates = _candidates(table, weights)
+    filled = (table[:, 1] == 1) & (table[:, 0] >= alone_from)
+    candidates = _candidates(table, weights, filled)
     costs, eager = _costs(candidates, table), table[:, 0] * eager_cost
+    costs += _ALONE_COST * table[:, 0] * (filled & (candidates[:, 1, None] > 1))
 
     def cost(of: list[int]) -> float:
         return float(np.minimum(eager, costs[of].min(axis=0, initial=math.inf)) @ weights)
@@ -175,15 +184,18 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, e
     return _priced(_tightened([Bucket(*map(int, candidates[one])) for one in chosen], sizes), sizes)
 
 
-def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return (C, 5), one bucket per row: the levels of each dimension in all combinations."""
+def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64], filled: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return (C, 5), one bucket per row: the levels of each dimension in all combinations, and of one segment each
+    length of a row that may have it."""
     counts = weights.astype(np.int64)
     tokens, segments, longest, loss, parts = (table[:, column] for column in range(5))
     token_levels = _levels(tokens, counts, _up)
     mostly_counted = np.quantile(np.repeat(loss / tokens, counts), _NEARLY_ALL) >= _LOSS_SHARE
     loss_levels = [2**62] if mostly_counted else [*_levels(loss, counts, _up), 2**62]
+    alone = {int(length) for length in tokens[filled]} & set(token_levels)
     grid = np.array(
-        [
+        [(length, 1, length, min(length, positions), 1) for length in alone for positions in loss_levels]
+        + [
             (row, capacity, length, min(row, positions), int(parts.max()))
             for row in token_levels
             for length in _levels(longest, counts, rounded_length)

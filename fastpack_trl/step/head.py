@@ -29,6 +29,9 @@ PLAIN_TILE_ELEMENTS = 2**22
 """Without Triton, where each step over a tile is a pass of torch over memory."""
 PLAIN_TILE_ROWS = 64
 """There at least: each tile reads the whole weight."""
+TILE_ALIGNMENT = 64
+"""Logits that the rows of a tile are apart in multiples of: with a row of odd length (128,257 tokens) products of a GPU
+read and write a few bytes at a time."""
 
 _FORWARD = (
     "tile", "tile_stride", "targets", "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum",
@@ -190,7 +193,8 @@ class _HeadLossFunction(torch.autograd.Function):
         is_top1 = torch.empty(count, device=device, dtype=torch.bool)
         total = torch.zeros((), **fp32)
         height = min(count, options.tile_rows)
-        tiles = torch.empty(height, vocabulary, device=device, dtype=dtype)
+        stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
+        tiles = torch.empty(height, stride, device=device, dtype=dtype)[:, :vocabulary]
         sums = torch.empty(height, hidden.shape[1], **fp32) if wants[0] else None
         slices, masked = _slices(weight, dtype), ~mask if mask is not None else None
         for start in range(0, count, options.tile_rows):

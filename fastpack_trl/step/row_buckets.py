@@ -53,7 +53,7 @@ class RowBuckets:
         if self.choice is None:
             self._chosen += 1
             rows = [*self._seen, *self._expected(size.parts)]
-            self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST)
+            self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST, alone_from=self._run.alone_from)
             logger.debug(f"cuda_graph: {self.choice}")
         bucket = smallest_fitting(self.choice.buckets, size)
         if bucket is not None and bucket.tokens > (1 + _EAGER_COST) * size.tokens:
@@ -99,7 +99,8 @@ class RowBuckets:
 
 
 def _sizes(bucket: Bucket) -> Bucket:
-    return bucket._replace(segments=0, max_seqlen=0)
+    # Rows that one document fills may run another kernel.
+    return bucket._replace(segments=min(bucket.segments, 2), max_seqlen=0)
 
 
 def merged_size(sizes: list[RowSize]) -> RowSize:

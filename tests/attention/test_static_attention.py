@@ -39,7 +39,7 @@ def attended(
     sinks: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Output and gradients of the varlen kernel, or of its twin on the CPU."""
-    layer = varlen.VarlenLayer(((cu_seqlens, max_seqlen, 0, tensors[0].shape[2]),))
+    layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, max_seqlen, 0, tensors[0].shape[2]),))
     out = layer.attend(AttentionCall(*tensors[:3], SCALE, window, sinks=tensors[3] if sinks else None))
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
 
@@ -131,9 +131,20 @@ def test_a_static_row_of_long_documents_stays_with_the_kernel_over_the_row(lengt
     static = to_static(inputs, bucket_for(inputs, tail=8, segments=1))
     layer = BACKENDS["varlen"].prepare(static.batch, HOPPER, torch.device("cpu"))
     assert isinstance(layer, varlen.VarlenLayer)
-    ((cu_seqlens, max_seqlen, start, end),) = layer.parts
-    assert cu_seqlens is static.batch.cu_seqlens
-    assert (max_seqlen, start, end) == (max(lengths), 0, sum(lengths) + 8)
+    (part,) = layer.parts
+    assert part.cu_seqlens is static.batch.cu_seqlens
+    assert part[1:4] == (max(lengths), 0, sum(lengths) + 8)
+    assert part.bounds.tolist() == [0, 0]
+
+
+def test_a_static_row_that_one_document_fills_has_its_kernel() -> None:
+    """Its one length is that of the bucket: what a graph has read of it stays true."""
+    inputs = make_inputs([8192])
+    layer = BACKENDS["varlen"].prepare(to_static(inputs, bucket_for(inputs)).batch, HOPPER, torch.device("cpu"))
+    assert layer.parts[0].bounds.tolist() == [0, 8192]
+    short = make_inputs([4032])
+    layer = BACKENDS["varlen"].prepare(to_static(short, bucket_for(short)).batch, HOPPER, torch.device("cpu"))
+    assert layer.parts[0].bounds.tolist() == [0, 0]
 
 
 def test_who_takes_static_batches() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from attention_material import HEADS, HOPPER, SCALE, dense_attention, errors, make_inputs, run
 from torch import Tensor
 
-from fastpack_trl.attention import varlen
+from fastpack_trl.attention import cudnn, varlen
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.packing.masks import dense_mask
@@ -75,8 +75,10 @@ def test_operator_passes_torchs_own_checks() -> None:
     batch = PackedBatch.from_lengths((3, 2))
     inputs = make_inputs(batch, torch.float64, sinks=True)
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in inputs[:3]]
-    arguments = (*tokens, batch.cu_seqlens, inputs[3], 2, SCALE, 3)
+    arguments = (*tokens, batch.cu_seqlens, inputs[3], None, 2, SCALE, 3)
     torch.library.opcheck(torch.ops.fastpack.varlen_attention_with_gradient.default, arguments)
+    alone = (*tokens, batch.cu_seqlens, None, batch.cu_seqlens.clone(), 0, SCALE, 3)
+    torch.library.opcheck(torch.ops.fastpack.varlen_attention_with_gradient.default, alone)
     inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, inner)
     out, lse = torch.ops.fastpack.varlen_attention(*inner)
@@ -94,7 +96,7 @@ def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pyt
     monkeypatch.setattr(varlen, "_INT32", (20 + 128) + (2 + 128) + 1)
     batch.clear_derived()
     parts = varlen.prepare(batch, cpu, 1)
-    assert [(start, end) for _, _, start, end in parts.parts] == [(0, 8), (8, 30)]
+    assert [(part.start, part.end) for part in parts.parts] == [(0, 8), (8, 30)]
     results = [
         run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE, sinks=t[3])), inputs)
         for layer in (whole, parts)
@@ -104,36 +106,77 @@ def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("lengths", "changes", "whole_row"),
+    ("lengths", "changes", "bounds"),
     [
-        ((4096, 4200), {}, False),
-        ((8192,), {}, False),
-        ((8000, 100, 92), {}, True),
-        ((1500, 1600), {}, True),
-        ((8192,), {"windows": frozenset({128})}, True),
-        ((8192,), {"sinks": True}, True),
-        ((8192,), {"capability": (8, 0)}, True),
+        ((4096, 4200), {}, [0, 4096, 8296]),
+        ((8192,), {}, [0, 8192]),
+        ((8000, 100, 92), {}, [0, 0]),
+        ((1500, 1600), {}, [0, 0]),
+        ((9000, 1), {}, [0, 0]),  # cuDNN takes no key alone
+        ((8192,), {"windows": frozenset({128})}, None),
+        ((8192,), {"sinks": True}, None),
+        ((8192,), {"head_dim": 192}, None),
+        ((8192,), {"capability": (8, 0)}, None),
     ],
 )
 def test_long_documents_go_to_the_kernel_that_was_faster_on_the_device(
-    lengths: tuple[int, ...], changes: dict[str, Any], whole_row: bool
+    lengths: tuple[int, ...], changes: dict[str, Any], bounds: list[int] | None
 ) -> None:
     batch = PackedBatch.from_lengths(lengths)
     layer = BACKENDS["varlen"].prepare(batch, replace(HOPPER, **changes), torch.device("cpu"))
-    assert isinstance(layer, varlen.VarlenLayer) == whole_row
+    found = layer.parts[0].bounds
+    assert (None if found is None else found.tolist()) == bounds
+
+
+def test_each_part_of_a_row_that_is_cut_has_bounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_INT32", (20 + 128) + (2 + 128) + 1)
+    layer = varlen.prepare(PackedBatch.from_lengths(LENGTHS), torch.device("cpu"), 1, alone_from=8)
+    assert [part.bounds.tolist() for part in layer.parts] == [[0, 0], [0, 20, 22]]
+
+
+def test_one_call_per_document_is_by_their_lengths_on_the_host() -> None:
+    """Others than those on the device, to tell who is read; gradients too."""
+    cpu, inputs = torch.device("cpu"), make_inputs(PackedBatch.from_lengths((5, 7)), torch.float64, sinks=False)
+    results = []
+    for lengths, bounds in (((12,), [0, 5, 12]), ((5, 7), None)):
+        part = varlen.prepare(PackedBatch.from_lengths(lengths), cpu, HEADS * 32).parts[0]
+        part = part._replace(bounds=None if bounds is None else torch.tensor(bounds, dtype=torch.int32))
+        layer = varlen.VarlenLayer((part,))
+        results.append(run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE)), inputs))
+    for per_document, whole_row in zip(*results, strict=True):
+        assert torch.equal(per_document, whole_row)
+
+
+def test_operators_of_cudnn_take_the_arguments_that_are_given() -> None:
+    """Shapes alone: on the meta device; results of a device are compared below."""
+    query, key = (torch.randn(24, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    for documents in ([slice(0, 24)], [slice(0, 10), slice(10, 24)]):
+        out, lse = cudnn.forward(query, key, key, documents, SCALE)
+        assert (out.shape, lse.shape, lse.dtype) == (query.shape, (4, 24), torch.float32)
+        assert out.is_contiguous()
+        dq, dk, dv = cudnn.backward(out, out, lse, query, key, key, documents, SCALE)
+        assert (dq.shape, dk.shape, dv.shape) == (query.shape, key.shape, key.shape)
+        assert all(grad.is_contiguous() for grad in (dq, dk, dv))
+    assert not cudnn.serves(torch.zeros(24, 4, 16), torch.zeros(24, 2, 16), [slice(0, 24)], SCALE)
+
+
+def long_inputs(lengths: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(lengths), 64) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator).bfloat16().cuda().requires_grad_() for shape in shapes]
 
 
 @pytest.mark.cuda
-def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention() -> None:
-    batch = PackedBatch.from_lengths((4096, 4100))
-    device = torch.device("cuda")
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, batch.total_tokens, 64) for heads in (4, 2, 2)]
-    inputs = [torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_() for shape in shapes]
+@pytest.mark.parametrize("lengths", [(8196,), (4096, 4100)])
+@pytest.mark.parametrize("form", ["eager", "compiled", "deterministic"])
+def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention(
+    lengths: tuple[int, ...], form: str
+) -> None:
+    batch = PackedBatch.from_lengths(lengths)
+    device, inputs = torch.device("cuda"), long_inputs(lengths)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     layer = BACKENDS["varlen"].prepare(batch, HOPPER, device)
-    assert not isinstance(layer, varlen.VarlenLayer)
-    whole = varlen.prepare(batch, device, 4 * 64)
+    whole = varlen.prepare(PackedBatch.from_lengths(lengths), device, 4 * 64)
     mask = dense_mask(batch, None, device)
 
     def dense(tensors: list[Tensor]) -> Tensor:
@@ -144,9 +187,60 @@ def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention(
         return layer.attend(AttentionCall(*tensors, SCALE))
 
     exact, budget = run(dense, exact_inputs), run(dense, inputs)
-    for chosen in (layer, whole):
-        actual = run(lambda tensors, chosen=chosen: ours(tensors, chosen), inputs)
-        assert (errors(actual, exact) <= 2 * errors(budget, exact) + 2**-8).all()
+    attend = torch.compile(ours, fullgraph=True, dynamic=True) if form == "compiled" else ours
+    torch.use_deterministic_algorithms(form == "deterministic", warn_only=False)  # cuDNN is not: flash over the row
+    try:
+        for chosen in (layer, whole):
+            actual = run(lambda tensors, chosen=chosen: attend(tensors, chosen), inputs)
+            assert (errors(actual, exact) <= 2 * errors(budget, exact) + 2**-8).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def kernels_of(call: Any) -> str:
+    """Names of the kernels that a call launches, a graph's too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() not in varlen.LONG_DOCUMENTS,
+    reason="needs a device on which one call per document is faster",
+)
+@pytest.mark.parametrize("form", ["eager", "compiled", "recorded"])
+def test_long_documents_run_cudnns_kernels_in_every_form(form: str) -> None:
+    inputs, device = long_inputs((8192,)), torch.device("cuda")
+    layer = BACKENDS["varlen"].prepare(PackedBatch.from_lengths((8192,)), HOPPER, device)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return layer.attend(AttentionCall(*tensors, SCALE))
+
+    if form == "compiled":
+        attend = torch.compile(attend, fullgraph=True, dynamic=True)
+
+    def step() -> list[Tensor]:
+        out = attend(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    expected, call = step(), step
+    if form == "recorded":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results = step()
+        call = graph.replay
+    names = kernels_of(call)
+    assert "cudnn" in names
+    assert "flash_bwd" not in names
+    if form == "recorded":
+        for found, plain in zip(results, expected, strict=True):
+            torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)  # sums of gradients are not in one order
 
 
 def test_bounds_of_the_int32_guard() -> None:
@@ -167,7 +261,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
 
     @torch.compile(backend=backend, fullgraph=True, dynamic=True)
     def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        layer = varlen.VarlenLayer(((cu_seqlens, max_seqlen, 0, query.shape[2]),))
+        layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, max_seqlen, 0, query.shape[2]),))
         return layer.attend(AttentionCall(query, key, value, SCALE))
 
     generator = torch.Generator().manual_seed(0)

@@ -8,18 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from decoder_material import decoder, installed
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_material import make
 from torch import Tensor
 
+from fastpack_trl import apply_lora
 from fastpack_trl.checkpointing import trace
 from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.plan import LayerCosts
 from fastpack_trl.checkpointing.sample import SAMPLED, LayerSample, kind_of
 from fastpack_trl.checkpointing.trace import trace_levels
+from fastpack_trl.lora.fp8_layers import put_in_fp8
+from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.testing import tiny_model
 
@@ -139,6 +143,23 @@ def test_kinds_tell_adapters_and_frozen_weights_but_not_names() -> None:
     assert kind_of(layers[2]) != kind_of(layers[0])
     windows = checkpointable_layers(tiny_model("gemma2", num_hidden_layers=4))
     assert kind_of(windows[0]) == kind_of(windows[2]) != kind_of(windows[1])
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["copies", "fp8"])
+def test_what_we_keep_beside_a_layer_is_no_kind_of_its_own(fp8: bool) -> None:
+    """A copy of a frozen weight is remembered with the address of that weight, another one in each layer."""
+    model = make("qwen3", lora=True, layers=3)
+    layers = checkpointable_layers(model)
+    applied = apply_lora(model, compute_dtype=torch.bfloat16, cache_dequantized="on")
+    kept = [module for module in model.modules() if isinstance(module, FastLora)]
+    assert applied.copies.kept
+    assert len({module.fastpack_copied_from[2] for module in kept}) == len(kept)
+    if fp8:
+        for module in kept:
+            put_in_fp8(module, torch.bfloat16, both_layouts=False, to_host=False)
+    assert kind_of(layers[0]) == kind_of(layers[1]) == kind_of(layers[2])
+    layers[1].self_attn.q_proj._fastpack_drop_copy()  # as loaded, where others multiply by a copy
+    assert kind_of(layers[1]) != kind_of(layers[0])
 
 
 @given(kinds=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), size=st.integers(1, 8))

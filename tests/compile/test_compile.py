@@ -31,9 +31,10 @@ from trainer_material import train
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocumentLayer
-from fastpack_trl.attention.varlen import Varlen, VarlenLayer
+from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
+from fastpack_trl.compile.graph import packed_call
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -64,16 +65,16 @@ def test_one_graph_per_window(family: str) -> None:
     assert (backend.graphs, layers.path, len(layers.kinds)) == (2, "compiled", 2), layers.reason
 
 
-def test_a_row_of_long_documents_has_a_form_for_compiled_layers() -> None:
-    """On Hopper eager attention calls one kernel per long document, which is no part of a graph."""
-    features = dataclasses.replace(read_features(make("llama"), torch.bfloat16), capability=(9, 0))
-    batch = PackedBatch.from_lengths([5000, 4200])
-    layer = Varlen().prepare(batch, features, torch.device("cpu"))
+def test_a_document_that_the_kernel_cannot_index_runs_eager() -> None:
+    """On Hopper: one call per document there, which is no part of a graph."""
+    features = dataclasses.replace(read_features(make("llama"), torch.bfloat16), capability=(9, 0), num_heads=2**20)
+    layer = Varlen().prepare(PackedBatch.from_lengths([5000]), features, torch.device("cpu"))
     assert isinstance(layer, PerDocumentLayer)
-    assert isinstance(layer.compiled, VarlenLayer)
-    assert torch.equal(layer.compiled.parts[0][0], batch.cu_seqlens)
-    too_long = dataclasses.replace(features, num_heads=2**20)
-    assert Varlen().prepare(PackedBatch.from_lengths([5000]), too_long, torch.device("cpu")).compiled is None
+    hidden = torch.empty(1, 5000, 8, device="meta", requires_grad=True)
+    decoder = decoder_layers(make("llama"))[0]
+    assert packed_call(decoder, None, (hidden,), {"packed_layer": layer}) is None
+    on_cpu = torch.zeros(1, 8, 8, requires_grad=True)
+    assert packed_call(decoder, None, (on_cpu,), {"packed_layer": layer}) is not None
 
 
 def test_layers_are_as_before_afterwards_also_after_an_exception() -> None:

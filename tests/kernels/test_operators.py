@@ -45,7 +45,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def attend(query: Tensor, cu_seqlens: Tensor) -> Tensor:
-    layer = varlen.VarlenLayer(((cu_seqlens, 4, 0, TOKENS),))
+    layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, 4, 0, TOKENS),))
     split = query.view(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
     return layer.attend(AttentionCall(split, split, split, 0.25)).reshape(TOKENS, WIDTH)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quantised_material import quantised
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, apply_lora, packed_attention
-from fastpack_trl.kernels.fp8 import LEAST_CAPABILITY, Quantised, quantise_rows, scaled_product
+from fastpack_trl.kernels.fp8 import Quantised, failure_of_products, quantise_rows, scaled_product
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.fp8_checkpoint import _multiplies_blocks
 from fastpack_trl.lora.fp8_layers import product_errors, put_in_fp8
@@ -25,7 +26,7 @@ from fastpack_trl.testing import gradients
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY,
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
         reason="needs a CUDA device that multiplies in FP8",
     ),
 ]
@@ -34,6 +35,16 @@ blocks = pytest.mark.skipif(
     not torch.cuda.is_available() or not _multiplies_blocks(torch.device("cuda")),
     reason="needs a CUDA device that multiplies FP8 with block scales",
 )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_small_product_that_is_tried_says_what_large_ones_do(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    rows = quantise_rows(torch.randn(512, 256, device=device))
+    failure = failure_of_products(device, dtype)
+    assert dtype != torch.bfloat16 or not failure, failure
+    with pytest.raises((RuntimeError, ValueError)) if failure else nullcontext():
+        scaled_product(rows, rows, dtype)
 
 
 def in_fp8(model: Any) -> Any:

@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.kernels import fp8
 from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
@@ -303,17 +304,53 @@ def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "bf16", "match"),
-    [((8, 0), True, "has compute capability 8.0, FP8 products need 8.9"), ((9, 0), False, "computes in torch.float32")],
+    ("bf16", "failure", "match"),
+    [
+        (
+            True,
+            "no scales per row",
+            "no FP8 products in torch.bfloat16: no scales per row; set frozen_base='as",
+        ),
+        (False, "", "computes in torch.float32"),
+        (True, "", ""),
+    ],
 )
 def test_devices_and_dtypes_without_fp8_products_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], bf16: bool, match: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, failure: str, match: str
 ) -> None:
     trainer = made(tmp_path, bf16=bf16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(frozen_base, "failure_of_products", lambda *_: failure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
     monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device("cuda"))
-    assert match in frozen_base._refusal(trainer.fastpack_run)
+    refusal = frozen_base._refusal(trainer.fastpack_run)
+    assert match in refusal
+    assert bool(refusal) == bool(match)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (RuntimeError("only on\nsome devices"), "only on"),  # torch 2.11
+        (ValueError("Invalid scaling configuration"), "Invalid scaling configuration"),
+        (None, ""),
+    ],
+)
+def test_a_small_product_shows_what_the_device_lacks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, failure: str
+) -> None:
+    def product(*arguments: Any) -> Tensor:
+        if error is not None:
+            raise error
+        return fp8.scaled_product_torch(*arguments)
+
+    monkeypatch.setattr(fp8, "scaled_product", product)
+    assert fp8.failure_of_products(torch.device("cpu"), torch.bfloat16) == failure
+
+
+def test_a_product_without_the_scales_of_each_row_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_tensor = lambda a, b, dtype: (a.values.float() @ b.values.float().t()).to(dtype)  # noqa: E731
+    monkeypatch.setattr(fp8, "scaled_product", per_tensor)
+    assert fp8.failure_of_products(torch.device("cpu"), torch.bfloat16) == "a small product is wrong"
 
 
 @pytest.mark.usefixtures("on_any_device")

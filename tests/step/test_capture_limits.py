@@ -16,7 +16,7 @@ from captured_material import (
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize
 from fastpack_trl.step.capture import StepGraphs
 from fastpack_trl.step.row_buckets import RowBuckets
 from fastpack_trl.testing import tiny_model
@@ -55,6 +55,14 @@ def test_a_row_is_not_padded_to_several_times_its_length(tmp_path: Path, devices
     assert buckets.find(long) is not None
     assert buckets.find(long._replace(tokens=2000, loss_tokens=1990, max_seqlen=900)) is None
     assert str(buckets).startswith("padding of ")
+
+
+def test_a_bucket_of_one_document_waits_for_a_row_of_its_own(tmp_path: Path, devices: Any) -> None:
+    """Its kernel may be another one, which no row of several documents has loaded."""
+    buckets = RowBuckets(build(FastSFTTrainer, tmp_path, devices).fastpack_run)
+    one, few, many = Bucket(8192, 1, 8192, 8192), Bucket(8192, 8, 8192, 8192), Bucket(8192, 64, 1280, 8192)
+    buckets.choice = BucketChoice((few, many, one), 1.0, 0.0, 0.0)
+    assert [buckets.beside(bucket) for bucket in (one, few, many)] == [[], [many], [few]]
 
 
 def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
