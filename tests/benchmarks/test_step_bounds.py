@@ -51,7 +51,9 @@ def products_of(model: Any, tokens: int) -> dict[str, list[Launch]]:
         hidden = model.get_base_model().model(input_ids=ids, attention_mask=no_mask, use_cache=False)[0]
         hidden.backward(torch.empty_like(hidden))
     # Without weights a sum with a product runs a product inside of itself.
-    launches = [one for one in launches_of(seen.events() or (), "cpu") if not any("addmm" in name for name in one.around)]
+    launches = [
+        one for one in launches_of(seen.events() or (), "cpu") if not any("addmm" in name for name in one.around)
+    ]
     return dict(by_kind(launches, Facts(model.config.vocab_size)))
 
 
