@@ -95,3 +95,20 @@ def test_no_bound_of_a_stored_profile_is_above_what_was_measured() -> None:
         for row in record["rows"]:
             for kind, found in row["kinds"].items():
                 assert 0 <= found["bound_seconds"] <= found["seconds"], (row["setting"], kind)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_products_into_an_output_count_once_with_their_own_factors() -> None:
+    rows, inner, columns = 256, 512, 1024
+    left, right, total = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((rows, inner), (inner, columns), (rows, columns))
+    )
+    exact = total.float()
+    with torch.profiler.profile(record_shapes=True) as seen:
+        torch.mm(left, right, out=total)
+        torch.addmm(total, left, right, out=total)
+        torch.addmm(exact, left, right, out_dtype=torch.float32, out=exact)
+        torch.cuda.synchronize()
+    launches = by_kind(launches_of(seen.events() or (), "cuda"), Facts(9999))
+    assert products_seconds(launches[BASE], OPERATIONS) == 3 * 2 * rows * inner * columns
