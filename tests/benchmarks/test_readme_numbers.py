@@ -36,6 +36,18 @@ def test_pages_of_one_optimisation_have_their_record_or_its_command(page: str) -
     assert f"python -m benchmarks.by_itself {PAGES[page]} " in text.partition(FIGURES[0])[2].partition(FIGURES[1])[0]
 
 
+@pytest.mark.parametrize("page", ["docs/packed-metadata.md", "docs/routing.md"])
+def test_pages_say_how_much_more_than_predicted_was_saved(page: str) -> None:
+    (record,) = (
+        record
+        for record in load_results().values()
+        if record["case"] == "by_itself" and record["settings"]["optimisation"] == PAGES[page]
+    )
+    times = sorted(row["saved_seconds"] / sum(row["predicted"].values()) for row in record["rows"])
+    said = f"{times[0]:.1f} to {times[-1]:.1f} times as much was saved as predicted. The arithmetic stops at"
+    assert said in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
 def test_every_record_that_a_page_names_is_there(page: str) -> None:
     for name in re.findall(r"benchmarks/results/([\w.*-]+\.json)", (ROOT / page).read_text(encoding="utf-8")):
