@@ -86,6 +86,7 @@ def measure_run(row: Row, side: str, length: Length, device: str, seed: int) -> 
         "seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer),
         "step_seconds": (watch.seconds[last] - watch.seconds.get(last // 2, 0.0)) / (last - last // 2),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,
     }  # fmt: skip
     if isinstance(trainer, FastSFTTrainer):
         found |= {"start_up": dict(trainer.fastpack_run.seconds), "report": trainer.fastpack_report.to_dict()}

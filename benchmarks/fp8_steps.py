@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.side_by_side import OURS, OURS_FP8, measure
-from benchmarks.side_table import Cell, cells, loss_difference
+from benchmarks.side_table import Cell, cells, loss_difference, peak_cell
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.measure.record import check_writable
@@ -30,7 +30,10 @@ def table(record: Mapping[str, Any]) -> str:
     columns = ["row", "base", "tokens/s", "quartiles", "over as loaded", "loss apart", "kernels, ms", "peak, GiB"]
     columns += ["activations", "frozen base"]
     torch = record["versions"]["torch"]
-    lines = [f"**LoRA over a base in FP8, {device_of(record)}, torch {torch}.**", "", f"| {' | '.join(columns)} |"]
+    said = (
+        f"**LoRA over a base in FP8, {device_of(record)}, torch {torch}.** *peak*: of tensors, + CUDA graphs beside it."
+    )
+    lines = [said, "", f"| {' | '.join(columns)} |"]
     lines.append("| --- | --- " + "| ---: " * 6 + "| --- | --- |")
     for row, sides in cells(record).items():
         for side in (OURS, OURS_FP8):
@@ -53,7 +56,7 @@ def _cells(side: str, loaded: Cell | None, cell: Cell) -> Iterator[str]:
     apart = loss_difference(loaded, cell) if both and loaded is not None else None
     yield "-" if apart is None else f"{apart:.1e}"
     yield f"{1000 * run['profile']['busy_seconds']:,.0f}" if run["profile"] else "-"
-    yield "-" if cell.peak is None else f"{cell.peak:.1f}"
+    yield peak_cell(cell.runs)
     features = run["report"]["features"]
     yield str(features.get("activation_memory", {}).get("path", "-"))
     yield str(features.get("frozen_base", {}).get("reason", "-")).partition(":")[0]

@@ -28,7 +28,7 @@ _PROFILERS = ("Activity Buffer Request",)
 """The profiler's own work, inside of the operator whose kernels are said to be its."""
 _PRODUCTS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|addbmm)_?$")
 _SUMMED = re.compile(r"aten::b?addb?mm")
-"""Products with another input before their factors."""
+"""Products whose factors come after another input."""
 _GROUPED = re.compile(r"(_grouped_mm|_scaled_grouped_mm)$|GroupProblemShape|grouped_gemm|prepare_grouped|_grouped_")
 _LOOKED_UP = re.compile(r"aten::(embedding|index_select|embedding_dense_backward)")
 """Operators one of whose sides is the vocabulary, though they are no part of the head."""
@@ -120,9 +120,10 @@ class Launch:
         return _elements(left) + _elements(right) + batch * rows * columns
 
     def _factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        factors = [shape for shape in self.shapes if len(shape) >= 2]
-        factors = factors[-2:] if _SUMMED.search(self.operator) else factors[:2]
-        return (factors[0], factors[1]) if len(factors) == 2 else ((), ())
+        # An output that is given comes last: factors are counted from the front.
+        first = 1 if _SUMMED.search(self.operator) else 0
+        left, right = (*self.shapes[first : first + 2], (), ())[:2]
+        return left, right
 
 
 def kind_of(launch: Launch, facts: Facts) -> str:

@@ -30,7 +30,8 @@ def table(record: Mapping[str, Any]) -> str:
     cells: dict[str, Callable[[Mapping[str, Any]], str]] = {kind: partial(_kind, kind) for kind in kinds}
     for name, cell in {**cells, **_SUMMARY}.items():
         lines.append(f"| {name} | {' | '.join(cell(row) for row in rows)} |")
-    notes = [note for row in rows for note in _notes(row)]
+    notes = [f"- {record['corrected']}"] if "corrected" in record else []
+    notes += [note for row in rows for note in _notes(row)]
     notes += [f"- {row['row']}, {row['side']}: {_why(row)}" for row in record["rows"] if not row.get("kinds")]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 

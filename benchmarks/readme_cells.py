@@ -28,11 +28,19 @@ def record_of(name: str, record: Mapping[str, Any]) -> str:
     """Return the file of a record and its commit; `benchmarks.stale` says whether that is of today's code.
 
     A commit that did not become part of the history has ``landed_as`` beside it: the one that holds its changes, and
-    later ones.
+    later ones. Where there was no git, ``tree`` is the commit whose code had the hashes of the record, except in the
+    file ``but_for``.
     """
-    commit, landed = record["source"]["commit"], record["source"].get("landed_as")
-    text = f"commit {commit[:7]}" if commit else "commit not recorded"
-    return f"`benchmarks/results/{name}`, {text}{f' (part of {landed[:7]})' if landed else ''}"
+    source = record["source"]
+    commit = source["commit"]
+    if commit is None:
+        but = f", but for `{source['but_for']}`" if "but_for" in source else ""
+        text = f"measured without git: the hashes of its code are those of {source['tree'][:7]}{but}"
+    elif "landed_as" in source:
+        text = f"commit {commit[:7]}, which is not in the history ({source['landed_as'][:7]} has its changes)"
+    else:
+        text = f"commit {commit[:7]}"
+    return f"`benchmarks/results/{name}`, {text}"
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:

@@ -11,7 +11,7 @@ from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import made_by, record_of
 from benchmarks.side_by_side import FIRST
-from benchmarks.side_table import cells, times, work
+from benchmarks.side_table import cells, peak_cell, times, work
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -39,8 +39,8 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return tokens per second of the rows of `GLANCE` that stock and fastpack have run; add them to `shown`."""
     lines = ["| training, tokens/s | stock | stock compiled | fastpack |", "| --- | ---: | ---: | ---: |"]
-    beside = ["| of the same steps | all together, over stock | peak, stock | peak, fastpack |"]
-    beside.append("| --- | ---: | ---: | ---: |")
+    beside = ["| the same steps, all together | over stock | over stock compiled | peak, stock | peak, fastpack |"]
+    beside.append("| --- | ---: | ---: | ---: | ---: |")
     found = cells(record)
     for row, sides in ((row, found[row]) for row in GLANCE if row in found):
         ours, stock = sides.get("fastpack"), sides.get("stock")
@@ -51,9 +51,10 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
         over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
         lines.append(f"| {work(record, row)} | {stock.rate:,.0f} | {rate} | {ours.rate:,.0f} ({over}) |")
-        peaks = ("-" if side.peak is None else f"{side.peak:.1f} GiB" for side in (stock, ours))
+        whole = "-" if compiled is None else f"{ours.whole / sides['stock compiled'].whole:.1f}x"
+        peaks = " | ".join(f"{peak_cell(side.runs)} GiB" for side in (stock, ours))
         name_of_row = work(record, row).partition(", ")[0]
-        beside.append(f"| {name_of_row} | {ours.whole / stock.whole:.1f}x | {' | '.join(peaks)} |")
+        beside.append(f"| {name_of_row} | {ours.whole / stock.whole:.1f}x | {whole} | {peaks} |")
     note = (
         f"{device_of(record)}, torch {record['versions']['torch']}, transformers {record['versions']['transformers']}; "
         "LoRA of rank 16, real text, random weights, each side at its defaults in a process of its own. *stock*: "
@@ -63,7 +64,8 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
     )
     more = (
         "fastpack keeps activations in free memory, where stock computes them again. It decides here as in a long run "
-        f"and still records CUDA graphs in some of the {_timed(record)} steps, which are slow then. "
+        f"and still records CUDA graphs in some of the {_timed(record)} steps, which are slow then. *peak*: the most "
+        "that tensors took at a time (`max_memory_allocated`), + what CUDA graphs held beside it. "
         f"`python -m benchmarks.side_by_side`, {record_of(name, record)}."
     )
     return [*lines, "", note, "", *beside, "", more, ""] if len(lines) > 2 else []
@@ -79,8 +81,8 @@ def _warm(record: Mapping[str, Any]) -> int:
 
 def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return milliseconds of a step of the rows that are not in `shown`."""
-    lines = ["| one optimizer step | stock | fastpack | | 100 steps | peak |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    lines = ["| one optimizer step | stock | stock compiled | fastpack | over stock | 100 steps | peak |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in record["rows"]:
         if row["row"] in shown:
             continue
@@ -88,8 +90,9 @@ def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list
         ratio = stock["step_seconds"] / ours["step_seconds"]
         walls = {(wall.side, wall.cache): wall.measured.get(100) for wall in wall_times(row["runs"], [100])}
         begun = " / ".join(f"{walls[side, 'cold'] or math.nan:.0f} s" for side in ("stock", "fastpack"))
-        cells_of_row = [WORK[row["row"]], _ms(stock), _ms(ours), f"**{ratio:.1f}x**", begun, _peaks(stock, ours)]
-        lines.append(f"| {' | '.join(cells_of_row)} |")
+        steps = [_ms(stock), "not measured yet", _ms(ours), f"{ratio:.1f}x"]
+        peaks = " / ".join(peak_cell([run]) for run in (stock, ours))
+        lines.append(f"| {' | '.join([WORK[row['row']], *steps, begun, f'{peaks} GiB'])} |")
     note = (
         f"{device_of(record)}, sides as above. A step is the mean of steps 51 to 100 of a long run, with "
         "layers compiled and steps replayed as CUDA graphs. *100 steps*: a run of just these, from `train()` to its "
@@ -253,7 +256,3 @@ def _run(row: Mapping[str, Any], key: tuple[str, str, bool]) -> Mapping[str, Any
 
 def _ms(run: Mapping[str, Any]) -> str:
     return f"{1000 * run['step_seconds']:,.0f} ms"
-
-
-def _peaks(*runs: Mapping[str, Any]) -> str:
-    return " / ".join(f"{run['peak_gib']:.1f}" for run in runs) + " GiB"

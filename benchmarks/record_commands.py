@@ -93,7 +93,17 @@ def _side_by_side(record: Record) -> str:
 
 
 def _row_profile(record: Record) -> str:
-    return f"python -m benchmarks.row_profile --rows {_rows_of(record)} --sides {_sides_of(record)} --json FILE"
+    rows = f"--rows {_rows_of(record)} --sides {_sides_of(record)}{_seconds(record)}"
+    return f"python -m benchmarks.row_profile {rows} --json FILE"
+
+
+def _by_itself(record: Record) -> str:
+    return f"python -m benchmarks.by_itself {record['settings']['optimisation']}{_seconds(record)} --json FILE"
+
+
+def _seconds(record: Record) -> str:
+    seconds = record["settings"].get("seconds")
+    return "" if seconds in (None, "inf") else f" --seconds {seconds:g}"
 
 
 _COMMANDS: dict[str, Callable[[Record], str]] = {
@@ -104,7 +114,7 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "activation_memory": _on_its_device,
     "host_overhead": _on_its_device,
     "collator": lambda record: "python -m benchmarks --case collator --json FILE",
-    "by_itself": lambda record: f"python -m benchmarks.by_itself {record['settings']['optimisation']} --json FILE",
+    "by_itself": _by_itself,
     "first_step": _first_step,
     "memory_caps": _memory_caps,
     "equal_memory": lambda record: f"python -m benchmarks.equal_memory {_rows_of(record)} --json FILE",

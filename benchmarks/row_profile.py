@@ -108,8 +108,9 @@ def measure(
     ]  # fmt: skip
     settings = {"profiled": PROFILED, "tflops": peaks.flops / 1e12, "terabytes_per_second": peaks.bandwidth / 1e12}
     return run_rows(
-        tasks, case=CASE, settings=settings, apart={}, seconds=seconds, alike=True, threads=torch.get_num_threads(),
-        device="cuda" if torch.cuda.is_available() else "cpu", seed=seed, file=file, progress=progress,
+        tasks, case=CASE, settings=settings, apart={"seconds": seconds}, seconds=seconds, alike=True,
+        threads=torch.get_num_threads(), device="cuda" if torch.cuda.is_available() else "cpu", seed=seed, file=file,
+        progress=progress,
     )  # fmt: skip
 
 

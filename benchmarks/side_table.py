@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -51,10 +52,19 @@ class Cell:
         """Return tokens per second of all timed steps together, slow ones too."""
         return sum(run["timed_tokens"] for run in self.runs) / sum(sum(run["step_seconds"]) for run in self.runs)
 
-    @property
-    def peak(self) -> float | None:
-        """Return GiB."""
-        return max((run["peak_gib"] for run in self.runs if run["peak_gib"] is not None), default=None)
+
+def peak_cell(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest peak of some runs, and after a plus what CUDA graphs held beside it: ``42.0 + 19.9``."""
+    peak = max((run["peak_gib"] for run in runs if run["peak_gib"] is not None), default=None)
+    graphs = max(map(_graphs_gib, runs), default=0.0)
+    return "-" if peak is None else f"{peak:.1f}{f' + {graphs:.1f}' if graphs else ''}"
+
+
+def _graphs_gib(run: Mapping[str, Any]) -> float:
+    """Return the GiB of CUDA graphs, which torch's count of allocations lacks; a record has them in its report only."""
+    graphs = ((run.get("report") or {}).get("features") or {}).get("cuda_graph") or {}
+    found = re.search(r"graphs? of ([\d.]+) GiB", str(graphs.get("reason")))
+    return float(found[1]) if found and graphs["status"] == "on" else 0.0
 
 
 def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
@@ -105,7 +115,7 @@ def table(record: Mapping[str, Any]) -> str:
     head = ["row", "side", *columns]
     said = (
         "*tokens/s*: of the median of the timed steps; *all steps*: of all of them together, in some of which fastpack "
-        "still records graphs."
+        "still records graphs. *peak*: the most that tensors took at a time, + what CUDA graphs held beside it."
     )
     lines = [f"**Side by side, {device_of(record)}.** {said}", "", f"| {' | '.join(head)} |"]
     lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
@@ -184,7 +194,7 @@ def _cells(row: str, sides: Mapping[str, Cell], cell: Cell) -> list[str]:
         f"{cell.rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{cell.whole:,.0f}",
         *("losses differ" if differs else "-" if ratio is None else f"{ratio:.2f}" for ratio in over),
         "-" if apart is None else f"{apart:.1e}",
-        "-" if cell.peak is None else f"{cell.peak:.1f}",
+        peak_cell(cell.runs),
         f"{1000 * profile['busy_seconds']:,.0f}" if profile else "-",
         f"{max(0.0, 1 - profile['busy_seconds'] / step):.0%}" if profile else "-",
         f"{profile['launches']:,.0f}" if profile else "-",

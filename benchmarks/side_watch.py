@@ -88,4 +88,5 @@ def figures_of(watch: Watch, log_history: list[dict[str, Any]], device: str) -> 
         "warmup_steps": watch.warmup, "profile": watch.profile,
         "losses": {str(step): entry["loss"] for step, entry in logs.items()},
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,  # graphs are in it
     }  # fmt: skip

@@ -1,8 +1,9 @@
 """Which records are of older code than this checkout's, why, and the command of each: ``python -m benchmarks.stale``.
 
-A record has a hash of each room of the package; `rooms_of` says which of them its rows use. Older records have their
-commit only: its hashes are computed from git, where the clone has the history. What is stale is printed and not written
-into a page, so that a change of the product asks nobody to rewrite one.
+A record has a hash of each room of the package; `rooms_of` says which of them its rows use. Its hash of the benchmarks
+says what measured it, and makes no record old. Older records have their commit only: its hashes are computed from git,
+where the clone has the history. What is stale is printed and not written into a page, so that a change of the product
+asks nobody to rewrite one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.record_commands import command_of
 from benchmarks.results_folder import RESULTS, load_results
-from fastpack_trl.measure.code_hash import code_hashes, hashes_of
+from fastpack_trl.measure.code_hash import BENCHMARKS, code_hashes, hashes_of
 
 Record = Mapping[str, Any]
 Hashes = Mapping[str, str]
@@ -82,7 +83,7 @@ def rooms_of(record: Record) -> tuple[str, ...]:
     """Return the rooms of the package that the rows of a record use."""
     if record["case"] == "by_itself":
         return OPTIMISATIONS[record["settings"]["optimisation"]]
-    rooms = ROOMS.get(record["case"]) or tuple(code_hashes())
+    rooms = ROOMS.get(record["case"]) or tuple(room for room in code_hashes() if room != BENCHMARKS)
     experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
     return (*rooms, "moe") if experts and rooms is TRAINING else rooms
 

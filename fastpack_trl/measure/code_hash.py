@@ -1,4 +1,4 @@
-"""A hash of each room of the package: what a measurement was made with, told apart from how it is explained.
+"""A hash of each room of the package and of its benchmarks: what a measurement was made with, not how it is explained.
 
 Comments, docstrings and empty lines are left out, so that a sentence made better asks for no new measurement.
 """
@@ -12,16 +12,28 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+BENCHMARKS = "benchmarks"
 _DIGITS = 12
 _BETWEEN = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
 
 @cache
 def code_hashes() -> dict[str, str]:
-    """Return the hash of each room of the package, by the name of its folder or file; read once per process."""
+    """Return the hash of each room of the package, by the name of its folder or file; read once per process.
+
+    In a checkout `BENCHMARKS` is one more: an installed package has none beside it.
+    """
     package = Path(__file__).resolve().parents[1]
-    files = {path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*.py")}
-    return hashes_of(files)
+    folders = {package: package}
+    if (package.parent / "pyproject.toml").is_file():
+        folders[package.parent / BENCHMARKS] = package.parent
+    return hashes_of(
+        {
+            path.relative_to(top).as_posix(): path.read_bytes()
+            for folder, top in folders.items()
+            for path in folder.rglob("*.py")
+        }
+    )
 
 
 def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:

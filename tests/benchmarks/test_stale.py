@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from benchmarks import by_itself, stale
 from benchmarks.record_commands import command_of
 from benchmarks.results_folder import load_results
 from benchmarks.stale import OPTIMISATIONS, ROOMS, reason, rooms_of
-from fastpack_trl.measure.code_hash import code_hashes, code_of, hashes_of
+from fastpack_trl.measure import code_hash
+from fastpack_trl.measure.code_hash import BENCHMARKS, code_hashes, code_of, hashes_of
 from fastpack_trl.measure.record import make_record
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +87,39 @@ def test_git_has_the_same_hashes_as_the_files_of_its_commit() -> None:
     assert at_commit is not None
     assert at_commit.keys() >= set(rooms_of(a_record(model="gpt-oss")))
     clean = not a_record()["source"]["modified"]
-    assert not clean or at_commit == code_hashes()
+    assert not clean or {**at_commit, BENCHMARKS: code_hashes()[BENCHMARKS]} == code_hashes()
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
+def test_every_record_is_of_code_that_is_known() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    for name, record in load_results().items():
+        source, code = record["source"], record.get("code")
+        history = source["commit"]
+        if history is None:  # measured where there was no git
+            assert code, f"{name} has neither its commit nor hashes of its code"
+            history, but_for = source["tree"], {Path(source.get("but_for", "")).parts[:1]}
+            then = stale.hashes_at(history) or code
+            assert {(room,) for room in then if code.get(room) != then[room]} == but_for - {()}, name
+        elif "landed_as" in source:
+            quoting = [page for page in pages if f"benchmarks/results/{name}" in page]
+            for page in quoting:
+                assert f"{source['commit'][:7]}, which is not in the history" in " ".join(page.split()), name
+            history = source["landed_as"]
+        asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", history, "HEAD"]
+        shallow = (ROOT / ".git" / "shallow").exists()
+        assert shallow or subprocess.run(asked, check=False).returncode == 0, f"{name}: {history} is not in the history"
+
+
+def test_a_record_says_which_benchmarks_measured_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert a_record()["code"][BENCHMARKS] == code_hashes()[BENCHMARKS]
+    assert BENCHMARKS not in rooms_of(a_record("cuda_tests")), "the table of one case makes no record of another old"
+    installed = tmp_path / "fastpack_trl" / "measure" / "code_hash.py"
+    for file in (installed, tmp_path / "benchmarks" / "of_others.py"):
+        file.parent.mkdir(parents=True)
+        file.write_text("X = 1\n", encoding="utf-8")
+    monkeypatch.setattr(code_hash, "__file__", str(installed))
+    assert code_hashes.__wrapped__().keys() == {"measure"}
 
 
 def test_every_record_has_rooms_that_exist_and_a_command() -> None:
