@@ -9,13 +9,14 @@ from functools import partial
 import torch
 
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.capture import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.step.graph_device import CudaGraphs
-from fastpack_trl.step.merge_accumulation import has_dropout, rope_follows_length
+from fastpack_trl.step.merge_accumulation import rope_follows_length
 
 LEAST_CAPABILITY = (8, 0)
 LEAST_FOR_EXPERTS = (9, 0)
@@ -75,8 +76,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield args.fp16 and "the loss scaler of fp16 asks the device"
     offloads = run.offloads or args.activation_offloading or checkpointing.get("offload")
     yield offloads and "layer inputs go to host memory in the micro-step"
-    yield _checkpoints(run) and has_dropout(model) and "random states of dropout are kept by checkpoints"
-    reentrant = checkpointing.get("use_reentrant") and _checkpoints(run)
+    reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
     mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
     yield mean and "the loss is a mean per micro-batch"
@@ -97,11 +97,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
-
-
-def _checkpoints(run: Run) -> bool:
-    """Return whether a layer is checkpointed now; known once training has begun."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -238,10 +238,24 @@ def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
     same = Dataset.from_dict({"text": [make_dataset("text", 1)[0]["text"]] * 300})
     losses, _, line = run(
         tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False}, learning_rate=0.0,
-        gradient_checkpointing=False, data=same,
+        data=same,
     )  # fmt: skip
     assert line.path == "captured", line
     assert len(set(losses[10:])) > 15, losses
+
+
+def test_a_recompute_in_a_replay_draws_what_its_forward_drew(tmp_path: Path) -> None:
+    kept, again = (
+        run(
+            tmp_path / level, "qwen3", "lora", lora={"lora_dropout": 0.5, "init_lora_weights": False},
+            fast={"activation_memory": level, "layer_compile": "off"},
+        )
+        for level in ("keep", "checkpoint")
+    )  # fmt: skip
+    assert (kept[2].path, again[2].path) == ("captured", "captured"), again[2]
+    losses, gradients = distance(again, kept)
+    assert losses < 2e-2
+    assert gradients < 0.2  # near 1 with other draws
 
 
 def test_a_nan_in_a_replay_is_filtered_from_the_log(tmp_path: Path) -> None:

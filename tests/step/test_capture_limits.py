@@ -169,6 +169,28 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("memory", "options", "said"),
+    [
+        ("off", {}, ""),
+        ("keep", {}, ""),
+        ("keep", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ""),
+        ("off", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True runs backward in"),
+    ],
+    ids=["checkpointed", "kept", "kept-reentrant", "reentrant"],
+)
+def test_what_layers_do_decides_and_not_the_flags_of_the_run(
+    tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str
+) -> None:
+    """Dropout is drawn in a graph, in its checkpoints too; layers that are kept run no backward pass of their own."""
+    trainer = build(
+        FastSFTTrainer, tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options
+    )
+    trainer.train()
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.path, said in line.reason) == ("eager" if said else "captured", True), line
+
+
+@pytest.mark.parametrize(
     ("reason", "fast", "options"),
     [
         ("switched off", {"cuda_graph": "off"}, {}),
