@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.upstream import found
 
 
 class Graph(Protocol):
@@ -95,7 +96,8 @@ class CudaGraphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        index = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
         state = generator.clone_state()
         # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
         try:
@@ -106,9 +108,23 @@ class CudaGraphs:
         except BaseException:
             # A recording that ends early leaves the generator as if it went on: the next dropout would raise.
             generator.graphsafe_set_state(state)
+            graph.reset()
+            self._leave_pool(index)
             raise
         self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph, result
+
+    def _leave_pool(self, index: int) -> None:
+        """Have the allocator end a recording, as `capture_end` does where a recording is whole.
+
+        For one that is not, it raises before: `empty_cache` would assert, in a retry for lack of memory too. Where the
+        recording has ended after all, torch raises here.
+        """
+        end, release = found("torch._C._cuda_endAllocateToPool"), found("torch._C._cuda_releasePool")
+        if end is not None and release is not None:
+            with contextlib.suppress(RuntimeError):
+                end(index, self._pool)
+                release(index, self._pool)
 
     @contextlib.contextmanager
     def run_apart(self) -> Any:

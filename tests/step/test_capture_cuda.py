@@ -179,6 +179,43 @@ def test_a_layer_that_waits_for_the_device_is_named_and_training_goes_on(tmp_pat
     assert trainer.state.global_step == 12
 
 
+def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
+    """The cache is emptied after it, and a step that runs out of memory runs again."""
+    lacked: list[int] = []
+
+    class Empties(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            torch.cuda.empty_cache()
+
+    model = tiny_model("qwen3")
+    norm = model.get_decoder().norm
+    forward = type(norm).forward
+
+    class Waits(type(norm)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden.sum().item()
+            if trainer.state.global_step == 15 and self.training and not lacked:
+                lacked.append(1)
+                torch.empty(1 << 50, dtype=torch.uint8, device=hidden.device)
+            return forward(self, hidden)
+
+    norm.__class__ = Waits
+    trainer = FastSFTTrainer(
+        model,
+        args=FastSFTConfig(
+            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=18),
+            cuda_graph="on", layer_compile="off",
+        ),
+        train_dataset=make_dataset("text", 300),
+        processing_class=make_tokenizer(),
+        callbacks=[Empties()],
+    )  # fmt: skip
+    trainer.train()
+    assert "cannot be recorded" in trainer.fastpack_report["cuda_graph"].reason
+    assert lacked
+    assert trainer.state.global_step == 18
+
+
 def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> None:
     class Lacks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
