@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.loop import called
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
@@ -40,11 +41,26 @@ def cuda_graph(run: Run) -> Iterator[None]:
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     run.spares.insert(0, graphs.spare)  # graphs are made again in a second; what is dropped else stays away
     try:
-        with device.run_apart(), run.keeping(graphs):
+        with device.run_apart(), run.keeping(graphs), _steps_in_order(run, device):
             yield
     finally:
         run.spares.remove(graphs.spare)
         graphs.drop()
+
+
+@contextmanager
+def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
+    """Order the steps of an optimizer of bitsandbytes, which launches them on the default stream, once it is there."""
+    with ExitStack() as ordered:
+
+        def order() -> None:
+            ordered.close()  # `train` may begin again by itself, with smaller batches
+            optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)  # inside of accelerate's
+            if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+                ordered.enter_context(device.steps_in_order(optimizer))
+
+        with called(run.trainer, at_begin=order):
+            yield
 
 
 def unavailable(device: torch.device) -> str:
@@ -85,9 +101,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     optim = str(getattr(args.optim, "value", args.optim)).lower()
     yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
-    # bitsandbytes launches them on the default stream, which does not wait for that of a captured run.
-    apart = "8bit" in optim or "paged" in optim or type(trainer.optimizer).__module__.startswith("bitsandbytes")
-    yield apart and f"optim={optim!r} of bitsandbytes runs on another stream"
     yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
     experts = run.has_experts and run.device.type == "cuda"
     low = experts and torch.cuda.get_device_capability(run.device) < LEAST_FOR_EXPERTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,10 @@ class GraphDevice(Protocol):
 
     def run_apart(self) -> contextlib.AbstractContextManager[None]:
         """Queue everything in this context where recording is possible."""
+        ...
+
+    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Order the steps of an optimizer that launches on the default stream with what is queued here."""
         ...
 
     def mark(self) -> Mark:
@@ -143,6 +147,29 @@ class CudaGraphs:
         finally:
             # What ran on the side stream is done before anything that follows.
             outer.wait_stream(side)
+
+    @contextlib.contextmanager
+    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Make the default stream the current one in each step: what torch launches there is in order too."""
+        side: Any = None
+        default = torch.cuda.default_stream(self.device)
+
+        def before(*_: Any) -> None:
+            nonlocal side
+            side = torch.cuda.current_stream(self.device)
+            default.wait_stream(side)  # gradients are written
+            torch.cuda.set_stream(default)
+
+        def after(*_: Any) -> None:
+            side.wait_stream(default)  # parameters are written, and gradients read
+            torch.cuda.set_stream(side)
+
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def mark(self) -> Mark:
         """Mark the present end of the queue."""

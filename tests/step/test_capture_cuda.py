@@ -402,8 +402,13 @@ def test_two_trainers_one_within_the_other(tmp_path: Path) -> None:
     assert distance(outer, alone)[0] < 2e-2
 
 
-def test_an_eight_bit_optimizer_keeps_steps_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_steps_of_bitsandbytes_are_in_order_with_captured_ones(tmp_path: Path, optim: str, kind: str) -> None:
     pytest.importorskip("bitsandbytes")
-    losses, _, line = run(tmp_path, "qwen3", "lora", optim="adamw_8bit", max_steps=12)
-    assert (line.status, "runs on another stream" in line.reason) == ("off", True), line
-    assert len(losses) == 12
+    ours, eager = (
+        run(tmp_path / setting, "qwen3", kind, fast={"cuda_graph": setting}, optim=optim) for setting in ("on", "off")
+    )
+    assert ours[2].path == "captured", ours[2]
+    assert distance(ours, eager)[0] < 2e-2
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
