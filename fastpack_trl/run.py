@@ -75,7 +75,7 @@ class Run:
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         parameters: returns those of the model; from a list while something keeps one.
-        has_experts: the model has experts that transformers dispatches.
+        expert_dtypes: in which experts that transformers dispatches are computed; empty without any.
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
         rows_of_step: rows that the micro-batches of the present step run as, merged or not; 0 before any.
@@ -100,7 +100,7 @@ class Run:
         self.spares: list[Callable[[], bool]] = []
         self.refuses_static: Callable[[Bucket], str] = _no_attention
         self.parameters: Callable[[], Iterable[nn.Parameter]] = self._walk
-        self.has_experts = False
+        self.expert_dtypes: set[torch.dtype] = set()
         self.offloads = False
         self.version = 0
         self.rows_of_step = 0

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from fastpack_trl.errors import first_reason
+from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.loop import called
@@ -20,8 +21,6 @@ from fastpack_trl.step.graph_device import CudaGraphs
 from fastpack_trl.step.merge_accumulation import rope_follows_length
 
 LEAST_CAPABILITY = (8, 0)
-LEAST_FOR_EXPERTS = (9, 0)
-"""Before it torch's grouped product reads the sizes of its groups on the host."""
 
 
 @contextmanager
@@ -102,10 +101,12 @@ def _reasons(run: Run) -> Iterator[object]:
     optim = str(getattr(args.optim, "value", args.optim)).lower()
     yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
     yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
-    experts = run.has_experts and run.device.type == "cuda"
-    low = experts and torch.cuda.get_device_capability(run.device) < LEAST_FOR_EXPERTS
-    least = _dotted(LEAST_FOR_EXPERTS)
-    yield low and f"grouped products read their sizes on the host before compute capability {least}"
+    yield from (
+        f"grouped products in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute capability "
+        f"{_dotted(torch.cuda.get_device_capability(run.device))}"
+        for dtype in run.expert_dtypes
+        if reads_offsets(dtype, run.device)
+    )
     watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)

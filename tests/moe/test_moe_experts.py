@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpack_trl.kernels import grouped
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules
@@ -323,6 +324,38 @@ def _assert_no_sync(model: Any, block: Any, inputs: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_no_host_sync_forward_or_backward_with_expert_lora(family: str) -> None:
     _assert_no_sync(*_device_case(family, "cpu", torch.float32, lora=True))
+
+
+class _Reads(TorchDispatchMode):
+    """Counts products that would read their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func._schema.name == "aten::_grouped_mm"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, block, (x, ids, weights, grad) = _device_case(family, "cpu", torch.float32, lora=True)
+    reads: list[torch.dtype] = []
+    sides = []
+    for reading in (False, True):
+        monkeypatch.setattr(grouped, "reads_offsets", lambda dtype, device, r=reading: bool(reads.append(dtype)) or r)
+        x.grad = None
+        model.zero_grad()
+        with apply_moe(model), _Reads() as products:
+            block(x, ids, weights).backward(grad)
+        sides.append(({"x": x.grad, **gradients(model)}, products.calls))
+    assert reads == [torch.float32] * 4
+    assert sides[0][1] >= 6
+    assert sides[1][1] == 0
+    assert_gradients_close(sides[1][0], sides[0][0])
 
 
 class _Sorts(TorchDispatchMode):

@@ -13,10 +13,14 @@ from captured_material import (
     assert_same_run,
     build,
 )
+from old_device import forced_capability
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.run import Run
+from fastpack_trl.step import cuda_graph
 from fastpack_trl.step.capture import StepGraphs
 from fastpack_trl.step.row_buckets import RowBuckets
 from fastpack_trl.testing import tiny_model
@@ -217,3 +221,37 @@ def test_off_with_the_reason(
     assert (line.status, line.path) == ("off", "eager")
     assert reason in line.reason
     assert not devices.made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "said"),
+    [
+        (torch.bfloat16, (9, 0), ""),
+        (torch.bfloat16, (10, 3), ""),
+        (
+            torch.bfloat16,
+            (12, 0),
+            "grouped products in bfloat16 read their sizes on the host at compute capability 12.0",
+        ),
+        (torch.float32, (9, 0), "grouped products in float32 read their sizes on the host at compute capability 9.0"),
+        (torch.float16, (8, 0), "grouped products in float16 read their sizes on the host at compute capability 8.0"),
+    ],
+)
+def test_experts_are_captured_where_their_products_read_no_sizes(
+    tmp_path: Path, devices: Any, dtype: torch.dtype, capability: tuple[int, int], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found: list[str] = []
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with forced_capability(capability), monkeypatch.context() as patch:
+                patch.setattr(Run, "device", torch.device("cuda", 0))
+                found.append(cuda_graph.why_not(trainer.fastpack_run))
+
+    model = tiny_model("qwen3_moe")
+    for module in experts_modules(model).values():
+        module.to(dtype)
+    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[Asks()])
+    trainer.train()
+    assert found == [said]
