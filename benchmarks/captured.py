@@ -1,8 +1,8 @@
 """Whole optimizer steps of ``train()`` with the micro-step captured, and eager: one process per row, the sides in turn.
 
-A side is a `FastSFTTrainer` at its defaults over the same model; they differ in ``cuda_graph`` only. Time is that of the
-trainer's own loop between two steps at whose ends the device has finished, launches and the time of kernels are of a
-profile of some steps after it. Real text, public shapes with random weights.
+A side is a `FastSFTTrainer` at its defaults over the same model; they differ in ``cuda_graph`` only. Time is that of
+the trainer's own loop between two steps at whose ends the device has finished, launches and the time of kernels are of
+a profile of some steps after it. Real text, public shapes with random weights.
 """
 
 from __future__ import annotations

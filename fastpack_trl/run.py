@@ -77,7 +77,7 @@ class Run:
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
         parameters: returns those of the model; from a list while something keeps one.
-        has_experts: the model has experts that transformers dispatches.
+        expert_dtypes: in which experts that transformers dispatches are computed; empty without any.
         offloads: layer inputs go to host memory.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
         rows_of_step: rows that the micro-batches of the present step run as, merged or not; 0 before any.
@@ -103,7 +103,7 @@ class Run:
         self.refuses_static: Callable[[Bucket], str] = _no_attention
         self.alone_from = math.inf
         self.parameters: Callable[[], Iterable[nn.Parameter]] = self._walk
-        self.has_experts = False
+        self.expert_dtypes: set[torch.dtype] = set()
         self.offloads = False
         self.version = 0
         self.rows_of_step = 0

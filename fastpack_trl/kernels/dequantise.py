@@ -123,7 +123,10 @@ def proven(packed: Tensor, state: Any) -> bool:
     if found is None:
         if packed.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        why = _difference(form)
+        # bitsandbytes quantises on the default stream, whichever is the current one.
+        default = torch.cuda.default_stream(packed.device) if packed.is_cuda else None
+        with torch.cuda.stream(default):  # None: as it is
+            why = _difference(form)
         found = _proofs[form] = not why
         if why:
             logger.warning(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ON_DEVICE = (9, 10)
+"""Major compute capabilities on which torch's kernel for bf16 reads its offsets itself; elsewhere torch loops."""
 ALIGNMENT = 16
 """Bytes that each stride of an operand of torch's grouped GEMM must be a multiple of."""
 
@@ -18,20 +20,36 @@ def aligned_rank(rank: int, dtype: torch.dtype) -> int:
     return -(-rank // step) * step
 
 
-def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
+Offsets: TypeAlias = Tensor | tuple[int, ...]
+"""End of each group's rows, (E,) int32 on the device or ints on the host; the last one is the number of rows."""
+
+
+def reads_offsets(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch's grouped GEMM asks the device for its offsets: not in bf16 on Hopper and Blackwell."""
+    return device.type == "cuda" and not (
+        dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in _ON_DEVICE
+    )
+
+
+def offsets_for(offsets_e: Tensor, dtype: torch.dtype) -> Offsets:
+    """Return offsets for several products in `dtype`: read here, once, where each of them would read them."""
+    return tuple(offsets_e.tolist()) if reads_offsets(dtype, offsets_e.device) else offsets_e
+
+
+def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Offsets) -> Tensor:
     """Multiply the rows of group e by matrix e.
 
     Args:
         x_sk: (S, K), rows sorted by group.
         weight_ekn: (E, K, N), of the dtype of `x_sk`; may be a transposed view.
-        offsets_e: (E,) int32, end of each group's rows; the last one is S.
+        offsets_e: of the S rows.
 
     Returns:
         (S, N) in the same dtype.
     """
     if not x_sk.shape[0]:
         return x_sk.new_empty(0, weight_ekn.shape[2])
-    if _torch_takes(x_sk, weight_ekn):
+    if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, weight_ekn):
         return cast("Tensor", _torch_grouped_mm(x_sk, weight_ekn, offsets_e))
     out = x_sk.new_empty(x_sk.shape[0], weight_ekn.shape[2])
     for expert, (start, end) in enumerate(_bounds(offsets_e)):
@@ -39,25 +57,25 @@ def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Tensor) -> Tensor:
     return out
 
 
-def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Tensor) -> Tensor:
+def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Offsets) -> Tensor:
     """Return ``x^T y`` of each group's rows: (E, K, N), zero for a group without rows.
 
     Args:
         x_sk: (S, K), rows sorted by group.
         y_sn: (S, N), of the same dtype.
-        offsets_e: (E,) int32, end of each group's rows.
+        offsets_e: of the S rows.
     """
     if not x_sk.shape[0]:
-        return x_sk.new_zeros(offsets_e.shape[0], x_sk.shape[1], y_sn.shape[1])
-    if _torch_takes(x_sk, y_sn):
+        return x_sk.new_zeros(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
+    if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, y_sn):
         return cast("Tensor", _torch_grouped_mm(x_sk.t(), y_sn, offsets_e))
-    out = x_sk.new_empty(offsets_e.shape[0], x_sk.shape[1], y_sn.shape[1])
+    out = x_sk.new_empty(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
     for expert, (start, end) in enumerate(_bounds(offsets_e)):
         torch.mm(x_sk[start:end].t(), y_sn[start:end], out=out[expert])
     return out
 
 
-def grouped_sum(x_sn: Tensor, offsets_e: Tensor, weights_s: Tensor | None = None) -> Tensor:
+def grouped_sum(x_sn: Tensor, offsets_e: Offsets, weights_s: Tensor | None = None) -> Tensor:
     """Sum each group's rows, weighted on request: (E, N). Deterministic, accumulated in fp32 by the grouped GEMM."""
     # As a product with one column, padded to the alignment: an `index_add` would be non-deterministic on CUDA.
     column = x_sn.new_zeros(x_sn.shape[0], aligned_rank(1, x_sn.dtype))
@@ -79,6 +97,7 @@ def _torch_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return public(a, b, offs=offsets) if public is not None else torch._grouped_mm(a, b, offs=offsets)
 
 
-def _bounds(offsets_e: Tensor) -> list[tuple[int, int]]:
-    ends = offsets_e.tolist()  # asks the device: only fp64 and unaligned shapes come here
+def _bounds(offsets_e: Offsets) -> list[tuple[int, int]]:
+    # A tensor asks the device: only fp64 and unaligned shapes come here with one.
+    ends = offsets_e.tolist() if isinstance(offsets_e, Tensor) else offsets_e
     return list(zip([0, *ends], ends, strict=False))

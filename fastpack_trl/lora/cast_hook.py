@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.lora.adapters import cast_together, clear, is_sharded, needs_cast
-from fastpack_trl.model.checkpoint_seam import checkpoints_reentrantly
+from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 
 
 class CastHook:
@@ -28,7 +28,7 @@ class CastHook:
 
     def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
         self.modules = modules
-        self._checkpointing = [module for module in backbone.modules() if hasattr(module, "gradient_checkpointing")]
+        self._checkpointing = checkpointing_modules(backbone)
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():

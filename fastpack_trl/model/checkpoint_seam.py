@@ -79,10 +79,25 @@ def is_reentrant(checkpoint: Any) -> bool:
     return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
 
 
-def checkpoints_reentrantly(module: nn.Module) -> bool:
-    """Return whether `module`, a layer or a decoder that checkpoints its layers, does so now, with reentry."""
-    enabled = getattr(module, "gradient_checkpointing", False) and module.training
-    return enabled and is_reentrant(stock_checkpoint(module))
+def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
+    """Return what checkpoints where its ``gradient_checkpointing`` says so: layers, or decoders of plain layers.
+
+    A decoder whose layers checkpoint themselves carries the flag too, and does nothing with it.
+    """
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing")
+        and (
+            isinstance(module, GradientCheckpointingLayer)
+            or not any(isinstance(inner, GradientCheckpointingLayer) for inner in module.modules())
+        )
+    ]
+
+
+def checkpoints_reentrantly(module: Any) -> bool:
+    """Return whether a module of `checkpointing_modules` checkpoints with reentry, as it is set now, in training."""
+    return bool(module.gradient_checkpointing) and is_reentrant(stock_checkpoint(module))
 
 
 def checkpoints_inside_hooks() -> bool:

@@ -280,6 +280,10 @@ TABLE: tuple[Upstream, ...] = (
         "micro-steps run eager", "cuda_graph",
     ),
     Upstream(
+        _all("torch._C", "_cuda_endAllocateToPool _cuda_releasePool"), ("step",),
+        "after a recording that failed, cached memory is not given back: a step that lacks it stops with an error",
+    ),
+    Upstream(
         _all("trl.kernels.chunked_logprob",
              "_forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton _addmm_fp32 _BLOCK_SIZE"),
         ("step",), "logits made twice, by trl's own function, named",

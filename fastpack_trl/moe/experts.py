@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
-from fastpack_trl.kernels.grouped import grouped_mm, grouped_outer, grouped_sum
+from fastpack_trl.kernels.grouped import Offsets, grouped_mm, grouped_outer, grouped_sum, offsets_for
 from fastpack_trl.moe.quantised import Packed
 from fastpack_trl.moe.routing import RoutingPlan
 
@@ -107,13 +107,14 @@ def experts_forward(
 ) -> tuple[Tensor, Kept]:
     """Return the output (T, H) in the dtype of `hidden_th`, and what backward needs."""
     dtype = _dtype(block, form)
+    offsets = offsets_for(plan.offsets, dtype)
     x_sh = hidden_th.to(dtype).index_select(0, plan.token)
-    h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form.gate_up_packed, form), plan.offsets)
-    low_up = _add_low_rank(h_sf, x_sh, block.gate_up_a, block.gate_up_b, form.gate_up_scale, plan)
+    h_sf = grouped_mm(x_sh, _in_out(block.gate_up, form.gate_up_packed, form), offsets)
+    low_up = _add_low_rank(h_sf, x_sh, block.gate_up_a, block.gate_up_b, form.gate_up_scale, offsets)
     del x_sh
     a_si = gate_forward(h_sf, block.gate_up_bias, plan.expert, form.gate)
-    y_sh = grouped_mm(a_si, _in_out(block.down, form.down_packed, form), plan.offsets)
-    low_down = _add_low_rank(y_sh, a_si, block.down_a, block.down_b, form.down_scale, plan)
+    y_sh = grouped_mm(a_si, _in_out(block.down, form.down_packed, form), offsets)
+    low_down = _add_low_rank(y_sh, a_si, block.down_a, block.down_b, form.down_scale, offsets)
     out = combine(
         y_sh, plan.inverse, weights_tk, bias_eh=block.down_bias, ids_tk=_ids(plan, block), dtype=hidden_th.dtype
     )
@@ -139,7 +140,8 @@ def experts_backward(
     """
     need_hidden, need_weights, *need_block = needed
     need = ExpertNeeds(*need_block)
-    dtype, offsets = _dtype(block, form), plan.offsets
+    dtype = _dtype(block, form)
+    offsets = offsets_for(plan.offsets, dtype)
 
     # Down: the product comes before the routing weight, which `gate_backward` applies.
     grad_cast_th = grad_th.to(dtype)
@@ -240,7 +242,7 @@ def _stack_grads(
     scale: float,
     need: tuple[bool, bool, bool],
     form: BlockForm,
-    offsets_e: Tensor,
+    offsets_e: Offsets,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a stack and of its two low-rank factors, each only where needed.
 
@@ -268,7 +270,7 @@ def _input_grad(
     b_ern: Tensor | None,
     scale: float,
     form: BlockForm,
-    offsets_e: Tensor,
+    offsets_e: Offsets,
     needed: bool = True,
 ) -> tuple[Any, Tensor | None]:
     """Return the gradient (S, K) of a projection's input, None if not needed, and (S, r) of its low-rank activation."""
@@ -292,13 +294,13 @@ def _weights_grad(
 
 
 def _add_low_rank(
-    out_sn: Tensor, x_sk: Tensor, a_erk: Tensor | None, b_ern: Tensor | None, scale: float, plan: RoutingPlan
+    out_sn: Tensor, x_sk: Tensor, a_erk: Tensor | None, b_ern: Tensor | None, scale: float, offsets_e: Offsets
 ) -> Tensor | None:
     """Add ``scale * (x a^T) b`` to ``out`` in place, without a dense delta of the weights; return ``x a^T`` (S, r)."""
     if a_erk is None or b_ern is None:
         return None
-    low_sr = grouped_mm(x_sk, a_erk.transpose(1, 2), plan.offsets)
-    out_sn.add_(grouped_mm(low_sr, b_ern, plan.offsets), alpha=scale)
+    low_sr = grouped_mm(x_sk, a_erk.transpose(1, 2), offsets_e)
+    out_sn.add_(grouped_mm(low_sr, b_ern, offsets_e), alpha=scale)
     return low_sr
 
 

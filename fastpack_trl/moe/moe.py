@@ -11,7 +11,7 @@ from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.measured_speed import measured, what_trains
-from fastpack_trl.moe.quantised import has_quantised_experts
+from fastpack_trl.moe.quantised import expert_dtypes, has_quantised_experts
 from fastpack_trl.run import SHARDED, Run
 
 logger = get_logger(__name__)
@@ -25,7 +25,8 @@ def moe(run: Run) -> Iterator[None]:
         ValueError: the stacks are in four bits, and another setting asks for stock's path.
     """
     setting, model = run.settings.moe, run.model
-    present = run.has_experts = bool(experts_modules(model))
+    present = bool(experts_modules(model))
+    run.expert_dtypes = expert_dtypes(model)
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
     quantised = present and has_quantised_experts(model)
     if not (run.training or quantised) or not (present or setting == "on"):

@@ -89,6 +89,16 @@ def stack_dtype(module: Any, name: str) -> torch.dtype:
     return stack.dtype if packed is None else packed.dtype
 
 
+def expert_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes in which the expert stacks of a model are computed with."""
+    return {
+        stack_dtype(module, name)
+        for module in experts_modules(model).values()
+        for name in STACKS
+        if name in module._parameters or _packed_stack(module, name) is not None
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedExperts:
     """Result of `quantize_experts`: ``96 stacks, 56.62 -> 15.04 GiB (nf4)``."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from fastpack_trl.errors import first_reason
+from fastpack_trl.kernels.grouped import reads_offsets
+from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.loop import called
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.capture import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.step.graph_device import CudaGraphs
-from fastpack_trl.step.merge_accumulation import has_dropout, rope_follows_length
+from fastpack_trl.step.merge_accumulation import rope_follows_length
 
 LEAST_CAPABILITY = (8, 0)
-LEAST_FOR_EXPERTS = (9, 0)
-"""Before it torch's grouped product reads the sizes of its groups on the host."""
 
 
 @contextmanager
@@ -39,11 +40,26 @@ def cuda_graph(run: Run) -> Iterator[None]:
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     run.spares.insert(0, graphs.spare)  # graphs are made again in a second; what is dropped else stays away
     try:
-        with device.run_apart(), run.keeping(graphs):
+        with device.run_apart(), run.keeping(graphs), _steps_in_order(run, device):
             yield
     finally:
         run.spares.remove(graphs.spare)
         graphs.finish()
+
+
+@contextmanager
+def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
+    """Order the steps of an optimizer of bitsandbytes, which launches them on the default stream, once it is there."""
+    with ExitStack() as ordered:
+
+        def order() -> None:
+            ordered.close()  # `train` may begin again by itself, with smaller batches
+            optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)  # inside of accelerate's
+            if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+                ordered.enter_context(device.steps_in_order(optimizer))
+
+        with called(run.trainer, at_begin=order):
+            yield
 
 
 def unavailable(device: torch.device) -> str:
@@ -75,8 +91,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield args.fp16 and "the loss scaler of fp16 asks the device"
     offloads = run.offloads or args.activation_offloading or checkpointing.get("offload")
     yield offloads and "layer inputs go to host memory in the micro-step"
-    yield _checkpoints(run) and has_dropout(model) and "random states of dropout are kept by checkpoints"
-    reentrant = checkpointing.get("use_reentrant") and _checkpoints(run)
+    reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
     mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
     yield mean and "the loss is a mean per micro-batch"
@@ -85,23 +100,17 @@ def _reasons(run: Run) -> Iterator[object]:
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     optim = str(getattr(args.optim, "value", args.optim)).lower()
     yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
-    # bitsandbytes launches them on the default stream, which does not wait for that of a captured run.
-    apart = "8bit" in optim or "paged" in optim or type(trainer.optimizer).__module__.startswith("bitsandbytes")
-    yield apart and f"optim={optim!r} of bitsandbytes runs on another stream"
     yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
-    experts = run.has_experts and run.device.type == "cuda"
-    low = experts and torch.cuda.get_device_capability(run.device) < LEAST_FOR_EXPERTS
-    least = _dotted(LEAST_FOR_EXPERTS)
-    yield low and f"grouped products read their sizes on the host before compute capability {least}"
+    yield from (
+        f"grouped products in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute capability "
+        f"{_dotted(torch.cuda.get_device_capability(run.device))}"
+        for dtype in run.expert_dtypes
+        if reads_offsets(dtype, run.device)
+    )
     watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
-
-
-def _checkpoints(run: Run) -> bool:
-    """Return whether a layer is checkpointed now; known once training has begun."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
 
 
 def _dotted(capability: tuple[int, int]) -> str:

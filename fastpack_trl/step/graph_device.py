@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.upstream import found
 
 
 class Graph(Protocol):
@@ -44,6 +45,10 @@ class GraphDevice(Protocol):
 
     def run_apart(self) -> contextlib.AbstractContextManager[None]:
         """Queue everything in this context where recording is possible."""
+        ...
+
+    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Order the steps of an optimizer that launches on the default stream with what is queued here."""
         ...
 
     def mark(self) -> Mark:
@@ -106,7 +111,8 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved(self.device)
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        index = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
         state = generator.clone_state()
         # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
         try:
@@ -118,9 +124,23 @@ class CudaGraphs:
         except BaseException:
             # A recording that ends early leaves the generator as if it went on: the next dropout would raise.
             generator.graphsafe_set_state(state)
+            graph.reset()
+            self._leave_pool(index)
             raise
         self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph, result
+
+    def _leave_pool(self, index: int) -> None:
+        """Have the allocator end a recording, as `capture_end` does where a recording is whole.
+
+        For one that is not, it raises before: `empty_cache` would assert, in a retry for lack of memory too. Where the
+        recording has ended after all, torch raises here.
+        """
+        end, release = found("torch._C._cuda_endAllocateToPool"), found("torch._C._cuda_releasePool")
+        if end is not None and release is not None:
+            with contextlib.suppress(RuntimeError):
+                end(index, self._pool)
+                release(index, self._pool)
 
     @contextlib.contextmanager
     def run_apart(self) -> Any:
@@ -139,6 +159,29 @@ class CudaGraphs:
         finally:
             # What ran on the side stream is done before anything that follows.
             outer.wait_stream(side)
+
+    @contextlib.contextmanager
+    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Make the default stream the current one in each step: what torch launches there is in order too."""
+        side: Any = None
+        default = torch.cuda.default_stream(self.device)
+
+        def before(*_: Any) -> None:
+            nonlocal side
+            side = torch.cuda.current_stream(self.device)
+            default.wait_stream(side)  # gradients are written
+            torch.cuda.set_stream(default)
+
+        def after(*_: Any) -> None:
+            side.wait_stream(default)  # parameters are written, and gradients read
+            torch.cuda.set_stream(side)
+
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def mark(self) -> Mark:
         """Mark the present end of the queue."""

@@ -129,3 +129,17 @@ def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch:
     graph.replay()
     assert torch.equal(dense, functional.dequantize_4bit(packed, state))
     assert not dequantise._proofs
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_format_is_compared_on_the_stream_on_which_bitsandbytes_quantises(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Any] = []
+    monkeypatch.setattr(dequantise, "_proofs", {})
+    monkeypatch.setattr(dequantise, "_difference", lambda form: streams.append(torch.cuda.current_stream()) or "")
+    packed, state = packed_weight((64, 64), "nf4", nested=True, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert dequantise.proven(packed, state)
+        assert torch.cuda.current_stream() == side
+    assert streams == [torch.cuda.default_stream()]

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpack_trl.kernels import grouped
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules
@@ -311,18 +312,50 @@ def _device_case(family: str, device: str, dtype: torch.dtype, lora: bool) -> tu
     return model, block, (x.requires_grad_(), ids.to(device), weights.requires_grad_(), grad)
 
 
-def _assert_no_sync(model: Any, block: Any, inputs: tuple[Tensor, ...]) -> None:
+def _assert_syncs(waits: int, model: Any, block: Any, inputs: tuple[Tensor, ...]) -> None:
     x, ids, weights, grad = inputs
     with apply_moe(model):
         block(x, ids, weights).backward(grad)  # what is made once
         with count_host_syncs() as syncs:
             block(x, ids, weights).backward(grad)
-    assert syncs.total == 0, syncs
+    assert syncs.total == waits, syncs
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_no_host_sync_forward_or_backward_with_expert_lora(family: str) -> None:
-    _assert_no_sync(*_device_case(family, "cpu", torch.float32, lora=True))
+    _assert_syncs(0, *_device_case(family, "cpu", torch.float32, lora=True))
+
+
+class _Reads(TorchDispatchMode):
+    """Counts products that would read their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func._schema.name == "aten::_grouped_mm"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, block, (x, ids, weights, grad) = _device_case(family, "cpu", torch.float32, lora=True)
+    reads: list[torch.dtype] = []
+    sides = []
+    for reading in (False, True):
+        monkeypatch.setattr(grouped, "reads_offsets", lambda dtype, device, r=reading: bool(reads.append(dtype)) or r)
+        x.grad = None
+        model.zero_grad()
+        with apply_moe(model), _Reads() as products:
+            block(x, ids, weights).backward(grad)
+        sides.append(({"x": x.grad, **gradients(model)}, products.calls))
+    assert reads == [torch.float32] * 4
+    assert sides[0][1] >= 6
+    assert sides[1][1] == 0
+    assert_gradients_close(sides[1][0], sides[0][0])
 
 
 class _Sorts(TorchDispatchMode):
@@ -380,10 +413,10 @@ def test_nothing_of_a_block_is_on_another_device_or_needs_a_value(family: str, l
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_no_host_sync_on_cuda(family: str, lora: bool) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("torch's grouped GEMM asks the device before Hopper")
-    _assert_no_sync(*_device_case(family, "cuda", torch.bfloat16, lora))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_host_waits_on_cuda_only_to_read_sizes_once_in_each_pass(family: str, lora: bool, dtype: torch.dtype) -> None:
+    waits = 2 if grouped.reads_offsets(dtype, torch.device("cuda", torch.cuda.current_device())) else 0
+    _assert_syncs(waits, *_device_case(family, "cuda", dtype, lora))
 
 
 @pytest.mark.cuda

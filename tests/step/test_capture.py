@@ -108,6 +108,17 @@ def test_evaluation_and_figures_of_throughput_between_replays_are_those_of_eager
     assert any(count for count in ours)
 
 
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "adamw_torch"])
+def test_steps_of_bitsandbytes_are_ordered_with_captured_ones(tmp_path: Path, devices: Any, optim: str) -> None:
+    if "torch" not in optim:
+        pytest.importorskip("bitsandbytes")
+    ours, eager = both(tmp_path, devices, optim=optim)
+    assert_same_run(ours, eager)
+    assert ours.fastpack_report["cuda_graph"].path == "captured"
+    ordered = [entry for entry in devices.made[0].log if entry.startswith(("order", "leave"))]
+    assert ordered == ([] if "torch" in optim else ["order AdamW", "leave AdamW"])
+
+
 def test_gradients_are_as_in_stock_between_steps(tmp_path: Path, devices: Any) -> None:
     """None after `zero_grad`; a parameter that no loss reaches never gets one, which AdamW would take for zeros."""
     seen: list[tuple[bool, bool]] = []

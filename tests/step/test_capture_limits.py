@@ -13,10 +13,14 @@ from captured_material import (
     assert_same_run,
     build,
 )
+from old_device import forced_capability
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize
+from fastpack_trl.run import Run
+from fastpack_trl.step import cuda_graph
 from fastpack_trl.step.capture import StepGraphs
 from fastpack_trl.step.row_buckets import RowBuckets
 from fastpack_trl.testing import tiny_model
@@ -177,6 +181,28 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("memory", "options", "said"),
+    [
+        ("off", {}, ""),
+        ("keep", {}, ""),
+        ("keep", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ""),
+        ("off", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True runs backward in"),
+    ],
+    ids=["checkpointed", "kept", "kept-reentrant", "reentrant"],
+)
+def test_what_layers_do_decides_and_not_the_flags_of_the_run(
+    tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str
+) -> None:
+    """Dropout is drawn in a graph, in its checkpoints too; layers that are kept run no backward pass of their own."""
+    trainer = build(
+        FastSFTTrainer, tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options
+    )
+    trainer.train()
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.path, said in line.reason) == ("eager" if said else "captured", True), line
+
+
+@pytest.mark.parametrize(
     ("reason", "fast", "options"),
     [
         ("switched off", {"cuda_graph": "off"}, {}),
@@ -185,7 +211,6 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
         ("torch_empty_cache_steps=2", {}, {"torch_empty_cache_steps": 2}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
         ("layer inputs go to host memory", {"activation_memory": "offload"}, {}),
-        ("runs on another stream", {}, {"optim": "adamw_8bit"}),
         ("layer inputs go to host", {}, {"gradient_checkpointing_kwargs": {"offload": True}}),
     ],
 )
@@ -198,9 +223,43 @@ def test_off_with_the_reason(
     if "activation_memory" in fast:
         monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
     trainer = build(FastSFTTrainer, tmp_path, devices, fast=fast, max_steps=1, **options)
-    with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason or "stream" in reason else [])):
+    with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device
     line = trainer.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager")
     assert reason in line.reason
     assert not devices.made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "said"),
+    [
+        (torch.bfloat16, (9, 0), ""),
+        (torch.bfloat16, (10, 3), ""),
+        (
+            torch.bfloat16,
+            (12, 0),
+            "grouped products in bfloat16 read their sizes on the host at compute capability 12.0",
+        ),
+        (torch.float32, (9, 0), "grouped products in float32 read their sizes on the host at compute capability 9.0"),
+        (torch.float16, (8, 0), "grouped products in float16 read their sizes on the host at compute capability 8.0"),
+    ],
+)
+def test_experts_are_captured_where_their_products_read_no_sizes(
+    tmp_path: Path, devices: Any, dtype: torch.dtype, capability: tuple[int, int], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found: list[str] = []
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with forced_capability(capability), monkeypatch.context() as patch:
+                patch.setattr(Run, "device", torch.device("cuda", 0))
+                found.append(cuda_graph.why_not(trainer.fastpack_run))
+
+    model = tiny_model("qwen3_moe")
+    for module in experts_modules(model).values():
+        module.to(dtype)
+    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[Asks()])
+    trainer.train()
+    assert found == [said]

@@ -20,9 +20,10 @@ CAPTURED: dict[str, Any] = {"packed_attention": "varlen", "cuda_graph": "on"}
 
 
 def build(
-    cls: type[SFTTrainer], folder: Path, devices: Any, *, family: str = "qwen3", lora: bool = False, data: Any = "text",
+    cls: type[SFTTrainer], folder: Path, devices: Any, *, family: str = "qwen3", lora: Any = False, data: Any = "text",
     fast: dict[str, Any] | None = None, callbacks: Any = (), model: Any = None, trainer: Any = None, **more: Any,
 ) -> Any:  # fmt: skip
+    """A trainer in float32 on the CPU; `lora` may be a dict of options."""
     options = {"packing": True, "max_steps": STEPS, "eval_strategy": "no", **more}
     args = settings(folder, **options)
     model = tiny_model(family) if model is None else model
@@ -32,7 +33,9 @@ def build(
         train_dataset=make_dataset(data) if isinstance(data, str) else data,
         eval_dataset=make_dataset("text", 8, seed=7),
         processing_class=make_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", **(lora if isinstance(lora, dict) else {}))
+        if lora
+        else None,
         callbacks=list(callbacks),
         **(trainer or {}),
     )

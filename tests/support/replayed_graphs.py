@@ -110,6 +110,12 @@ class TapeDevice:
         yield
         self.log.append("together")
 
+    @contextlib.contextmanager
+    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        self.log.append(f"order {type(optimizer).__name__}")
+        yield
+        self.log.append(f"leave {type(optimizer).__name__}")
+
     def mark(self) -> Instant:
         return Instant(self.now, self.late)
 
