@@ -132,7 +132,7 @@ def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp
     )
     trainer.train()
     assert trainer.fastpack_report["cuda_graph"].path == "captured"
-    assert not waits[0].of("host"), waits[0]
+    assert waits[0].total == 0, waits[0]
     assert launches[0] / 4 < 100, launches
 
 
@@ -307,7 +307,7 @@ def test_a_compiled_recompute_draws_what_its_forward_drew_or_is_not_recorded(
         assert "cannot be recorded" in captured[2].reason
         return
     with monkeypatch.context() as patch:  # the same static shapes, and nothing is recorded
-        patch.setattr(capture.StepGraphs, "_is_due", lambda self, slot: False)
+        patch.setattr(capture, "WARM_ROWS", 10**9)
         eager = run(tmp_path / "b", "qwen3", "lora", **options)
     losses, gradients = distance(captured, eager)
     assert losses < 2e-2
