@@ -12,6 +12,7 @@ from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import made_by, record_of
 from benchmarks.side_by_side import FIRST
 from benchmarks.side_table import cells, times, work
+from benchmarks.side_watch import card_gib
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -256,4 +257,4 @@ def _ms(run: Mapping[str, Any]) -> str:
 
 
 def _peaks(*runs: Mapping[str, Any]) -> str:
-    return " / ".join(f"{run['peak_gib']:.1f}" for run in runs) + " GiB"
+    return " / ".join(f"{card_gib(run):.1f}" for run in runs) + " GiB"

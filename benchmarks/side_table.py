@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.side_watch import card_gib
 from fastpack_trl.bench.views import device_of
 
 LOSS_BUDGET = 1e-3
@@ -53,8 +54,8 @@ class Cell:
 
     @property
     def peak(self) -> float | None:
-        """Return GiB."""
-        return max((run["peak_gib"] for run in self.runs if run["peak_gib"] is not None), default=None)
+        """Return GiB that a card must have."""
+        return max(filter(None, map(card_gib, self.runs)), default=None)
 
 
 def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:

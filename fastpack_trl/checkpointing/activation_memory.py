@@ -83,6 +83,7 @@ def _kept(run: Run, planned: memory.ActivationMemory) -> Iterator[None]:
             run.report.facts["activation memory, peak"] = (
                 f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
             )
+            run.report.facts["device memory, peak"] = f"{planned.reserved / GIB:.2f} GiB reserved, all included"
 
 
 def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:

@@ -86,6 +86,8 @@ class ActivationMemory(TrainerCallback):
         self._gathered_bytes = 0
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
+        self.reserved = 0
+        """Bytes that torch held of the device at most, caches and CUDA graphs included."""
 
     def adopt(self, levels: Sequence[Level]) -> None:
         """Take the levels that all processes have agreed on, before any is installed."""
@@ -126,6 +128,7 @@ class ActivationMemory(TrainerCallback):
         """Read the peak."""
         if args.device.type == "cuda":
             self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
+            self.reserved = torch.cuda.max_memory_reserved(args.device)
 
     def close(self) -> None:
         """Restore every layer."""
