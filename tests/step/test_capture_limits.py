@@ -73,14 +73,19 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
 ) -> None:
     """A byte less than an eager step and a graph take: layers keep all the same, and the graph is left out."""
 
-    def captured(budget: int) -> tuple[Any, Any]:
-        fast = {"activation_memory_gib": budget / GIB, "cuda_graph": setting}
+    def captured(budget: int, **fast: Any) -> tuple[Any, Any]:
+        fast |= {"activation_memory_gib": budget / GIB, "cuda_graph": setting}
         trainer = build(
-            FastSFTTrainer, tmp_path / str(budget), devices, fast=fast, max_steps=16, callbacks=[Clock(devices, 5, 1)]
+            FastSFTTrainer,
+            tmp_path / f"{budget}{len(fast)}",
+            devices,
+            fast=fast,
+            max_steps=16,
+            callbacks=[Clock(devices, 5, 1)],
         )
         made = len(devices.made)
         trainer.train()
-        assert trainer.fastpack_report["activation_memory"].path == "keep"
+        assert trainer.fastpack_report["activation_memory"].path == fast.get("activation_memory", "keep")
         return trainer, devices.made[-1] if len(devices.made) > made else None
 
     step = captured(GIB)[0].fastpack_run.step_bytes
@@ -93,6 +98,10 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
     assert (line.status, line.path, device) == ("off", "eager", None)
     assert line.reason == "graphs hold 0.0 GiB beside an eager step, the plan leaves 0.0"
     assert_same_run(fits, tight)
+    made_room, device = captured(2 * step - 1, activation_memory="checkpoint")
+    assert "replay" in device.log
+    assert made_room.fastpack_run.step_bytes < step
+    assert_same_run(made_room, tight)
 
 
 @pytest.mark.parametrize(
