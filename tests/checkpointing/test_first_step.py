@@ -115,3 +115,33 @@ def test_with_dropout_the_first_step_draws_the_same_numbers(tmp_path: Path, time
     assert kept[0] < everything[0] / 2
     for mine, theirs in zip(planned.model.parameters(), asked.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.cuda
+def test_cuda_the_first_step_needs_less_than_one_that_keeps_all(
+    tmp_path: Path, inductor: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Peaks(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps.append(torch.cuda.max_memory_allocated() - self.before)
+
+    monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
+    found = {}
+    for memory in ("auto", "keep"):
+        peaks = Peaks()
+        trainer = train(
+            FastSFTTrainer, tmp_path / memory, model=tiny_model("qwen3", num_hidden_layers=8), packing=True,
+            gradient_checkpointing=True, eval_strategy="no", max_steps=3, max_length=512, use_cpu=False, bf16=True,
+            fast={"activation_memory": memory, "cuda_graph": "off"}, trainer={"callbacks": [peaks]},
+        )  # fmt: skip
+        assert trainer.fastpack_report["activation_memory"].path == "keep"
+        assert "compiled in" in trainer.fastpack_report["layer_compile"].reason
+        found[memory] = peaks.steps
+    assert found["auto"][0] < found["keep"][0]
