@@ -20,10 +20,6 @@ _LOSS_SHARE = 0.8
 _NEARLY_ALL = 0.05
 """Share of the rows that may lie below a bound that holds for "nearly all"."""
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-_SEGMENT_BUFFER_ROWS = 128
-"""Rows of a buffer that flash's backward adds per segment."""
-_BUFFER_SHARE = 8
-"""Segments that make this buffer longer by less than an eighth are not counted as surplus."""
 # Costs in tokens of the row, as a model of a decoder: only their order of magnitude matters.
 _LOSS_COST = 0.25
 """Of a loss position: the head's share of the work of one token in a small model."""
@@ -34,7 +30,7 @@ _BLOCK_COST = 0.0025
 layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in one of Qwen3-8B's."""
 _MOST_SIZES = 1024
 """Different rows that are weighed; of more, evenly spaced ones. The cost is counted over all."""
-_LEAST_GAIN = 0.01
+_LEAST_GAIN = 0.02
 """Share of all tokens that a further bucket has to save; a graph takes time to capture, and memory."""
 
 
@@ -135,8 +131,8 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, e
     """Choose the buckets of a run from rows as they run, merged ones too; the same rows give the same buckets.
 
     One bucket after the other is added: that which saves most, counting tokens of tails, masked loss positions, empty
-    segments and blocks, until a further one would save less than 1 % of all tokens. Each is for rows that take half
-    of its segments or more, but the last: it is for the rows that are left. A row beyond the ordinary may have none.
+    segments and blocks; then those before are chosen again beside it, as long as that saves more. It ends where a
+    further one would save less than 2 % of all tokens. A row beyond the ordinary may have none.
 
     Args:
         rows: a sample of the run's, in any order.
@@ -155,19 +151,28 @@ def choose_buckets(rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, e
     table = np.array(ordered, dtype=np.int64)
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
     candidates = _candidates(table, weights)
-    costs, fitting = _costs(candidates, table)
-    left = table[:, 0] * eager_cost
-    chosen: list[Bucket] = []
+    costs, eager = _costs(candidates, table), table[:, 0] * eager_cost
+
+    def cost(of: list[int]) -> float:
+        return float(np.minimum(eager, costs[of].min(axis=0, initial=math.inf)) @ weights)
+
+    def joined_by_best(others: list[int]) -> list[int]:
+        left = np.minimum(eager, costs[others].min(axis=0, initial=math.inf))
+        return [*others, int((np.maximum(left - costs, 0.0) @ weights).argmax())]
+
     least = _LEAST_GAIN * float(weights @ table[:, 0])
-    for prices, count in ((np.where(fitting, costs, math.inf), max(1, at_most - 1)), (costs, at_most)):
-        while len(chosen) < count:
-            gains = np.maximum(left - prices, 0.0) @ weights
-            best = int(gains.argmax())
-            if gains[best] < least or gains[best] <= 0:
-                break
-            chosen.append(Bucket(*map(int, candidates[best])))
-            left = np.minimum(left, costs[best])
-    return _priced(_tightened(chosen, sizes), sizes)
+    chosen: list[int] = []
+    while len(chosen) < at_most:
+        more, before = joined_by_best(chosen), math.inf
+        while len(more) > 1 and cost(more) < before * (1 - 1e-9):
+            before = cost(more)
+            for place in range(len(more)):
+                more = min(more, joined_by_best(more[:place] + more[place + 1 :]), key=cost)
+        gain = cost(chosen) - cost(more)
+        if gain <= 0 or gain < least:
+            break
+        chosen = more
+    return _priced(_tightened([Bucket(*map(int, candidates[one])) for one in chosen], sizes), sizes)
 
 
 def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -208,19 +213,17 @@ def _next_capacity(segments: int) -> int:
     return -(-segments // step) * step
 
 
-def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return (buckets, rows): what a bucket costs a row, in tokens, infinite where the row does not fit; and where the
-    row takes half of the bucket's segments or more, or they are few."""
+def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return (buckets, rows): what a bucket costs a row, in tokens, infinite where the row does not fit."""
     tokens, capacity, longest, positions, parts = (buckets[:, column, None] for column in range(5))
     row_tokens, documents, row_longest, row_positions, row_parts = (rows[None, :, column] for column in range(5))
     tail = tokens - row_tokens
     needed = documents + -(-np.maximum(tail, 0) // longest)
-    allowed = np.maximum(2 * needed, tokens // (_SEGMENT_BUFFER_ROWS * _BUFFER_SHARE))
     fits = (tail >= 0) & (row_longest <= longest) & (row_positions <= positions) & (row_parts <= parts)
     fits &= needed <= capacity
     cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents)
     cost = cost + _BLOCK_COST * (capacity * longest - documents * row_longest)
-    return np.where(fits, cost, math.inf), capacity <= allowed
+    return np.where(fits, cost, math.inf)
 
 
 def _cost_of(bucket: Bucket) -> tuple[float, Bucket]:

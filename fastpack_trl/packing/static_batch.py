@@ -61,6 +61,9 @@ class StaticInputs:
             "loss_positions": torch.arange(bucket.loss_tokens, device=device) % bucket.tokens,
             "loss_labels": torch.zeros(bucket.loss_tokens, dtype=torch.int64, device=device),
         }
+        # A tail without documents until a row is copied in: what is recorded before has to be a row all the same.
+        ends = torch.arange(bucket.segments + 1, device=device) * bucket.max_seqlen
+        tensors["cu_seqlens"].copy_(ends.clamp_(max=bucket.tokens))
         self._ignored = torch.full((bucket.tokens,), IGNORE_INDEX, dtype=torch.int64, device=device)
         self._flat = {name: tensor.data.view(-1) for name, tensor in moved.items()}
         self._written = self._block.data

@@ -27,7 +27,7 @@ from fastpack_trl.step.gradients import GradientBuffers
 from fastpack_trl.step.graph_device import Graph, GraphDevice
 from fastpack_trl.step.graph_state import ModelState
 from fastpack_trl.step.row_buckets import RowBuckets
-from fastpack_trl.step.step_times import StepTimes
+from fastpack_trl.step.step_times import StepTurns, least_gain
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 logger = get_logger(__name__)
@@ -36,14 +36,15 @@ FEATURE = "cuda_graph"
 EAGER_STEPS = 2
 """Optimizer steps before anything is recorded: in the first, micro-batches run unmerged; in the second the optimizer
 has its states, merged rows have their length, and layers are compiled."""
-WARM_ROWS = 2
-"""Rows of a bucket that run eager in its static shapes: the first loads and tunes kernels, which cannot be recorded."""
-LEAST_GAIN = 0.05
-"""Share of a step that graphs have to save; where they do not, ``auto`` gives them back."""
+WARM_ROWS = 1
+"""Rows of a bucket that run eager in its static shapes: they load and tune kernels, which cannot be recorded. One more
+where a recording fails after them."""
 RECORD_SECONDS = 0.5
 """What recording is taken to cost before it is known; 0.1 to 0.2 s were measured on an H200."""
 MOST_SAVED = 0.8
 """Share of a step that graphs are taken to save at most, before it is known."""
+COMPARE_AGAIN = 50
+"""Steps after which kept graphs are compared once more: the run has settled by then."""
 MOST_CHANGES = 3
 """How often graphs are made anew because the model was changed."""
 
@@ -61,7 +62,7 @@ class _Slot:
 
     def __init__(self, inputs: StaticInputs) -> None:
         self.inputs = inputs
-        self.warm = 0
+        self.warm, self.needs = 0, WARM_ROWS
         self.recorded: _Recorded | None = None
 
 
@@ -85,11 +86,14 @@ class StepGraphs:
         self._first_step: int | None = None
         self._present_step = -1
         self._hooks: HookWatch | None = None
-        self._times = None if asked else StepTimes(device)
+        self._turns = None if asked else StepTurns(device)
+        self._pays = asked  # to record, as far as it is known before; then `_turns` compares
+        self._kept = False
+        self._again: int | None = None
         self._note = ""
         self._ended = False
         self._changes = 0
-        self.recorded = self.replayed = 0
+        self.warmed = self.recorded = self.replayed = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -113,7 +117,7 @@ class StepGraphs:
             if state != self._recorded_state:
                 self._model_changed()
                 slot = None
-        if self._buffers is not None:
+        if self._buffers is not None and not self._is_eager_turn:  # that step is as it would be without graphs
             self._buffers.attach()
         if slot is None:
             return stock(model, inputs, num_items_in_batch)
@@ -146,11 +150,54 @@ class StepGraphs:
 
     def _begin_step(self) -> None:
         """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""
-        if self._times is None or not self._run.has_settled or self._steps_done < EAGER_STEPS:
+        turns = self._turns
+        if turns is None or not self._run.has_settled or self._steps_done < EAGER_STEPS:
             return
-        self._times.begin(self.recorded, self.replayed)
-        if self.replayed:
-            self._judge(self._times)
+        if self._again is not None and self._steps_done >= self._again and self.replayed:
+            self._again = None
+            if self._steps_left > COMPARE_AGAIN:
+                turns.compare()
+        if self._pays and not turns.compares:
+            return
+        turns.begin(self.replayed, self.warmed + self.recorded)
+        if turns.compares:
+            self._judge(turns)
+        else:
+            self._weigh(turns)
+
+    def _weigh(self, turns: StepTurns) -> None:
+        """Decide whether to record at all, once eager steps are known."""
+        seconds, steps_left = turns.eager(), self._steps_left
+        if seconds is None:  # the device has not come that far
+            return
+        self._pays = StartUpCost(RECORD_SECONDS, MOST_SAVED * seconds).pays(steps_left)
+        if not self._pays:
+            self.end(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
+
+    def _judge(self, turns: StepTurns) -> None:
+        """Keep graphs that pay, as soon as enough steps are known; give the others back."""
+        least = least_gain(self._device.bytes_held(), self._device.bytes_free())
+        verdict = turns.verdict(least)
+        if verdict is None:
+            return
+        turns.compares = False
+        self._note = str(verdict)
+        if verdict.pays:
+            if not self._kept:
+                self._again = self._steps_done + COMPARE_AGAIN
+            self._kept = True
+            self._tell()
+        else:
+            self.end(f"graphs save less than {least:.0%} of a step, or no more than its noise: {self._note}")
+
+    @property
+    def _is_eager_turn(self) -> bool:
+        return self._turns is not None and self._turns.is_eager
+
+    @property
+    def _steps_left(self) -> int:
+        state = self._run.trainer.state
+        return int(state.max_steps - state.global_step)
 
     @property
     def has_ended(self) -> bool:
@@ -166,7 +213,7 @@ class StepGraphs:
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.has_settled:
+        if self._steps_done < EAGER_STEPS or not self._run.has_settled or not self._pays:
             return None
         if self._run.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
@@ -174,27 +221,19 @@ class StepGraphs:
                 return None
             self.drop()
             self._version = self._run.version
+        if self._is_eager_turn:
+            return None
         bucket = self._buckets.find(RowSize.of(inputs["packed_batch"]))
         if bucket is None or self._run.refuses_static(bucket):
             if self._buckets.are_outgrown():
                 self._drop_graphs()
             return None
-        if bucket not in self._slots:
-            self._slots[bucket] = _Slot(StaticInputs(bucket, inputs["input_ids"].device))
-        return self._slots[bucket]
+        return self._slot_of(bucket)
 
-    def _is_due(self, slot: _Slot) -> bool:
-        """Return whether `slot` is to be recorded now."""
-        if slot.warm < WARM_ROWS or self._times is None or self.recorded:
-            return slot.warm >= WARM_ROWS
-        seconds = self._times.eager()
-        if seconds is None:  # the device has not come that far
-            return False
-        steps_left = self._run.trainer.state.max_steps - self._run.trainer.state.global_step
-        if StartUpCost(RECORD_SECONDS, MOST_SAVED * seconds).pays(steps_left):
-            return True
-        self.end(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
-        return False
+    def _slot_of(self, bucket: Bucket) -> _Slot:
+        if bucket not in self._slots:
+            self._slots[bucket] = _Slot(StaticInputs(bucket, self._run.device))
+        return self._slots[bucket]
 
     def _warm(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
         """Run a row eager in static shapes, as the graph will; then record that, if it is due.
@@ -207,10 +246,11 @@ class StepGraphs:
             self.end(str(error))
             return stock(model, inputs, num_items_in_batch)
         slot.warm += 1
+        self.warmed += 1
         self._keep(inputs, table)
-        if self._is_due(slot):
+        if slot.warm >= slot.needs:
             self._buffers = self._buffers or GradientBuffers(self._run.model.parameters())
-            self._record(stock, model, slot)
+            self._record_all(stock, model, slot)
         return loss
 
     def _static(self, stock: _Step, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
@@ -220,33 +260,51 @@ class StepGraphs:
         slot.inputs.batch.clear_derived()
         return loss, figures.table
 
-    def _record(self, stock: _Step, model: nn.Module, slot: _Slot) -> None:
-        """Record the graph of `slot`; said where it cannot be."""
+    def _record_all(self, stock: _Step, model: nn.Module, warm: _Slot) -> None:
+        """Record the graph of a bucket whose kernels have run, and of those that launch the same kernels.
+
+        These differ in documents and `max_seqlen` alone, and a recording runs nothing: no row of theirs is needed.
+        """
         lacks = self._device.lacks_room()
-        try:
-            if not lacks:
-                graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
-        except torch.OutOfMemoryError as error:
-            close_frames(error)
-            lacks = "no memory for the graph of a micro-step beside what eager ones need"
-        except Exception as error:  # the same row ran eager in these shapes: recording it is what fails
-            logger.debug(f"{FEATURE}: {error}", exc_info=True)
-            close_frames(error)
-            lacks = f"a micro-step cannot be recorded: {describe(first_cause(error))}"
         if lacks:
             self.end(lacks)
             return
-        slot.recorded = _Recorded(graph, loss, table)
-        self.recorded += 1
+        self._device.prepare()
+        self._record(stock, model, warm)
+        for bucket in self._buckets.beside(warm.inputs.bucket) if warm.recorded is not None else ():
+            slot = self._slot_of(bucket)
+            if slot.recorded is None and not self._run.refuses_static(bucket) and not self._ended:
+                # What would be compiled anew for it waits for a row of its own.
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    self._record(stock, model, slot)
+        if self._ended:
+            return
+        if self._turns is not None and not self._kept and not self._turns.compares:
+            self._turns.compare()
         self._tell()
+
+    def _record(self, stock: _Step, model: nn.Module, slot: _Slot) -> None:
+        """Record the graph of `slot`; where that fails, it is tried again after a further row, then said."""
+        try:
+            graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
+            self.end("no memory for the graph of a micro-step beside what eager ones need")
+        except Exception as error:
+            logger.debug(f"{FEATURE}: {error}", exc_info=True)
+            close_frames(error)
+            if slot.warm <= WARM_ROWS:
+                slot.needs = slot.warm + 1
+            else:  # the same rows ran eager in these shapes: recording them is what fails
+                self.end(f"a micro-step cannot be recorded: {describe(first_cause(error))}")
+        else:
+            slot.recorded = _Recorded(graph, loss, table)
+            self.recorded += 1
 
     def _replay(self, inputs: Any, recorded: _Recorded) -> Tensor:
         assert self._buffers is not None
-        start = None if self._times is None else self._device.mark()
         recorded.graph.replay()
         self._buffers.were_written()
-        if self._times is not None and start is not None:
-            self._times.replayed(start, self._device.mark())
         self.replayed += 1
         self._keep(inputs, recorded.table)
         return recorded.loss.clone()
@@ -256,21 +314,6 @@ class StepGraphs:
         for hook in list(self._run.model._forward_pre_hooks.values()):
             if getattr(hook, "sees_plain_rows", False):
                 hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
-
-    def _judge(self, times: StepTimes) -> None:
-        """Compare captured steps with eager ones as soon as enough are known; then nothing is timed any more."""
-        eager, captured, replay = times.eager(), times.captured(), times.replay()
-        if eager is None or captured is None or replay is None:
-            return
-        self._times = None
-        measured = (
-            f"steps of {eager * 1e3:.1f} ms eager, {captured * 1e3:.1f} ms captured, {replay * 1e3:.1f} ms a replay"
-        )
-        if captured > (1 - LEAST_GAIN) * eager:
-            self.end(f"graphs save less than {LEAST_GAIN:.0%} of a step: {measured}")
-        else:
-            self._note = measured
-            self._tell()
 
     def _model_changed(self) -> None:
         """Drop what was recorded of a model that is another now."""
@@ -291,6 +334,8 @@ class StepGraphs:
                 slot.recorded.graph.reset()
         self._slots = {}
         self._device.forget()
+        if self._turns is not None:
+            self._turns.compares = False
 
     def end(self, reason: str) -> None:
         """Run all that follows eager, said once."""
@@ -306,6 +351,12 @@ class StepGraphs:
         if held:
             self.end("a step ran out of memory beside the graphs")
         return held
+
+    def finish(self) -> None:
+        """Say what the run came to, and drop the graphs."""
+        if self.recorded and not self._ended:
+            self._tell()
+        self.drop()
 
     def _tell(self) -> None:
         graphs = sum(slot.recorded is not None for slot in self._slots.values())

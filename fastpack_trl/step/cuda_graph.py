@@ -48,7 +48,7 @@ def cuda_graph(run: Run) -> Iterator[None]:
             yield
     finally:
         run.spares.remove(graphs.spare)
-        graphs.drop()
+        graphs.finish()
 
 
 def unavailable(device: torch.device) -> str:

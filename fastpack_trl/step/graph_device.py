@@ -34,6 +34,10 @@ class Mark(Protocol):
 class GraphDevice(Protocol):
     """Where graphs are recorded."""
 
+    def prepare(self) -> None:
+        """Make room for graphs, once for all that are recorded next."""
+        ...
+
     def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Record what `work` queues, without running it; return the graph and the result of `work`."""
         ...
@@ -48,6 +52,10 @@ class GraphDevice(Protocol):
 
     def bytes_held(self) -> int:
         """Return the bytes that graphs of this object hold."""
+        ...
+
+    def bytes_free(self) -> int:
+        """Return the bytes that can be allocated beside them."""
         ...
 
     def lacks_room(self) -> str:
@@ -83,6 +91,11 @@ class CudaGraphs:
         self._pool: Any = None
         self._held = 0
 
+    def prepare(self) -> None:
+        """Give back what torch has cached: the pool of the graphs takes as much again."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Record `work` on the current stream, which `run_apart` has set.
 
@@ -92,17 +105,16 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=torch.cuda.current_stream(self.device), capture_error_mode="thread_local"
-            ):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
                 result = work()
+            finally:
+                graph.capture_end()
         except BaseException:
             # A recording that ends early leaves the generator as if it went on: the next dropout would raise.
             generator.graphsafe_set_state(state)
@@ -136,6 +148,10 @@ class CudaGraphs:
         """Return the bytes that the pool grew by."""
         return self._held
 
+    def bytes_free(self) -> int:
+        """Return the bytes that can be allocated beside the pool."""
+        return allocatable(self.device)
+
     def lacks_room(self) -> str:
         """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""
         if self._held:
@@ -147,5 +163,8 @@ class CudaGraphs:
         return f"{free / 2**30:.1f} GiB are free, a graph and an eager step beside it take {2 * taken / 2**30:.1f}"
 
     def forget(self) -> None:
-        """Give the pool up: torch may refuse one whose last graph is gone."""
+        """Give the pool up, and its memory back: torch may refuse a pool whose last graph is gone."""
+        if self._held:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
         self._pool, self._held = None, 0

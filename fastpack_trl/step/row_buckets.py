@@ -23,7 +23,8 @@ _LEAST_SERVED = 0.8
 _EAGER_COST = 2.0
 """Of a row without a bucket, as a share of its tokens: a small model at 2,048 tokens takes four times as long eager."""
 _MOST = 6
-"""Buckets: all graphs are in one pool of memory, each costs half a second and two eager rows."""
+"""Buckets: all graphs are in one pool of memory. Those of one number of tokens are recorded at once, a fraction of a
+second each; one of other tokens costs an eager row too."""
 _TIMES = 3
 """How often buckets are chosen in a run: each costs the graphs of those before."""
 
@@ -41,7 +42,7 @@ class RowBuckets:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
-        self._tokens = self._padded = 0
+        self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._chosen = 0
         self.choice: BucketChoice | None = None
@@ -58,14 +59,21 @@ class RowBuckets:
         if bucket is not None and bucket.tokens > (1 + _EAGER_COST) * size.tokens:
             bucket = None
         self._served.append(bucket is not None and bucket.tokens <= _TOO_LONG * size.tokens)
+        self._rows, self._fitting = self._rows + 1, self._fitting + self._served[-1]
         if bucket is not None:
             self._tokens += size.tokens
             self._padded += bucket.tokens - size.tokens
         return bucket
 
+    def beside(self, bucket: Bucket) -> list[Bucket]:
+        """Return the other buckets in use for rows of as many tokens, loss positions and parts."""
+        others = self.choice.buckets if self.choice is not None else ()
+        alike = [other for other in others if _sizes(other) == _sizes(bucket)]
+        return [other for other in alike if other != bucket]
+
     def __str__(self) -> str:
-        """Say what the rows that ran in buckets were padded by, and which share of the last ones fitted well."""
-        fit = sum(self._served) / max(1, len(self._served))
+        """Say what the rows that ran in buckets were padded by, and which share of all fitted well."""
+        fit = self._fitting / max(1, self._rows)
         return f"padding of {self._padded / max(1, self._tokens):.1%}; {fit:.0%} of rows fit"
 
     def are_outgrown(self) -> bool:
@@ -88,6 +96,10 @@ class RowBuckets:
             collated = [collator([rows[drawn.randrange(count)] for _ in range(each)]) for _ in range(parts)]
             sizes.append(merged_size([RowSize.of(one["packed_batch"]) for one in collated]))
         return sizes
+
+
+def _sizes(bucket: Bucket) -> Bucket:
+    return bucket._replace(segments=0, max_seqlen=0)
 
 
 def merged_size(sizes: list[RowSize]) -> RowSize:

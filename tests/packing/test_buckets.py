@@ -75,9 +75,10 @@ def test_packed_rows_are_served_at_the_cost_of_their_fill(row: int, mean: int) -
     assert choice.padding <= 0.03
     assert {bucket.tokens for bucket in choice.buckets} == {row}, "one length of the row"
     assert {bucket.loss_tokens for bucket in choice.buckets} == {row}, "one capacity where nearly all tokens count"
-    held = [(size, bucket.segments) for size in rows if (bucket := smallest_fitting(choice.buckets, size)) is not None]
-    twice = [capacity <= max(2 * (size.segments + 1), row // 1024) for size, capacity in held]
-    assert sum(twice) >= 0.85 * len(rows), "at most twice the documents; the last bucket is for all that are left"
+    held = [(size, bucket) for size in rows if (bucket := smallest_fitting(choice.buckets, size)) is not None]
+    blocks = sum(b.segments * b.max_seqlen - size.segments * size.max_seqlen for size, b in held) / len(held)
+    assert 0.0025 * blocks <= 0.04 * row, "empty blocks of flash's grid cost what a few percent of the tokens do"
+    assert len(choice.buckets) <= 3
 
 
 def test_padding_that_costs_more_than_it_saves_is_not_chosen() -> None:
@@ -85,7 +86,7 @@ def test_padding_that_costs_more_than_it_saves_is_not_chosen() -> None:
     busy, idle = (choose_buckets(rows, at_most=1, eager_cost=cost) for cost in (0.1, 3.0))
     assert {bucket.tokens for bucket in busy.buckets} == {4032}
     assert [smallest_fitting(busy.buckets, size) is not None for size in rows[:3]] == [True] * 3, "it fits all the same"
-    assert choose_buckets(rows, at_most=3, eager_cost=0.1).padding < 0.1
+    assert choose_buckets(rows, at_most=3, eager_cost=0.2).padding < 0.1
     assert choose_buckets(rows[:1], eager_cost=0.0).buckets == ()
     assert idle.served == 1.0
 
@@ -95,8 +96,8 @@ def test_rows_of_which_little_counts_get_capacities_of_their_own() -> None:
     choice = choose_buckets(rows)
     assert choice.served >= 0.97
     assert max(bucket.loss_tokens for bucket in choice.buckets) < 1800
-    assert min(bucket.loss_tokens for bucket in choice.buckets) < 700
-    assert choice.loss_padding < 0.5
+    assert min(bucket.loss_tokens for bucket in choice.buckets) < 900
+    assert choice.loss_padding < 0.55
 
 
 def test_a_row_beyond_the_ordinary_gets_no_bucket() -> None:

@@ -72,7 +72,12 @@ class TapeDevice:
     fail: Callable[[int], BaseException | None] = lambda number: None
     after_replay: Callable[[tuple[Tensor, ...]], None] | None = None
     room: str = ""
+    held: int = 3 << 30
+    free: int = 30 << 30
     _recorded: int = 0
+
+    def prepare(self) -> None:
+        self.log.append("prepare")
 
     def record(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[TapeGraph, tuple[Tensor, ...]]:
         """Run the work to see its operations, take back what it did, and leave results that no one may read."""
@@ -109,7 +114,10 @@ class TapeDevice:
         return Instant(self.now, self.late)
 
     def bytes_held(self) -> int:
-        return 3 << 30
+        return self.held
+
+    def bytes_free(self) -> int:
+        return self.free
 
     def lacks_room(self) -> str:
         return self.room

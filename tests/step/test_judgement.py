@@ -1,0 +1,167 @@
+"""Whether captured steps pay: pairs of steps in turn, fed with times that a device took."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captured_material import Clock, assert_same_run, build
+from replayed_graphs import Instant, TapeDevice
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.step import capture
+from fastpack_trl.step.step_times import LEAST_PAIRS, MOST_PAIRS, StepTurns, judge, least_gain
+from fastpack_trl.testing import tiny_model
+
+GIB = 1 << 30
+MEASURED = {
+    "0.6B 2,048": (97, 37, 0.1, True), "0.6B 8,192": (124, 82, 0.1, True), "everyday 0.6B": (110, 50, 0.3, True),
+    "8B": (258, 262, 0.03, False), "14B NF4": (437, 444, 0.02, False),
+    "gpt-oss": (53.3, 53.3, 0.03, False),
+}  # fmt: skip
+"""Milliseconds eager and captured on an H200, the spread of single steps, and whether graphs are to stay."""
+
+
+@pytest.mark.parametrize("row", MEASURED)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_pays_stays_and_what_does_not_is_given_back(row: str, seed: int) -> None:
+    eager, captured, spread, pays = MEASURED[row]
+    draw, pairs, found = random.Random(seed), [], None
+    while found is None:
+        pairs.append((eager * draw.gauss(1, spread), captured * draw.gauss(1, spread)))
+        found = judge(pairs, 0.05)
+    assert LEAST_PAIRS <= found.pairs == len(pairs) <= MOST_PAIRS
+    assert found.pays == pays, found
+
+
+def test_a_gain_within_the_noise_of_steps_is_none() -> None:
+    pairs = [(100.0, 80.0), (100.0, 125.0)] * 3 + [(100.0, 70.0)] * 6
+    assert judge(pairs[:MOST_PAIRS], 0.05) is not None
+    assert not judge(pairs[:MOST_PAIRS], 0.05).pays  # type: ignore[union-attr]
+
+
+def test_memory_has_a_price() -> None:
+    assert least_gain(held=20 * GIB, free=100 * GIB) == 0.05
+    assert least_gain(held=GIB, free=100 * GIB) == 0.02
+    small = [(100.0, 97.0)] * LEAST_PAIRS
+    assert judge(small, 0.02).pays  # type: ignore[union-attr]
+    assert not judge(small, 0.05).pays  # type: ignore[union-attr]
+
+
+def test_turns_are_pairs_in_alternating_order_and_the_first_does_not_count() -> None:
+    device = TapeDevice(tiny_model("qwen3"))
+    turns = StepTurns(device)
+    assert not turns.is_eager
+    turns.compare()
+    order, replayed = [], 0
+    turns.begin(0, 0)
+    for number in range(10):
+        order.append("E" if turns.is_eager else "C")
+        replayed += not turns.is_eager
+        device.now += 1 + number  # each step has another length, so that a wrong pair shows
+        turns.begin(replayed, 0)
+    assert "".join(order) == "ECCEECCEEC"
+    assert turns.pairs() == [(4, 3), (5, 6), (8, 7), (9, 10)]
+
+
+def test_steps_that_recorded_or_replayed_nothing_are_in_no_pair() -> None:
+    device = TapeDevice(tiny_model("qwen3"))
+    turns = StepTurns(device)
+    turns.compare()
+    counts = [(0, 0), (0, 0), (1, 0), (2, 0), (2, 0), (2, 0), (3, 1), (4, 1), (4, 1)]
+    for replayed, prepared in counts:
+        turns.begin(replayed, prepared)
+        device.now += 1.0
+    # Steps: E C C E | E (C recorded) | (C) E
+    assert len(turns.pairs()) == 2
+
+
+def test_a_device_that_is_behind_is_never_waited_for() -> None:
+    device = TapeDevice(tiny_model("qwen3"), late=10**6)
+    turns = StepTurns(device)
+    turns.compare()
+    for number in range(8):
+        turns.begin(number // 2, 0)
+    assert turns.pairs() == []
+    assert turns.verdict(0.05) is None
+    assert isinstance(device.mark(), Instant)
+
+
+def train(folder: Path, devices: Any, clock: Clock, **options: Any) -> Any:
+    trainer = build(FastSFTTrainer, folder, devices, fast={"cuda_graph": "auto"}, callbacks=[clock], **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("row", ["0.6B 2,048", "8B", "14B NF4"])
+def test_a_run_keeps_graphs_or_holds_nothing(tmp_path: Path, devices: Any, row: str) -> None:
+    eager, captured, spread, pays = MEASURED[row]
+    draw = random.Random(1)
+    noise = (draw.gauss(1, spread) for _ in range(1000))
+    trainer = train(tmp_path, devices, Clock(devices, eager / 1e3, captured / 1e3, noise), max_steps=60)
+    line, log = trainer.fastpack_report["cuda_graph"], devices.made[0].log
+    assert line.status == ("on" if pays else "off"), line
+    assert "pairs in turn, gain" in line.reason
+    if pays:
+        assert log.count("replay") >= 60 - capture.EAGER_STEPS - 3 - 1 - MOST_PAIRS
+        assert "of rows fit" in line.reason
+    else:
+        last = len(log) - 1 - log[::-1].index("replay")
+        assert "reset" in log[last:], "given back in the middle of the run"
+        assert log.count("replay") <= MOST_PAIRS + 1
+
+
+def test_one_step_records_all_buckets_of_a_row_length(tmp_path: Path, devices: Any) -> None:
+    """The step that records is the only one that is neither eager in its own shapes nor a replay."""
+    kinds: list[str] = []
+
+    class Kinds(TrainerCallback):
+        seen = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            now = devices.made[0].log[self.seen :]
+            self.seen += len(now)
+            kinds.append("record" if "record" in now else "replay" if "replay" in now else "eager")
+
+    trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "on"}, callbacks=[Kinds()], max_steps=12)
+    trainer.train()
+    log = devices.made[0].log
+    assert log.count("record") >= 2, "rows of this data set need two buckets"
+    assert kinds[: capture.EAGER_STEPS] == ["eager"] * capture.EAGER_STEPS
+    assert kinds.count("record") == log.count("prepare") == 1, kinds
+    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=12)
+    eager.train()
+    assert_same_run(trainer, eager)
+
+
+def test_kept_graphs_are_compared_again_when_the_run_has_settled(
+    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "COMPARE_AGAIN", 10)
+
+    class Slower(Clock):
+        """Graphs gain at first, while the host is cold; then nothing."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 22:
+                self.eager = self.captured
+            super().on_step_end(args, state, control, **kwargs)
+
+    trainer = train(tmp_path, devices, Slower(devices, 0.2, 0.1), max_steps=60)
+    line = trainer.fastpack_report["cuda_graph"]
+    assert line.status == "off", line
+    assert "steps of 100.0 ms eager, 100.0 ms captured" in line.reason
+
+
+def test_a_recording_that_fails_after_one_row_is_tried_after_another(tmp_path: Path, devices: Any) -> None:
+    refused = RuntimeError("operation not permitted when stream is capturing")
+    devices.options["fail"] = lambda number: refused if number == 1 else None
+    trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=12)
+    trainer.train()
+    log = devices.made[0].log
+    assert log.index("failed") < log.index("record")
+    assert trainer.fastpack_report["cuda_graph"].status == "on"
+    assert log.count("replay") >= 4

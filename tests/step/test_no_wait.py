@@ -1,0 +1,86 @@
+"""The whole stack as a CUDA device has it, on the CPU: between two logs nothing asks the device, whatever is on."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captured_material import Clock, build
+from out_of_memory import too_large
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTTrainer, ThroughputCallback
+from fastpack_trl.checkpointing.retry import StepState
+from fastpack_trl.step.sync_free import why_stock_loss
+from fastpack_trl.testing import HostSyncs, count_host_syncs
+
+TWIN = ("fastpack_trl/attention/varlen.py", "fastpack_trl/attention/per_document.py")
+"""On the CPU the attention operator runs its twin, which reads lengths that the kernel reads on the device."""
+
+
+class BetweenLogs(TrainerCallback):
+    """Counts in every step from the second on, but from the end of one that logs, evaluates or saves to the next."""
+
+    def __init__(self) -> None:
+        self.stack, self.steps = contextlib.ExitStack(), 0
+        self.active = False
+        self.found: list[HostSyncs] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step and not self.active:
+            self.found.append(self.stack.enter_context(count_host_syncs(device="cpu", host=TWIN)))
+            self.active = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += self.active
+        if control.should_log or control.should_evaluate or control.should_save or control.should_training_stop:
+            self.stack.close()
+            self.active = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stack.close()
+
+
+def figures(counter: BetweenLogs) -> str:
+    return "\n".join(str(found) for found in counter.found if found.total)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_nothing_waits_between_two_logs(
+    tmp_path: Path, devices: Any, lora: bool, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plan, a step out of memory, merged rows, recordings, turns, replays, callbacks, an evaluation in the middle."""
+    states: list[StepState] = []
+    made = StepState.__init__
+    monkeypatch.setattr(StepState, "__init__", lambda self, run: (states.append(self), made(self, run))[1])
+    counter, clock = BetweenLogs(), Clock(devices, 0.5, 0.2)
+    trainer = build(
+        FastSFTTrainer, tmp_path, devices, family="qwen3", lora=lora, callbacks=[counter, ThroughputCallback(), clock],
+        fast={"cuda_graph": "auto", "activation_memory_gib": 0.5, "merge_accumulation": "on"},
+        max_steps=30, logging_steps=10, eval_strategy="steps", eval_steps=15, gradient_checkpointing=True,
+        gradient_accumulation_steps=accumulation, per_device_train_batch_size=1,
+    )  # fmt: skip
+    with too_large(trainer, "forward", 1) as failed:
+        trainer.train()
+    report, log = trainer.fastpack_report, devices.made[0].log
+    assert failed == ["forward"]
+    fell = "merge_accumulation" if accumulation > 1 else "activation_memory"
+    assert "out of memory" in report[fell].reason, report[fell]
+    assert len(states) >= 20, "a state to undo was made for each micro-batch"
+    assert report["cuda_graph"].status == "on"
+    assert "in turn" in report["cuda_graph"].reason
+    assert log.count("replay") >= 10
+    assert counter.steps >= 27
+    assert not any(found.total for found in counter.found), figures(counter)
+
+
+def test_reasons_are_found_without_asking_the_device(tmp_path: Path, devices: Any) -> None:
+    """A reason that formats a tensor reads it: each text is made only where its condition holds."""
+    trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=1)
+    trainer.train()
+    with count_host_syncs(device="cpu") as syncs:
+        assert why_stock_loss(trainer.fastpack_run) == ""
+    assert syncs.total == 0, syncs
