@@ -23,6 +23,7 @@ from benchmarks.caps_search import Curve, largest_row
 from benchmarks.captured import Row, model_of
 from benchmarks.model_shapes import PAD
 from benchmarks.model_steps import shared_copy
+from benchmarks.side_watch import peaks_gib
 from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -86,10 +87,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self.memory = {
-                "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-                "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-            }
+            self.memory = peaks_gib("cuda")
         self.seconds.append(time.perf_counter() - self._start)
         if isinstance(self.trainer, FastSFTTrainer):
             self.plan = self.trainer.fastpack_memory

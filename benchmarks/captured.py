@@ -26,6 +26,7 @@ from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions, f
 from benchmarks.model_shapes import build_model, shape_of
 from benchmarks.one_line import in_one_line
 from benchmarks.own_process import answer_of
+from benchmarks.side_watch import peaks_gib
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
@@ -215,12 +216,9 @@ def measure_side(row: Row, side: str, device: str, seed: int, given: dict[str, A
         trainer = FastSFTTrainer(args=args, callbacks=[watch, EndsAfter(steps)], **given)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
     return {
         "step_seconds": watch.seconds, "first_step_seconds": watch.first_step, "profile": watch.profile,
-        "losses": losses, "peak_gib": peak, "reserved_gib": reserved, "held_gib": watch.held_gib,
-        "report": trainer.fastpack_report.to_dict(),
+        "losses": losses, **peaks_gib(device), "held_gib": watch.held_gib, "report": trainer.fastpack_report.to_dict(),
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from benchmarks import captured
 from benchmarks.captured import Row, Watch, material
 from benchmarks.one_line import in_one_line
 from benchmarks.own_process import answer_of
+from benchmarks.side_watch import peaks_gib
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -81,12 +82,10 @@ def measure_side(row: Row, side: str, peak_gib: float, less_gib: float, device: 
             trainer.train()
     if side == OURS:
         found["report"] = trainer.fastpack_report.to_dict()
-    cuda = device == "cuda"
     return found | {
         "step_seconds": watch.seconds, "first_step_seconds": watch.first_step,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
+        **peaks_gib(device),
     }  # fmt: skip
 
 

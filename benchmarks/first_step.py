@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from benchmarks.captured import ROWS, SMALL, Row, as_on_a_t4, material, scalable
 from benchmarks.one_line import in_one_line, record_of
 from benchmarks.own_process import answer_of
+from benchmarks.side_watch import peaks_gib
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 from fastpack_trl.measure.record import make_record, write_json
@@ -85,8 +86,7 @@ def measure_run(row: Row, side: str, length: Length, device: str, seed: int) -> 
     found: dict[str, Any] = {
         "seconds": watch.seconds, "train_seconds": total, "losses": _losses(trainer),
         "step_seconds": (watch.seconds[last] - watch.seconds.get(last // 2, 0.0)) / (last - last // 2),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,
+        **peaks_gib(device),
     }  # fmt: skip
     if isinstance(trainer, FastSFTTrainer):
         found |= {"start_up": dict(trainer.fastpack_run.seconds), "report": trainer.fastpack_report.to_dict()}

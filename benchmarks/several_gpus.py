@@ -109,6 +109,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
     import torch
     from accelerate.utils import gather_object
 
+    from benchmarks.side_watch import peaks_gib
     from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
 
     if device == "cuda":
@@ -124,7 +125,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
     if case.checkpoints:
         figures["checkpoints"] = _resume(case, side, device, out.parent, figures["losses"])
     faulthandler.cancel_dump_traceback_later()
-    peaks = gather_object([torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None])
+    peaks = gather_object([peaks_gib(device)])
     if not trainer.is_world_process_zero():
         return
     assert trainer.accelerator.num_processes == PROCESSES, trainer.accelerator.num_processes
@@ -134,7 +135,7 @@ def train(case: Case, side: str, device: str, out: Path) -> None:
         "seconds_to_first_step": seconds[0],  # from the call of `train`
         "step_ms": [1000 * one for one in seconds[1:]],
         "last_step_ms": 1000 * statistics.median(seconds[-LAST:]),
-        "peak_gib": peaks,  # of each rank, after the first step
+        **{name: [each[name] for each in peaks] for name in peaks[0]},  # of each rank, after the first step
         "sharded": bool(trainer.is_fsdp_enabled),
         "report": report.to_dict() if report is not None else None,
     }
@@ -377,8 +378,8 @@ def main() -> None:
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             said = row[side].get("error") or (
                 f"first step {row[side]['seconds_to_first_step']:.1f} s, last {row[side]['last_step_ms']:.0f} ms, peak "
-                + ", ".join(f"{peak or 0:.1f}" for peak in row[side]["peak_gib"])
-                + " GiB"
+                + ", ".join(f"{peak or 0:.1f}" for peak in row[side]["reserved_gib"])
+                + " GiB reserved"
             )
             print(f"{name} / {side}: {said}, {row[side]['seconds']:.0f} s in all", flush=True)
         if "passed" not in row:

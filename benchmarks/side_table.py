@@ -54,7 +54,13 @@ class Cell:
 
 
 def peak_cell(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the largest peak of some runs, and after a plus what CUDA graphs held beside it: ``42.0 + 19.9``."""
+    """Return the GiB that a card must have for some runs.
+
+    Older records have what was allocated, and after a plus what CUDA graphs held beside it: ``42.0 + 19.9``.
+    """
+    if all("reserved_gib" in run for run in runs):
+        reserved = max((run["reserved_gib"] for run in runs if run["reserved_gib"] is not None), default=None)
+        return "-" if reserved is None else f"{reserved:.1f}"
     peak = max((run["peak_gib"] for run in runs if run["peak_gib"] is not None), default=None)
     graphs = max(map(_graphs_gib, runs), default=0.0)
     return "-" if peak is None else f"{peak:.1f}{f' + {graphs:.1f}' if graphs else ''}"

@@ -87,6 +87,14 @@ def figures_of(watch: Watch, log_history: list[dict[str, Any]], device: str) -> 
         "step_seconds": watch.seconds, "timed_tokens": last["num_tokens"] - first["num_tokens"],
         "warmup_steps": watch.warmup, "profile": watch.profile,
         "losses": {str(step): entry["loss"] for step, entry in logs.items()},
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,  # graphs are in it
+        **peaks_gib(device),
     }  # fmt: skip
+
+
+def peaks_gib(device: str) -> dict[str, float | None]:
+    """Return the most that was allocated, and the most that torch held of the device: what a card must have.
+
+    The memory of CUDA graphs counts as allocated only while they are recorded, but is held to the end.
+    """
+    read = {"peak_gib": torch.cuda.max_memory_allocated, "reserved_gib": torch.cuda.max_memory_reserved}
+    return {name: call() / 2**30 if device == "cuda" else None for name, call in read.items()}

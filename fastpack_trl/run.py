@@ -72,7 +72,8 @@ class Run:
         training: `train` runs, or ran last; not an evaluation by itself.
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
-            for want of memory; None without such a plan.
+            for want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
+        step_bytes: what activations take in a step by that plan: a CUDA graph holds as much once more.
         spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
@@ -84,6 +85,8 @@ class Run:
         seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
             it or in the second.
         in_first_step: no optimizer step of this `train` has ended.
+        compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
+        measures_first_step: what the first step takes on the device says how long later rows may be.
         waiting: each says whether something is still to be decided in the first steps.
         undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
     """
@@ -99,6 +102,7 @@ class Run:
         self.training = False
         self.loss_is_ours = False
         self.activations_left: int | None = None
+        self.step_bytes = 0
         self.spares: list[Callable[[], bool]] = []
         self.refuses_static: Callable[[Bucket], str] = _no_attention
         self.alone_from = math.inf
@@ -109,6 +113,7 @@ class Run:
         self.rows_of_step = 0
         self.seconds: dict[str, float] = {}
         self.in_first_step = False
+        self.compiles_later = self.measures_first_step = False
         self.waiting: list[Callable[[], bool]] = []
         self.undo: list[Callable[[], Callable[[], None]]] = []
 

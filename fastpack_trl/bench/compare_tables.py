@@ -105,7 +105,7 @@ def _work(side: Mapping[str, Any]) -> list[str]:
     return [
         "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
         "-" if side["hfu"] is None else f"{side['hfu']:.1%}",
-        "-" if memory is None else f"{memory['peak_bytes'] / _GIB:.2f}",
+        "-" if memory is None else f"{memory.get('reserved_bytes', memory['peak_bytes']) / _GIB:.2f}",
         "-" if memory is None else f"{memory['pinned_bytes'] / _GIB:.2f}",
         "-" if side["idle_share"] is None else f"{side['idle_share']:.0%}",
         "-" if launches is None else f"{launches['kernels']:,}",

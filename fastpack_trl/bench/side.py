@@ -31,12 +31,15 @@ Build = Callable[..., Any]
 class SideMemory:
     """CUDA memory of one side of several that lie in one process and never run at the same time; nothing on the CPU.
 
-    What others have allocated is taken off: `peak` is what this side would need alone, fragmentation aside.
+    What others have allocated is taken off: `peak` is what this side would need alone, fragmentation aside. `reserved`
+    is what a card must have for it: all that torch took of the device, for CUDA graphs and caches too. Beside other
+    sides it may use theirs, so that it is exact in a process of its own only.
     """
 
     def __init__(self) -> None:
-        self.resident = self.pinned = 0
+        self.resident = self.pinned = self._segments = 0
         self.peak: int | None = None
+        self.reserved = 0
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -46,13 +49,15 @@ class SideMemory:
             return
         torch.cuda.synchronize()
         others = torch.cuda.memory_allocated() - self.resident
-        others_pinned = _pinned() - self.pinned
+        others_pinned, others_segments = _pinned() - self.pinned, torch.cuda.memory_reserved() - self._segments
         torch.cuda.reset_peak_memory_stats()
         try:
             yield
         finally:
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated() - others
+            self.reserved = max(self.peak, torch.cuda.max_memory_reserved() - others_segments)
+            self._segments = torch.cuda.memory_reserved() - others_segments
             self.resident = torch.cuda.memory_allocated() - others
             self.pinned = _pinned() - others_pinned
 
@@ -114,9 +119,12 @@ class Side:
         with self.memory.counted():
             self.training.begin()
         self.training.seed(seed)
+        self._read_flops()
+        self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
+
+    def _read_flops(self) -> None:
         with contextlib.suppress(ValueError):  # no transformers model: no MFU
             self.flops = model_flops(self.trainer.model)
-        self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
 
     def step(self) -> StepFigures:
         """Run one optimizer step, watched."""
@@ -125,9 +133,11 @@ class Side:
             self.training.advance(self.watch.around_step())
         figures = self.watch.settle(self._counter, self._pad)
         self.steps.append(figures)
+        if len(self.steps) <= 2:  # in the first step layers may be checkpointed for once
+            self._read_flops()
         if self.memory.peak is not None and self.device.type == "cuda":
-            used = {"peak_bytes": self.memory.peak, "before_bytes": before, "pinned_bytes": self.memory.pinned}
-            self._memory.append(used)
+            peaks = {"peak_bytes": self.memory.peak, "reserved_bytes": self.memory.reserved}
+            self._memory.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
             others = torch.cuda.memory_allocated() - self.memory.resident
             self._marks = [(at, allocated - others) for at, allocated in figures.memory]
         return figures

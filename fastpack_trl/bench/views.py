@@ -57,7 +57,8 @@ class SideView:
         seconds: of one step; None where the case times no step (collator).
         phases: seconds by name, in order; empty where the case has none.
         rate: tokens per second.
-        peak_bytes, before_bytes: device memory at most, and before the step; None on the CPU.
+        peak_bytes, before_bytes: device memory that torch held at most (allocated, in records that know no more), and
+            what was allocated before the step; None on the CPU.
         memory_marks: ``((milliseconds, allocated bytes), ...)`` at the ends of the phases; empty where not recorded.
     """
 
@@ -209,7 +210,7 @@ def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView
         seconds,
         {phase: float(value) for phase, value in side.get("phases", halves).items()},
         float(rate),
-        memory.get("peak_bytes"),
+        memory.get("reserved_bytes", memory.get("peak_bytes")),
         memory.get("before_bytes"),
         tuple((float(at), int(used)) for at, used in side.get("memory_marks") or ()),
     )

@@ -61,7 +61,8 @@ class ThroughputCallback(TrainerCallback):
     - ``data_wait_ms``: per optimizer step, from the end of a step to the begin of the next: what stock fetches and
       copies for it.
     - ``memory/peak_gib``: peak of memory allocated on the device since the process started or its statistics were
-      reset. ``memory/pinned_gib``: page-locked host memory held by torch now. CUDA only.
+      reset. ``memory/reserved_gib``: peak of what torch held of it, CUDA graphs and caches included: what a card must
+      have. ``memory/pinned_gib``: page-locked host memory held by torch now. CUDA only.
     - ``packing/fill``: share of rows x `max_length` that holds tokens; ``packing/truncated_tokens``: tokens that
       `max_length` cut off. Both of the whole training set, known with `FastSFTTrainer` where it prepared the set.
 
@@ -111,6 +112,7 @@ class ThroughputCallback(TrainerCallback):
         self._session, self._window = _Totals(), _Totals()
         self._mark = None
         self._started = True
+        self._looks = 2
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the time: the batches of the step are there."""
@@ -129,11 +131,15 @@ class ThroughputCallback(TrainerCallback):
         if self._mark is not None:
             self._watch(model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Count the step; it may be logged next."""
         if self._mark is None:
             return  # added in the middle of this step
         self._count_time()
+        if self._looks and self._flops is not None:  # which layers recompute is settled after two steps
+            self._looks -= 1
+            self._flops = self._read_flops(model, state)
+            self._skip_time()
         self._window.steps += 1
         self._go_first()
 
@@ -303,6 +309,7 @@ class ThroughputCallback(TrainerCallback):
         figures: dict[str, float] = {}
         if self._device.type == "cuda":
             figures["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            figures["memory/reserved_gib"] = torch.cuda.max_memory_reserved(self._device) / 2**30
             pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current")
             if pinned is not None:
                 figures["memory/pinned_gib"] = pinned / 2**30

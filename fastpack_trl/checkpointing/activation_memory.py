@@ -62,6 +62,7 @@ def _install(run: Run, stack: ExitStack) -> memory.ActivationMemory | None:
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
     recomputes = run.settings.activation_memory == "auto" and not planned.plan.keeps_all
     run.activations_left = 0 if recomputes else planned.plan.left
+    run.step_bytes = planned.plan.predicted + planned.head_bytes
     run.offloads = Level.OFFLOAD in planned.plan.levels
     stack.enter_context(_kept(run, planned))
     return planned
@@ -82,6 +83,7 @@ def _kept(run: Run, planned: memory.ActivationMemory) -> Iterator[None]:
             run.report.facts["activation memory, peak"] = (
                 f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
             )
+            run.report.facts["device memory, peak"] = f"{planned.reserved / GIB:.2f} GiB reserved, all included"
 
 
 def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:

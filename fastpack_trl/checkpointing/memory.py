@@ -55,6 +55,7 @@ class ActivationMemory(TrainerCallback):
         offload: arguments of `offload_checkpoints`.
         notes: what fell back while the plan was made.
         asked: whether the user chose the level; else what a user's hooks see is as stock's checkpointing has it.
+        head_bytes: what the head's step takes beside the layers', which is in no budget of theirs.
     """
 
     def __init__(
@@ -67,14 +68,16 @@ class ActivationMemory(TrainerCallback):
         offload: dict[str, Any],
         notes: Sequence[str] = (),
         asked: bool = False,
+        head_bytes: int = 0,
     ) -> None:
-        self.plan = plan
+        self.plan, self.head_bytes = plan, head_bytes
         self._notes = list(notes)
         self._run, self._layers, self._next, self._offload = run, layers, next_plan, offload
         self._plan_at = plan_at
         self._stack = contextlib.ExitStack()
         self._watches = [] if asked else [HookWatch(layer) for layer in layers]
         self._hooks: list[str] = []
+        self._asked, self._is_lean = asked, False
         self._static = 0
         self.fell = ""
         """What the last step that ran out of memory fell back to; empty where none did."""
@@ -83,6 +86,8 @@ class ActivationMemory(TrainerCallback):
         self._gathered_bytes = 0
         self.measured: int | None = None
         """Peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device."""
+        self.reserved = 0
+        """Bytes that torch held of the device at most, caches and CUDA graphs included."""
 
     def adopt(self, levels: Sequence[Level]) -> None:
         """Take the levels that all processes have agreed on, before any is installed."""
@@ -115,14 +120,15 @@ class ActivationMemory(TrainerCallback):
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install again where a hook of the user came or went."""
-        if [watch.look() for watch in self._watches] != self._hooks:
+        """Install again where a hook of the user came or went, and after the first step."""
+        if [watch.look() for watch in self._watches] != self._hooks or self._is_lean != self._shall_be_lean():
             self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the peak."""
         if args.device.type == "cuda":
             self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
+            self.reserved = torch.cuda.max_memory_reserved(args.device)
 
     def close(self) -> None:
         """Restore every layer."""
@@ -131,10 +137,24 @@ class ActivationMemory(TrainerCallback):
     def _install(self) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
-        self._stack.enter_context(layer_levels(self._layers, self._levels(), **self._offload))
-        self._run.offloads = Level.OFFLOAD in self._levels()
+        levels, self._is_lean = self._levels(), self._shall_be_lean()
+        if self._is_lean:
+            levels = [max(level, Level.CHECKPOINT) for level in levels]
+        self._stack.enter_context(layer_levels(self._layers, levels, **self._offload))
+        self._run.offloads = Level.OFFLOAD in levels
         self._run.changed()
         self.report()
+
+    def _shall_be_lean(self) -> bool:
+        """Return whether layers are checkpointed for now, as stock has them, whatever the plan lets them keep.
+
+        Uncompiled layers keep a third more than compiled ones. Where they are compiled after the first step, that step
+        alone would set the peak of the run, to save the recompute of one step. What it takes is as planned where
+        others go by it, and where inputs go to host memory: the copies would be set up twice.
+        """
+        run = self._run
+        waits = run.in_first_step and run.compiles_later and not run.measures_first_step
+        return waits and not self._asked and Level.OFFLOAD not in self.plan.levels
 
     def _levels(self) -> list[Level]:
         """Return the plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
@@ -311,7 +331,8 @@ def plan_memory(run: Run) -> ActivationMemory:
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
     (least,) = run.ranks.least([own])
-    budget = max(0, int(least) - tokens * hidden * _HEAD_BYTES)
+    head_bytes = tokens * hidden * _HEAD_BYTES
+    budget = max(0, int(least) - head_bytes)
     # All processes run the parted model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
@@ -347,4 +368,4 @@ def plan_memory(run: Run) -> ActivationMemory:
     def at(levels: Sequence[Level]) -> Plan:
         return make_plan(costs, levels, budget=budget, **sizes)
 
-    return ActivationMemory(run, layers, plan, less, at, offload, said, asked=setting != "auto")
+    return ActivationMemory(run, layers, plan, less, at, offload, said, setting != "auto", head_bytes)

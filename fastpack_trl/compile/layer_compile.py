@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.loop import called
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
 
@@ -48,7 +49,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         tell(layers)
         agree = (lambda: layers.agree(run.ranks)) if together else None
         pending = run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
-        with pending, called(run.trainer, between_steps=agree):
+        with pending, attribute_set(run, "compiles_later", weighs), called(run.trainer, between_steps=agree):
             yield
 
 

@@ -45,7 +45,10 @@ class PeakMemory:
             self.before = int(torch.cuda.memory_allocated())
 
     def read(self) -> dict[str, int] | None:
-        """Return ``{"peak_bytes", "before_bytes"}`` since construction; None on the CPU."""
+        """Return ``{"peak_bytes", "before_bytes"}`` since construction, allocated; None on the CPU.
+
+        What torch holds beside, caches and CUDA graphs, is that of all that ran in the process.
+        """
         if self.before is None:
             return None
         import torch

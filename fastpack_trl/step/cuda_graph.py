@@ -25,7 +25,12 @@ LEAST_CAPABILITY = (8, 0)
 
 @contextmanager
 def cuda_graph(run: Run) -> Iterator[None]:
-    """Capture forward, loss and backward of a micro-batch once per bucket of rows, and replay it for those that fit."""
+    """Capture forward, loss and backward of a micro-batch once per bucket of rows, and replay it for those that fit.
+
+    Graphs hold the activations of a micro-step beside those of eager ones, e.g. of rows without a bucket. Where the
+    plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
+    large models more than graphs gain, and beside a small one there is mostly room for both.
+    """
     if not run.training:
         yield
         return
@@ -111,6 +116,9 @@ def _reasons(run: Run) -> Iterator[object]:
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
+    held, left = run.step_bytes / 2**30, run.activations_left
+    lacks = left is not None and left < run.step_bytes
+    yield lacks and f"graphs hold {held:.1f} GiB beside an eager step, the plan leaves {(left or 0) / 2**30:.1f}"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -12,6 +12,7 @@ import torch
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.user_code import (
     BATCH_METHODS,
     callback_between,
@@ -51,7 +52,8 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     if has_dropout(run.model) or has_jitter(run.model):
         reason += "; dropout and jitter draw other random numbers"
     run.say(FEATURE, "on", rows, reason)
-    with run.keeping(Merging(run, target)):
+    merging = Merging(run, target)
+    with run.keeping(merging), attribute_set(run, "measures_first_step", merging.memory is not None):
         yield
 
 

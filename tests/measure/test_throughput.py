@@ -303,6 +303,24 @@ def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert max(steps) < 100.0
 
 
+def test_hfu_counts_the_recompute_that_the_plan_has(tmp_path: Path) -> None:
+    """The plan is installed after this callback has begun: layers that it keeps are not recomputed."""
+    found = []
+    for name, fast in (("planned", {"activation_memory_gib": 1.0}), ("stock", {"activation_memory": "off"})):
+        trainer, _ = run(
+            FastSFTTrainer,
+            tmp_path / name,
+            ThroughputCallback(PEAK),
+            packing=True,
+            gradient_checkpointing=True,
+            fast=fast,
+        )
+        rows = [row["hfu"] / row["mfu"] for row in trainer.state.log_history if "mfu" in row]
+        found.append(rows[-1])
+    planned, stock = found
+    assert planned < 1.02 < 1.2 < stock
+
+
 def test_resume_starts_a_session(tmp_path: Path) -> None:
     run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), save_strategy="steps", save_steps=2, max_steps=2)
     reporter = Reporter()

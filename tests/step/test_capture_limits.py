@@ -17,6 +17,7 @@ from old_device import forced_capability
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize
 from fastpack_trl.run import Run
@@ -75,6 +76,60 @@ def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices:
     trainer.train()
     assert trainer.fastpack_report["cuda_graph"].reason == devices.options["room"]
     assert "record" not in devices.made[0].log
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_recomputed(
+    tmp_path: Path, devices: Any, setting: str
+) -> None:
+    """A byte less than an eager step and a graph take: layers keep all the same, and the graph is left out."""
+
+    def captured(budget: int, **fast: Any) -> tuple[Any, Any]:
+        fast |= {"activation_memory_gib": budget / GIB, "cuda_graph": setting}
+        trainer = build(
+            FastSFTTrainer,
+            tmp_path / f"{budget}{len(fast)}",
+            devices,
+            fast=fast,
+            max_steps=16,
+            callbacks=[Clock(devices, 5, 1)],
+        )
+        made = len(devices.made)
+        trainer.train()
+        assert trainer.fastpack_report["activation_memory"].path == fast.get("activation_memory", "keep")
+        return trainer, devices.made[-1] if len(devices.made) > made else None
+
+    step = captured(GIB)[0].fastpack_run.step_bytes
+    assert 0 < step < GIB / 100
+    fits, device = captured(2 * step)
+    assert "replay" in device.log
+    assert fits.fastpack_run.step_bytes == step
+    tight, device = captured(2 * step - 1)
+    line = tight.fastpack_report["cuda_graph"]
+    assert (line.status, line.path, device) == ("off", "eager", None)
+    assert line.reason == "graphs hold 0.0 GiB beside an eager step, the plan leaves 0.0"
+    assert_same_run(fits, tight)
+    made_room, device = captured(2 * step - 1, activation_memory="checkpoint")
+    assert "replay" in device.log
+    assert made_room.fastpack_run.step_bytes < step
+    assert_same_run(made_room, tight)
+
+
+@pytest.mark.parametrize(
+    ("left", "step", "said"),
+    [
+        (78.0, 25.6, ""),  # 8B, LoRA, 4,096 tokens on 141 GB
+        (27.2, 64.4, "graphs hold 64.4 GiB beside an eager step, the plan leaves 27.2"),  # 14B, copies of its weights
+        (0.0, 25.6, "graphs hold 25.6 GiB beside an eager step, the plan leaves 0.0"),  # layers are recomputed
+        (None, 0.0, ""),  # no plan: the device is asked before the first recording
+    ],
+)
+def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | None, step: float, said: str) -> None:
+    trainer = build(FastSFTTrainer, tmp_path, devices)
+    run = trainer.fastpack_run
+    run.loss_is_ours, run.refuses_static = True, lambda bucket: ""
+    run.activations_left, run.step_bytes = None if left is None else int(left * GIB), int(step * GIB)
+    assert cuda_graph.why_not(run) == said
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
