@@ -137,7 +137,7 @@ def plan_rows_again(run: Run) -> None:
 @contextmanager
 def packed_attention(run: Run) -> Iterator[None]:
     """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
-    if run.insists:
+    if not run.packs and run.insists:
         _tell(run)  # said before `train` too, which stops where it is not what was asked for
     with ExitStack() as stack:
         if run.packs:

@@ -286,8 +286,8 @@ def test_offloaded_checkpoints_run_compiled_layers_whoever_was_first(first: str)
     ("options", "why"),
     [
         ({"fast": {"layer_compile": "off"}}, "switched off"),
-        ({"fast": {"layer_compile": "on", "packed_attention": "padded_rows"}}, "padded_rows"),
-        ({"fast": {"layer_compile": "on", "packed_attention": "off"}}, "no packed metadata"),
+        ({"fast": {"packed_attention": "padded_rows"}}, "padded_rows"),
+        ({"fast": {"packed_attention": "off"}}, "no packed metadata"),
     ],
 )
 def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, options: dict[str, Any], why: str) -> None:

@@ -353,6 +353,6 @@ def test_two_trainers_one_within_the_other(tmp_path: Path) -> None:
 
 def test_an_eight_bit_optimizer_keeps_steps_eager(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    losses, _, line = run(tmp_path, "qwen3", "lora", optim="adamw_8bit", max_steps=12)
+    losses, _, line = run(tmp_path, "qwen3", "lora", optim="adamw_8bit", max_steps=12, fast={"cuda_graph": "auto"})
     assert (line.status, "runs on another stream" in line.reason) == ("off", True), line
     assert len(losses) == 12
