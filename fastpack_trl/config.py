@@ -273,6 +273,11 @@ class Settings:
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
 
+    def names(self, feature: str) -> bool:
+        """Return whether a feature was switched on by name: its field is neither its default nor ``off``."""
+        own = type(self).__dataclass_fields__.get(feature)
+        return own is not None and self.get(feature) not in (own.default, "off")
+
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Settings).items() if get_origin(hint) is Literal
@@ -284,6 +289,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class FastSFTConfig(Settings, SFTConfig):
     r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
 
+    What is switched on by name, and not by ``auto``, stops `train` with reason and remedy where it cannot be had.
+
     Args:
         packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
             ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
@@ -293,8 +300,8 @@ class FastSFTConfig(Settings, SFTConfig):
         verify_packing: before the first rows, prove on a few dozen tokens that no document sees another, and stop where
             one does: ``auto`` (where documents are packed), ``on`` (also stop where the proof cannot run), ``off``
             (train whatever leaks).
-        lora: LoRA projections without the glue around their matrix products: ``auto`` and ``on`` (wherever PEFT's LoRA
-            layers are of a covered kind), ``off`` (PEFT's own forward).
+        lora: LoRA projections without the glue around their matrix products: ``auto`` (wherever PEFT's LoRA layers are
+            of a covered kind), ``on`` (some have to be), ``off`` (PEFT's own forward).
         cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
             for the run: ``auto`` (where the plan of `activation_memory` keeps every layer and leaves enough of its
             budget; without such a plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each
@@ -318,7 +325,8 @@ class FastSFTConfig(Settings, SFTConfig):
             what is computed, as QLoRA does. ``off`` by default.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
         sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
-            walks over the model): ``auto`` and ``on`` (where the run permits, with the reason in the report), ``off``.
+            walks over the model): ``auto`` (where the run permits, with the reason in the report), ``on`` (all of
+            them), ``off``.
         activation_memory: what decoder layers keep for their backward pass: ``keep`` (all), ``selective`` (attention),
             ``checkpoint`` (their input), ``offload`` (their input, in host memory), ``auto`` (the least recompute that
             fits the memory, layer by layer, on CUDA), or ``off`` (as `gradient_checkpointing` says).

@@ -70,6 +70,7 @@ class Run:
         plan: which batches there are.
         facts: of the training data; None where it is streamed or was prepared elsewhere.
         training: `train` runs, or ran last; not an evaluation by itself.
+        insists: `train` is entering its features: what was switched on by name and does not hold stops it.
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
             for want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
@@ -100,6 +101,7 @@ class Run:
         self.plan = BatchPlan("stock", "")
         self.facts: DatasetFacts | None = None
         self.training = False
+        self.insists = False
         self.loss_is_ours = False
         self.activations_left: int | None = None
         self.step_bytes = 0
@@ -226,9 +228,30 @@ class Run:
         """Free memory that is worth less than what any layer keeps; False where there is none."""
         return any(spare() for spare in self.spares)
 
-    def say(self, feature: str, status: Status, path: str, reason: str = "") -> None:
-        """Set the line of `feature` in the report."""
+    def say(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
+        """Set the line of `feature` in the report.
+
+        Args:
+            feature: by name.
+            status, path, reason: as of `FeatureLine`.
+            holds: whether what the feature is for is so; None: where it is on. True where there is nothing to do.
+
+        Raises:
+            ValueError: it does not hold when `train` begins, and was switched on by name.
+        """
         self.report.add(feature, status, path, reason)
+        if self.insists and not (status == "on" if holds is None else holds) and self.settings.names(feature):
+            raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self._remedy(feature)}")
+
+    def end(self, feature: str, path: str, reason: str) -> None:
+        """Say that `feature` is off from here on, in the middle of a run; also in the log."""
+        remedy = f"; {self._remedy(feature)}" if self.settings.names(feature) else ""
+        logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")
+        self.say(feature, "off", path, reason)
+
+    def _remedy(self, feature: str) -> str:
+        default = type(self.settings).__dataclass_fields__[feature].default
+        return f"set {feature}={default!r} to train without it where it cannot run"
 
     def part(self, kind: type[_Part]) -> _Part | None:
         """Return the object that a feature keeps while it is on, by its class, which only that feature's room names."""
@@ -270,25 +293,23 @@ class Run:
         """Enter `feature` until `stack` closes; where it cannot read the model or lacks a name, stock runs, said once.
 
         Raises:
-            ValueError: the same, of what was switched on by name; or one of the feature's own.
+            ValueError: the same when `train` begins, of what was switched on by name; or one of the feature's own.
             torch.AcceleratorError: the device failed, which is no matter of the model.
         """
         name = str(getattr(feature, "__name__", feature))
-        cause: BaseException | None = None
-        setting = self.settings.get(name)
-        reason = "" if setting == "off" or name in PARTLY else lacks(name)
+        if self.settings.get(name) != "off" and name not in PARTLY and (missing := lacks(name)):
+            self._leave_to_stock(name, missing)
+            return
         try:
-            if not reason:
-                stack.enter_context(feature(self))
-                return
+            stack.enter_context(feature(self))
         except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (*UNREADABLE, ImportError) as error:
             logger.debug(f"{name} failed while it was entered", exc_info=True)  # of the model or of ours
-            cause = error
-            reason = f"{type(text_model(self.model)).__name__} cannot be read: {type(error).__name__}: {error}"
-        if setting not in ("auto", "off"):
-            raise ValueError(f"{name}={setting!r}: {reason}; set {name}='off'") from cause
+            model = type(text_model(self.model)).__name__
+            self._leave_to_stock(name, f"{model} cannot be read: {type(error).__name__}: {error}")
+
+    def _leave_to_stock(self, name: str, reason: str) -> None:
         self.say(name, "stock", "stock", reason)
         logger.warning(f"{name}: stock ({reason})")
 

@@ -188,7 +188,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             yield  # evaluation inside of training: installed already
             return
         run = self.fastpack_run
-        run.settings, run.training = Settings.of(self.args), announce
+        run.settings, run.training, run.insists = Settings.of(self.args), announce, announce
         with contextlib.ExitStack() as stack:
             if announce:
                 stack.enter_context(first_step(run))
@@ -209,7 +209,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
                 stack.enter_context(called(self, at_begin=self._fastpack_announce))
             elif announce:
                 self._fastpack_announce()
-            self._fastpack_entered = True
+            self._fastpack_entered, run.insists = True, False
             stack.callback(setattr, self, "_fastpack_entered", False)
             yield
 

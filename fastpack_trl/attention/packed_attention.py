@@ -69,13 +69,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     """
     choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
     run.plan = plan or _plan(run)
-    if run.packs:
-        run.say("packed_attention", "on", choice.path, choice.reason)
-    elif choice.path == "off":
-        status: Status = "off" if run.settings.packed_attention == "off" else "stock"
-        run.say("packed_attention", status, "stock", choice.reason)
-    else:
-        run.say("packed_attention", "off", "stock", run.plan.reason)
+    _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
     run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
@@ -94,6 +88,18 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
         )
     run.choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
     plan_rows(run)
+
+
+def _tell(run: Run) -> None:
+    """Say what keeps documents apart; rows that stock pads hold one each."""
+    choice = run.choice
+    if run.packs:
+        run.say("packed_attention", "on", choice.path, choice.reason)
+    elif choice.path == "off":
+        status: Status = "off" if run.settings.packed_attention == "off" else "stock"
+        run.say("packed_attention", status, "stock", choice.reason)
+    else:
+        run.say("packed_attention", "off", "stock", run.plan.reason, holds=not run.trainer.padding_free)
 
 
 def _plan(run: Run) -> BatchPlan:
@@ -132,13 +138,15 @@ def plan_rows_again(run: Run) -> None:
 @contextmanager
 def packed_attention(run: Run) -> Iterator[None]:
     """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
+    if not run.packs and run.insists:
+        _tell(run)  # said before `train` too, which stops where it is not what was asked for
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
         elif run.training and run.trainer.padding_free:
             prove_stock(run, stack)
         elif run.training:
-            run.say("verify_packing", "off", "not run", "a row is one document")
+            run.say("verify_packing", "off", "not run", "a row is one document", holds=True)
         yield
 
 

@@ -22,6 +22,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sync_free": ("packed_attention",),
     "merge_accumulation": ("packed_attention", "sync_free"),
     "layer_compile": ("packed_attention",),
+    "cuda_graph": ("packed_attention", "sync_free"),
 }
 """Fields that a feature cannot run without: it is compared with these on, and nothing else."""
 
@@ -34,10 +35,10 @@ def features() -> tuple[str, ...]:
 def settings_of(on: Sequence[str], configured: Mapping[str, str]) -> dict[str, str]:
     """Return each feature's field: of those `on` as configured (``auto`` if that is off), of the others ``off``.
 
-    So is the proof at the start: the gate compares losses anyway.
+    So is the proof at the start: the gate compares losses anyway. Copies of frozen weights are a part of `lora`.
     """
     fields = {name: (_wanted(configured.get(name, "auto")) if name in on else OFF) for name in features()}
-    return {**fields, "verify_packing": OFF}
+    return {**fields, "verify_packing": OFF} | ({} if "lora" in on else {"cache_dequantized": OFF})
 
 
 def _wanted(value: str) -> str:

@@ -25,7 +25,8 @@ def activation_memory(run: Run) -> Iterator[None]:
         return
     reason = run.ranks.agreed(lambda: memory.why_not(run))
     if reason:
-        run.say(memory.FEATURE, "off", "stock", reason)
+        # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
+        run.say(memory.FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
     with ExitStack() as stack:

@@ -34,7 +34,8 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     if run.activations_left is not None:
         mode, reason = None, "by the plan of activation_memory"
     if mode is None or reason or not run.training:
-        run.say(FEATURE, "off", "stock", reason)
+        # By that plan, in the mode that is asked for; or the memory of the layers is the host's already.
+        run.say(FEATURE, "off", "stock", reason, holds=True)
         yield
         return
 
@@ -77,6 +78,6 @@ def _why_off(run: Run, mode: Mode | None) -> str:
         conflict = "gradient_checkpointing=False: without checkpointing no layer input is kept by itself"
     if not conflict and keywords.get("use_reentrant"):
         conflict = "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
-    if conflict:
-        raise ValueError(f"checkpoint_offload={mode!r}: {conflict}")
+    if conflict and run.training:
+        raise ValueError(f"checkpoint_offload={mode!r}: {conflict}; set checkpoint_offload='auto' to train without it")
     return offload_unavailable(run.device)

@@ -264,7 +264,7 @@ class LayerKind:
             self.weighing.compiled = math.inf
         said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
         self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
-        logger.warning(f"layer_compile: {self.reason}")
+        logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
         self._settings.on_change()
 
 

@@ -22,8 +22,8 @@ def cache_dequantized(run: Run) -> Iterator[None]:
     if applied is None or not applied.copies:
         if setting == "on" and run.training:  # asked for by name, so it is said
             why = "every frozen weight of the fast LoRA layers is in the dtype of the run already"
-            why = why if applied is not None and applied.fast else "no LoRA layer is fast"
-            run.say("cache_dequantized", "off", "per use", why)
+            some = applied is not None and bool(applied.fast)
+            run.say("cache_dequantized", "off", "per use", why if some else "no LoRA layer is fast", holds=some)
         yield
         return
     if run.is_sharded or run.is_deepspeed:

@@ -34,7 +34,8 @@ def lora(run: Run) -> Iterator[None]:
     applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype, fp8_bases=fp8)
     try:
         fast = applied.fast or applied.already
-        run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied))
+        holds = bool(fast) or not applied.handed_over  # those on stacked parameters alone are of `moe`
+        run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
         with run.keeping(applied):
             yield
     finally:

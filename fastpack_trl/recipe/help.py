@@ -13,7 +13,8 @@ USAGE = "fastpack-trl sft --config FILE [--OPTION VALUE ...]"
 EPILOG = (
     "--config FILE reads a YAML whose keys are the options above; flags win over it. Options of `accelerate launch` "
     "(num_processes, mixed_precision, ...) and accelerate_config are accepted in both, `env` (a mapping of environment "
-    "variables) in the YAML."
+    "variables) in the YAML. A feature that is given a value by name, such as on, stops training where it cannot be "
+    "had; auto trains without it."
 )
 COMMAND_OPTIONS: Mapping[str, str] = {
     "--config FILE": "a YAML of settings; `fastpack-trl init NAME` writes one",

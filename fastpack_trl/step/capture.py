@@ -341,8 +341,7 @@ class StepGraphs:
         """Run all that follows eager, said once."""
         if not self._ended:
             self._ended = True
-            logger.warning(f"{FEATURE}: eager from here on: {reason}")
-            self._run.say(FEATURE, "off", "eager", reason)
+            self._run.end(FEATURE, "eager", reason)
         self.drop()
 
     def spare(self) -> bool:

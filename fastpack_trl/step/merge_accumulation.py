@@ -41,7 +41,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
     why = run.ranks.agreed(lambda: _why_not(run))
     if why:
-        run.say(FEATURE, "off", "stock", why)
+        run.say(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
         yield
         return
     target = _row_tokens(run) if setting == "auto" else math.inf

@@ -26,6 +26,7 @@ from fastpack_trl.step.step_loss import step_loss
 _EDITED_LABELS = (
     "labels were moved, replaced or edited after collation: their positions are made again, which asks the device"
 )
+_EVALUATION = "evaluation with compute_metrics runs as stock"
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
 
 
@@ -47,14 +48,13 @@ class SyncFreeStep:
         self._apart: _Apart | None = None
         self._forget_model()
 
-    def takes(self, run: Run, inputs: Any) -> bool:
-        """Return whether this batch is a row without padding, whose loss and metrics are made here."""
-        needed = inputs.get("labels") is not None and inputs.get("position_ids") is not None
-        if not self.loss or not needed or inputs.get("attention_mask") is not None:
+    def takes(self, run: Run, inputs: Any, return_outputs: bool = False) -> bool:
+        """Return whether this batch is a row without padding, whose loss and metrics are made here; else it is said."""
+        if not self.loss:
             return False
-        why_stock = needs_logits(run.trainer)
+        why_stock = first_reason(_only_stock_batch(run, inputs, return_outputs))
         if why_stock:
-            run.report.remark("sync_free", f"{why_stock}, on rows as collated: it was set in the middle of the run")
+            run.report.remark("sync_free", why_stock)
         return not why_stock
 
     def batch_loss(self, run: Run, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -180,7 +180,7 @@ def sync_free(run: Run) -> Iterator[None]:
     ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
     path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
-    run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]))
+    run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
     run.undo.append(step.metrics.mark)
     walk, run.parameters = run.parameters, lambda: step.contents.parameters_of(run.model)
@@ -243,6 +243,20 @@ def _only_stock_loss(run: Run) -> Iterator[object]:
     yield other and f"load_balancing_loss_func was replaced by {other}"
 
 
+def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[object]:
+    trainer = run.trainer
+    padded = inputs.get("position_ids") is None or inputs.get("attention_mask") is not None
+    if not trainer.model.training:
+        unlike = return_outputs or padded
+        yield unlike and trainer.compute_metrics is not None and _EVALUATION
+        yield unlike and "evaluation of padded batches, or with predictions, runs as stock"
+    yield return_outputs and "loss and metrics as stock where compute_loss is called with return_outputs=True"
+    yield padded and "loss and metrics as stock for rows with an attention mask, or without position_ids"
+    yield inputs.get("labels") is None and "loss and metrics as stock for batches without labels"
+    why = needs_logits(trainer)
+    yield why and f"{why}, on rows as collated: it was set in the middle of the run"
+
+
 def row_tokens(batch: PackedBatch) -> list[int]:
     """Return the tokens of each row that a plain batch was made of, padding included."""
     return [part.capacity for part in batch.parts] or [batch.total_tokens]
@@ -260,7 +274,7 @@ def _remarks(run: Run, own_step: str) -> list[str]:
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     remarks = (
         args.fp16 and "the loss scaler of fp16 asks the device once per optimizer step",
-        trainer.compute_metrics is not None and "evaluation with compute_metrics runs as stock",
+        trainer.compute_metrics is not None and _EVALUATION,
         stays and f"the NaN filter asks the device: {own_step} may look at the loss",
         counts and "include_num_input_tokens_seen asks the device in each micro-batch",
         run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",

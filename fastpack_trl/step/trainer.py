@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from typing import Any
 
 from torch import Tensor
 from trl import SFTTrainer
 
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.user_code import is_upstreams
 from fastpack_trl.step.accumulation import MergingTrainer
 from fastpack_trl.step.sync_free import SyncFreeStep
@@ -35,6 +38,22 @@ class _SettledAtRead:
         instance.__dict__[self._name] = value
 
 
+class _Warnings:
+    """Python's `warnings` two frames further up: past `SyncFreeTrainer.compute_loss`, and past this method."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(self, message: Any, category: Any = None, stacklevel: int = 1, **options: Any) -> None:
+        warnings.warn(message, category, stacklevel + 2, **options)
+
+
+def _warnings_of_caller() -> contextlib.AbstractContextManager[None]:
+    """Let what `SFTTrainer.compute_loss` warns of its caller name the caller of ours."""
+    module = sys.modules[SFTTrainer.__module__]
+    return attribute_set(module, "warnings", _Warnings()) if hasattr(module, "warnings") else contextlib.nullcontext()
+
+
 class SyncFreeTrainer(MergingTrainer):
     """`trl.SFTTrainer`, stock as long as `fastpack_step` is None or not running."""
 
@@ -57,8 +76,9 @@ class SyncFreeTrainer(MergingTrainer):
         if inputs.get("position_ids") is None:
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         step = self.fastpack_step
-        if step is None or return_outputs or not step.takes(self.fastpack_run, inputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if step is None or not step.takes(self.fastpack_run, inputs, return_outputs):
+            with _warnings_of_caller() if return_outputs else contextlib.nullcontext():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return step.batch_loss(self.fastpack_run, model, inputs, num_items_in_batch)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -73,7 +73,7 @@ def test_it_says_itself_which_batches_it_takes_and_whether_its_layers_are_compil
 ) -> None:
     monkeypatch.setattr(Toy, "flattens", flattens)
     monkeypatch.setattr(Toy, "refuses_compile", lambda _toy, features: f"toy is eager on {features.device_type}")
-    fast: dict[str, Any] = {"packed_attention": "toy", "layer_compile": "on"}
+    fast: dict[str, Any] = {"packed_attention": "toy"}
     ours = train(FastSFTTrainer, tmp_path, packing=False, fast=fast)
     assert isinstance(ours, FastSFTTrainer)
     assert ours.fastpack_run.plan.kind == ("padding_free" if flattens else "stock")

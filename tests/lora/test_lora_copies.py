@@ -121,7 +121,6 @@ def test_without_a_plan_on_the_cpu_nothing_is_kept(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"cache_dequantized": "on"}, "every frozen weight of the fast LoRA layers is in the dtype of the run already"),
-        ({"cache_dequantized": "on", "lora": "off"}, "no LoRA layer is fast"),
     ],
 )
 def test_a_model_that_needs_no_copies_has_a_line_of_them_where_they_were_asked_for(

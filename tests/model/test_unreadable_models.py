@@ -66,7 +66,7 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
         raise AttributeError("no such field")
 
     monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
-    with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='off'"):
+    with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
 
 

@@ -202,7 +202,7 @@ def compare(place: Any, edit: Edit, folder: Path, **options: Any) -> Any:
 )
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_labels_edited_on_their_way_count_as_in_stock(rows: str, place: Any, edit: Edit, tmp_path: Path) -> None:
-    fast = {"verify_packing": "off", "merge_accumulation": "on" if rows == "merged" else "off"}
+    fast = {"verify_packing": "off", "merge_accumulation": "auto" if rows == "merged" else "off"}
     ours = compare(place, edit, tmp_path, fast=fast, **ROWS[rows])
     report = ours.fastpack_report
     assert (EDITED in report["sync_free"].reason) == (rows != "padding_free"), report

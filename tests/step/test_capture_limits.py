@@ -277,7 +277,7 @@ def test_off_with_the_reason(
 
     if "activation_memory" in fast:
         monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
-    trainer = build(FastSFTTrainer, tmp_path, devices, fast=fast, max_steps=1, **options)
+    trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"} | fast, max_steps=1, **options)
     with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device
     line = trainer.fastpack_report["cuda_graph"]

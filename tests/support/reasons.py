@@ -46,7 +46,7 @@ FUNCTIONS = {
     "compile/layer_compile.py": ["_reasons"],
     "compile/kind.py": ["_decide", "agree", "_pays_off"],
     "compile/hooked.py": ["_tell"],
-    "step/sync_free.py": ["takes", "_only_stock_loss", "_remarks"],
+    "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
     "step/aux_loss.py": ["aux_loss"],
@@ -63,6 +63,7 @@ CONSTANTS = {
     "attention/verify_packing.py": ["_SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
+    "step/sync_free.py": ["_EVALUATION"],
     "trainer.py": ["_DISABLED"],
 }
 """Module -> its constants that are a reason."""

@@ -1,0 +1,103 @@
+"""Steps that fall back to stock's loss in the middle of a run: computed as stock does, and named in the report once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.testing import tiny_model
+
+OUTPUTS = "loss and metrics as stock where compute_loss is called with return_outputs=True"
+PADDED = "evaluation of padded batches, or with predictions, runs as stock"
+
+
+def asks_for_outputs(cls: type[SFTTrainer]) -> Any:
+    class Outputs(cls):  # type: ignore[valid-type,misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keywords)
+            return (loss, outputs) if return_outputs else loss
+
+    return Outputs
+
+
+def edits(cls: type[SFTTrainer], edit: Any) -> Any:
+    class Edits(cls):  # type: ignore[valid-type,misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            edit(inputs)
+            return super().compute_loss(model, inputs, *args, **keywords)
+
+    return Edits
+
+
+def said(messages: list[str], text: str) -> int:
+    return sum(text in message for message in messages)
+
+
+def test_a_loss_with_outputs_is_stocks_and_in_the_report_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, stock = (
+        train(asks_for_outputs(cls), tmp_path / cls.__name__, packing=True) for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert_same_log(ours, stock)
+    line = ours.fastpack_report["sync_free"]
+    assert line.reason.count(OUTPUTS) == 1
+    assert said(caplog.messages, OUTPUTS) == 1
+
+
+def test_what_stock_warns_of_its_caller_names_the_users_line(tmp_path: Path) -> None:
+    places = []
+    for cls in (SFTTrainer, FastSFTTrainer):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(asks_for_outputs(cls), tmp_path, packing=True, max_steps=2, eval_strategy="no")
+        found = [each for each in caught if "return_outputs=True" in str(each.message)]
+        places.append({(each.filename, each.lineno) for each in found})
+        assert len(found) == 2
+    lines, start = inspect.getsourcelines(asks_for_outputs)
+    users = start + next(place for place, text in enumerate(lines) if "super().compute_loss" in text)
+    assert places == [{(__file__, users)}] * 2
+    assert inspect.getmodule(SFTTrainer).warnings is warnings  # type: ignore[union-attr]
+
+
+def masked(inputs: Any) -> None:
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+
+def test_rows_that_got_an_attention_mask_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None}
+    ours, stock = (
+        train(edits(cls, masked), tmp_path / cls.__name__, eval_strategy="no", per_device_train_batch_size=1, **options)
+        for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert_same_log(ours, stock)
+    text = "loss and metrics as stock for rows with an attention mask, or without position_ids"
+    assert text in ours.fastpack_report["sync_free"].reason
+    assert said(caplog.messages, text) == 1
+
+
+def test_evaluation_with_predictions_is_named_once_whether_it_was_known_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
+    ours, _ = both(tmp_path, packing=True, trainer=metrics)
+    reason = ours.fastpack_report["sync_free"].reason
+    assert reason.count("evaluation with compute_metrics runs as stock") == 1
+    assert PADDED not in reason
+    trainer = FastSFTTrainer(
+        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path, eval_strategy="no")),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        trainer.predict(trainer.train_dataset)
+    assert PADDED in trainer.fastpack_report["sync_free"].reason
+    assert said(caplog.messages, PADDED) == 1
+    trainer.train()
+    assert PADDED not in trainer.fastpack_report["sync_free"].reason

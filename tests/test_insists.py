@@ -1,0 +1,194 @@
+"""A field that is given by name stops `train()` where what it asks for cannot be; nothing else stops for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from lora_material import adapted
+from trainer_material import make_dataset, make_tokenizer, settings
+from transformers import TrainerCallback
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.config import _CHOICES, Settings
+from fastpack_trl.testing import tiny_model
+
+
+class OwnCollator(DataCollatorForLanguageModeling):
+    """Not TRL's own class, so that rows stay stock's."""
+
+
+class Substep(TrainerCallback):
+    """Needs each micro-batch to have run."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.float().mean()
+
+
+class Case(NamedTuple):
+    """A run in which the value of a field cannot be had, or need not."""
+
+    stops: str = ""
+    """What the error says; empty where the value holds as it is."""
+    reason: str = ""
+    """Of the report where nothing stops."""
+    options: dict[str, Any] = {}  # noqa: RUF012 - none is written to
+    fast: dict[str, Any] = {}  # noqa: RUF012
+    given: dict[str, Any] = {}  # noqa: RUF012
+    late: Callable[[Any], None] | None = None
+    """What is done to the trainer before `train()`; not before it evaluates."""
+
+
+def shard(trainer: Any) -> None:
+    trainer.is_fsdp_enabled = True
+
+
+def collate(trainer: Any) -> None:
+    trainer.data_collator = OwnCollator(pad_token_id=0, padding_free=True)
+
+
+CONSTRUCTED = "cannot be used here"
+COLLATED = Case("custom data collator OwnCollator", late=collate)
+KEEPS_ALL = {"gradient_checkpointing": False}
+CASES: dict[tuple[str, str], Case] = {
+    **{("packed_attention", name): Case(CONSTRUCTED) for name in
+       ("varlen", "flex", "xformers", "flash_attention_2", "flash_attention_3", "flash_attention_4")},
+    **{("packed_attention", name): COLLATED for name in ("per_document", "padded_rows", "sdpa")},
+    ("verify_packing", "on"): Case("parameters are sharded when training starts", late=shard),
+    ("lora", "on"): Case("the model has no LoRA layers"),
+    ("cache_dequantized", "on"): Case("no LoRA layer is fast"),
+    ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
+    ("moe", "on"): Case("the model has no experts"),
+    ("layer_compile", "on"): Case("padded_rows has another shape", fast={"packed_attention": "padded_rows"}),
+    ("cuda_graph", "on"): Case("the model is on cpu"),
+    ("moe_quantize_experts", "on"): Case("has no expert stacks"),
+    ("sync_free", "on"): Case("compute_loss_func needs the full logits", given={"compute_loss_func": summed}),
+    ("merge_accumulation", "on"): Case(
+        "on_substep_end of Substep", options={"gradient_accumulation_steps": 2}, given={"callbacks": [Substep()]}
+    ),
+    ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
+    **{("activation_memory", level): Case("gradient_checkpointing=False", options=KEEPS_ALL) for level in
+       ("selective", "checkpoint", "offload")},
+    **{("checkpoint_offload", mode): Case("gradient_checkpointing=False", options=KEEPS_ALL) for mode in
+       ("double_buffer", "single_buffer")},
+}  # fmt: skip
+HOLD = {
+    ("cache_dequantized", "on"): Case(
+        reason="in the dtype of the run already", given={"model": lambda: adapted("llama")}
+    ),
+    ("merge_accumulation", "on"): Case(reason="gradient_accumulation_steps is 1"),
+    ("verify_packing", "on"): Case(
+        reason="a row is one document", options={"packing": False}, given={"compute_loss_func": summed}
+    ),
+    ("packed_attention", "sdpa"): Case(
+        reason="sdpa would pad the documents again", options={"packing": False}
+    ),
+    ("checkpoint_offload", "double_buffer"): Case(reason="no device memory to spare"),
+}  # fmt: skip
+"""Where there is nothing to do: what was asked for is so."""
+
+
+def make(folder: Path, case: Case, **fast: Any) -> FastSFTTrainer:
+    given = dict(case.given)
+    model = given.pop("model", lambda: tiny_model("llama"))()
+    options = {"packing": True, "max_steps": 1, "eval_strategy": "no", **case.options}
+    return FastSFTTrainer(
+        model, args=FastSFTConfig(**settings(folder, **options), **{"padded_rows_limit": 50} | case.fast | fast),
+        train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 2), processing_class=make_tokenizer(),
+        **given,
+    )  # fmt: skip
+
+
+def test_every_value_of_every_field_has_a_case() -> None:
+    defaults = Settings()
+    named = {(field, value) for field, values in _CHOICES.items() for value in values
+             if value not in (getattr(defaults, field), "off")}  # fmt: skip
+    assert named == set(CASES)
+
+
+@pytest.mark.parametrize(("field", "value"), CASES)
+def test_what_is_given_by_name_stops_train_and_nothing_else(field: str, value: str, tmp_path: Path) -> None:
+    case = CASES[field, value]
+    if case.stops == CONSTRUCTED or field == "moe_quantize_experts":  # wrong for the machine or the model at once
+        with pytest.raises(ValueError, match=case.stops):
+            make(tmp_path, case, **{field: value})
+        return
+    trainer = make(tmp_path, case, **{field: value})
+    trainer.evaluate()
+    if case.late is not None:
+        case.late(trainer)
+    if case.stops:
+        with pytest.raises(ValueError, match=case.stops) as error:
+            trainer.train()
+        assert str(error.value).startswith(f"{field}={value!r}: ")
+        assert "set " in str(error.value) or "leave" in str(error.value), "a remedy"
+        assert trainer.state.global_step == 0
+    else:
+        trainer.train()
+        assert case.reason in trainer.fastpack_report[field].reason
+    if case.late is None:
+        trainer.evaluate()
+        setattr(trainer.args, field, getattr(Settings(), field))
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(("field", "value"), HOLD)
+def test_where_there_is_nothing_to_do_nothing_stops(field: str, value: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, HOLD[field, value], **{field: value})
+    trainer.train()
+    line = trainer.fastpack_report[field]
+    assert line.status == "off"
+    assert HOLD[field, value].reason in line.reason
+
+
+@pytest.mark.parametrize(("field", "value"), CASES)
+def test_switched_off_as_a_whole_nothing_stops(
+    field: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    trainer = make(tmp_path, CASES[field, value], **{field: value})
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert [line.feature for line in trainer.fastpack_report] == ["fastpack"]
+
+
+def test_what_cannot_be_read_stops_too_but_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
+        raise AttributeError("no such field")
+
+    monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
+    trainer = make(tmp_path, Case(), moe="on")
+    trainer.evaluate()
+    assert "cannot be read" in trainer.fastpack_report["moe"].reason
+    with pytest.raises(ValueError, match=r"^moe='on': LlamaForCausalLM cannot be read: .*; set moe='auto'"):
+        trainer.train()
+
+
+def test_what_ends_in_the_middle_of_a_run_warns_once_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Adds(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.add_callback(Substep())
+
+    for setting, remedies in (("on", 1), ("auto", 0)):
+        caplog.clear()
+        options = {"packing": True, "max_steps": 4, "eval_strategy": "no", "gradient_accumulation_steps": 2,
+                   "per_device_train_batch_size": 1}  # fmt: skip
+        trainer = make(tmp_path, Case(options=options), merge_accumulation=setting)
+        trainer.add_callback(Adds())
+        trainer.train()
+        assert trainer.state.global_step == 4
+        said = [text for text in caplog.messages if "on_substep_end of Substep" in text]
+        assert len(said) == 1
+        assert "merge_accumulation: stock from here on: " in said[0]
+        assert said[0].count("; set merge_accumulation='auto' to train without it") == remedies
