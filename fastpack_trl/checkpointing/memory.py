@@ -19,7 +19,7 @@ from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model
+from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model, token_table
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, layer_units, local, stay_gathered, whole_bytes
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
@@ -228,16 +228,17 @@ def decoder_run(run: Run) -> DecoderRun:
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
+    table = token_table(run.model)
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
     positions = learned_positions(run.model) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings
+        ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
         lengths = [min(positions, tokens - start) for start in range(0, tokens, min(positions, tokens))]
         batch = PackedBatch.from_lengths(lengths).to(device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
-            leaf = torch.randn(1, tokens, embedding.embedding_dim, device=device).requires_grad_()
+            leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
             last = {"logits_to_keep": 1} if keeps_logits(run.model) else {}
             with embeddings_put_in(run.model, leaf), accelerator.autocast():
                 return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits
