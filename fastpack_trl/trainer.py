@@ -35,6 +35,7 @@ from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.capture import CapturingTrainer
 from fastpack_trl.step.first_step import first_step
+from fastpack_trl.step.short_data import ShortData
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 
@@ -192,6 +193,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         with contextlib.ExitStack() as stack:
             if announce:
                 stack.enter_context(first_step(run))
+                stack.enter_context(run.keeping(ShortData(run)))
             plan_rows_again(run)
             if announce:
                 start_workers(run)
