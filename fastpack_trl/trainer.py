@@ -23,6 +23,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.model.cpu_packing import not_packed_on_cpu
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
@@ -191,6 +192,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         run = self.fastpack_run
         run.settings, run.training = Settings.of(self.args), announce
         with contextlib.ExitStack() as stack:
+            stack.enter_context(not_packed_on_cpu(self.model, training=announce))
             if announce:
                 stack.enter_context(first_step(run))
                 stack.enter_context(run.keeping(ShortData(run)))
