@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 from fastpack_trl.errors import did_you_mean, shown
 from fastpack_trl.model.preflight import check_counts
+from fastpack_trl.model.recompute import check_recompute
 
 PackedAttentionPath = Literal[
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
@@ -261,13 +263,17 @@ class Settings:
         """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults.
 
         Raises:
-            ValueError: as `normalise`: a field may have been set after the config was made.
+            ValueError: as `normalise` and `check_recompute`: a field may have been set after the config was made.
         """
         if isinstance(args, cls):
-            args.normalise()
-            return args
-        values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
-        return cls(**values)
+            found = args
+            found.normalise()
+        else:
+            values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
+            found = cls(**values)
+        if isinstance(args, TrainingArguments):
+            check_recompute(args, found.activation_memory, found.checkpoint_offload)
+        return found
 
     def get(self, feature: str) -> Any:
         """Return the field of a feature; ``auto`` for one that has none."""
@@ -344,13 +350,14 @@ class FastSFTConfig(Settings, SFTConfig):
             card, and as ``fastpack/...`` in the config of W&B, trackio, TensorBoard and others: ``on``, ``off``.
 
     Raises:
-        ValueError: a value outside its choices, or a limit below 1.
+        ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.
     """
 
     def __post_init__(self) -> None:
         self.normalise()
         check_counts(self)
         SFTConfig.__post_init__(self)
+        check_recompute(self, self.activation_memory, self.checkpoint_offload)
 
 
 def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:

@@ -23,6 +23,7 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.model.cpu_packing import not_packed_on_cpu
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
@@ -35,6 +36,7 @@ from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.capture import CapturingTrainer
 from fastpack_trl.step.first_step import first_step
+from fastpack_trl.step.short_data import ShortData
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.step.trainer import SyncFreeTrainer
 
@@ -190,8 +192,10 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         run = self.fastpack_run
         run.settings, run.training, run.insists = Settings.of(self.args), announce, announce
         with contextlib.ExitStack() as stack:
+            stack.enter_context(not_packed_on_cpu(self.model, training=announce))
             if announce:
                 stack.enter_context(first_step(run))
+                stack.enter_context(run.keeping(ShortData(run)))
             plan_rows_again(run)
             if announce:
                 start_workers(run)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig
 
-from fastpack_trl import FastSFTConfig
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES, Settings
 from fastpack_trl.run import PADDED_ROWS
+from fastpack_trl.testing import tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,3 +59,58 @@ def test_the_page_of_features_has_the_choices_of_every_field() -> None:
     page = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+?) \|", page, re.MULTILINE))
     assert {name: rows.get(name) for name in _CHOICES} == {name: ", ".join(of) for name, of in _CHOICES.items()}
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gradient_checkpointing=False keeps all": ({"activation_memory": "checkpoint"}, {"gradient_checkpointing": False}),
+    "without checkpointing": ({"checkpoint_offload": "double_buffer"}, {"gradient_checkpointing": False}),
+    "use_reentrant=True stores": (
+        {"checkpoint_offload": "single_buffer"},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "'every_n_layers': 2": ({"activation_memory": "keep"}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
+    "checkpoint_offload='double_buffer' says": (
+        {"activation_memory": "selective"},
+        {"checkpoint_offload": "double_buffer"},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_contradictory_fields_are_refused_by_the_config_and_by_what_is_set_later(message: str) -> None:
+    asked, other = CONTRADICTIONS[message]
+    with pytest.raises(ValueError, match=message) as error:
+        FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
+    assert next(iter(asked)) in str(error.value)
+    config = FastSFTConfig(use_cpu=True, bf16=False, **other)
+    for name, value in asked.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        Settings.of(config)
+
+
+@pytest.mark.parametrize("level", ["auto", "keep", "off"])
+def test_levels_that_recompute_nothing_go_with_no_checkpointing(level: Any) -> None:
+    FastSFTConfig(use_cpu=True, bf16=False, activation_memory=level, gradient_checkpointing=False)
+    FastSFTConfig(use_cpu=True, bf16=False, activation_memory="offload", checkpoint_offload="single_buffer")
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, FastSFTConfig])
+def test_a_trainer_is_not_made_of_contradictory_fields(kind: Any, tmp_path: Path) -> None:
+    args = kind(**settings(tmp_path))
+    args.activation_memory = "checkpoint"
+    trainer = make(args)
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(args, name):
+            setattr(args, name, False)
+    with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
+        make(args)
+    with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
+        trainer.train()
+
+
+def make(args: Any) -> FastSFTTrainer:
+    return FastSFTTrainer(
+        tiny_model("qwen3"), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 4),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip

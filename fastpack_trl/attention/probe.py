@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.reach import Reach, measured_reach
-from fastpack_trl.model.facts import keeps_logits, text_model
+from fastpack_trl.model.facts import keeps_logits, text_model, token_table
 from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -44,7 +44,7 @@ class Probe:
         vocabulary = int(text_model(model).config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator)
         # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
-        padding = getattr(text_model(model).get_input_embeddings(), "padding_idx", None)
+        padding = getattr(token_table(model), "padding_idx", None)
         if padding is not None:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids = ids.to(device)

@@ -27,6 +27,7 @@ from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.streams import CudaStreams, Streams
 from fastpack_trl.config import check_offload
 from fastpack_trl.errors import shown
+from fastpack_trl.model.recompute import other_offload
 
 logger = logging.getLogger(__name__)
 
@@ -129,26 +130,13 @@ class AsyncCheckpointCallback(TrainerCallback):
 
 def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
     """Return which setting of a run excludes our offload, with the remedy; empty where none does."""
-    if getattr(args, "activation_offloading", False):
-        return "activation_offloading=True is another offload of the same memory: leave one of the two out"
-    if checkpointing_arguments(args)[1].get("offload"):
-        return (
-            "gradient_checkpointing_kwargs={'offload': True} is another offload of the same memory: leave one of the "
-            "two out"
-        )
-    if trainer is None:
-        return ""
+    if (other := other_offload(args)) or trainer is None:
+        return other
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""
-
-
-def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
-    """Return whether a run checkpoints, and with what keywords. transformers 5.23 renamed both arguments."""
-    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
-    return bool(getattr(args, name)), dict(getattr(args, f"{name}_kwargs") or {})
 
 
 class _Training:

@@ -6,12 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastpack_trl.checkpointing.callback import (
-    MODES,
-    AsyncCheckpointCallback,
-    checkpointing_arguments,
-    offload_conflict,
-)
+from fastpack_trl.checkpointing.callback import MODES, AsyncCheckpointCallback, offload_conflict
 from fastpack_trl.checkpointing.offload import Mode, offload_unavailable
 from fastpack_trl.run import Run
 
@@ -27,7 +22,7 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     ``auto`` leaves it to the plan of `activation_memory`: without need, a copy only costs.
 
     Raises:
-        ValueError: asked for together with another offload, or without checkpointing.
+        ValueError: asked for under an engine that excludes it.
     """
     mode: Mode | None = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
     reason = _why_off(run, mode)
@@ -73,11 +68,6 @@ def _why_off(run: Run, mode: Mode | None) -> str:
             return "switched off"
         return "not needed: checkpoint_offload='double_buffer' trades host memory for device memory"
     conflict = offload_conflict(run.args, run.trainer)
-    enabled, keywords = checkpointing_arguments(run.args)
-    if not conflict and not enabled:
-        conflict = "gradient_checkpointing=False: without checkpointing no layer input is kept by itself"
-    if not conflict and keywords.get("use_reentrant"):
-        conflict = "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
     if conflict and run.training:
         raise ValueError(f"checkpoint_offload={mode!r}: {conflict}; set checkpoint_offload='auto' to train without it")
     return offload_unavailable(run.device)

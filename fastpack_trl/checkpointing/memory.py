@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -13,14 +13,16 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.buffers import GIB
-from fastpack_trl.checkpointing.callback import checkpointing_arguments, offload_conflict
+from fastpack_trl.checkpointing.callback import offload_conflict
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
 from fastpack_trl.checkpointing.offload import offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Plan, choose_levels, deeper, make_plan
 from fastpack_trl.checkpointing.trace import DecoderRun, host_copy_seconds, trace_levels
+from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model
+from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model, token_table
 from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.recompute import against_plan, check_recompute
 from fastpack_trl.model.sharded import embeddings_put_in, gathered_bytes, layer_units, local, stay_gathered, whole_bytes
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -189,34 +191,25 @@ class ActivationMemory(TrainerCallback):
         return True
 
 
+def _conflicts(run: Run) -> Iterator[object]:
+    yield run.is_deepspeed and "DeepSpeed makes its own copies of weights and gradients, which no plan knows"
+    yield offload_conflict(run.args, run.trainer)
+    sharded = run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing
+    yield sharded and "activation_checkpointing of FSDP says what to keep"
+    yield from against_plan(run.args, run.settings.activation_memory, run.settings.checkpoint_offload)
+
+
 def why_not(run: Run) -> str:
     """Return why the user's own settings stay as they are; empty if a plan may be made.
 
     Raises:
         ValueError: a level was asked for that another setting excludes.
     """
-    args, setting = run.args, run.settings.activation_memory
-    enabled, keywords = checkpointing_arguments(args)
-    keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
-    own = run.settings.checkpoint_offload
-    conflict = offload_conflict(args, run.trainer)
-    if not conflict and run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
-        conflict = "activation_checkpointing of FSDP says what to keep"
-    if run.is_deepspeed:
-        conflict = "DeepSpeed makes its own copies of weights and gradients, which no plan knows"
-    if not conflict and not enabled:
-        conflict = "gradient_checkpointing=False keeps all activations"
-    if not conflict and keywords:
-        conflict = f"gradient_checkpointing_kwargs={keywords} says what to keep"
-    if not conflict and own not in ("auto", "off") and setting != "offload":
-        conflict = f"checkpoint_offload={own!r} says what to keep"
-    if not conflict and args.torch_compile:
-        conflict = "torch_compile=True decides by itself what to keep"
+    setting = run.settings.activation_memory
     if setting == "off":
         return "switched off: as gradient_checkpointing says"
-    if conflict and setting != "auto" and not (setting == "keep" and not enabled):
-        raise ValueError(f"activation_memory={setting!r}: {conflict}; leave one of the two out")
-    if conflict:
+    check_recompute(run.args, setting, run.settings.checkpoint_offload, _conflicts(run))
+    if conflict := first_reason(_conflicts(run)):
         return conflict
     if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
         return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
@@ -248,16 +241,17 @@ def decoder_run(run: Run) -> DecoderRun:
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
     model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
+    table = token_table(run.model)
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
     positions = learned_positions(run.model) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens, device=device)[None] % embedding.num_embeddings
+        ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
         lengths = [min(positions, tokens - start) for start in range(0, tokens, min(positions, tokens))]
         batch = PackedBatch.from_lengths(lengths).to(device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
-            leaf = torch.randn(1, tokens, embedding.embedding_dim, device=device).requires_grad_()
+            leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
             last = {"logits_to_keep": 1} if keeps_logits(run.model) else {}
             with embeddings_put_in(run.model, leaf), accelerator.autocast():
                 return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits

@@ -38,7 +38,7 @@ class CastAdapter(NamedTuple):
         if self.a.dtype != dtype or self.made_from[0] is not a or self.made_from[1] is not b:
             return False
         if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
-            return True
+            return torch.is_grad_enabled() or not self.spent
         if self.spent and not in_backward():
             return False  # a layer that is called on its own, past the backbone's hook
         return self.made_from[2:] == (a._version, b._version, scaling)

@@ -35,7 +35,9 @@ class CastHook:
             return  # a model compiled as a whole fuses the casts by itself
         if getattr(backbone, "_is_replica", False):
             return  # of `nn.DataParallel`: its layers are not those of this list
-        if not torch.is_grad_enabled() or any(map(checkpoints_reentrantly, self._checkpointing)):
+        if not torch.is_grad_enabled():
+            return  # casts stay: a forward before this one may wait for its backward, and for a recompute in it
+        if any(map(checkpoints_reentrantly, self._checkpointing)):
             clear(self.modules)
             return
         todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}

@@ -21,7 +21,7 @@ from fastpack_trl.lora.linear import FastLora, has_lora
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, text_model
+from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, token_table
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
@@ -176,7 +176,7 @@ def _run_sample(run: Run) -> None:
 
 def _sample(run: Run) -> Tensor:
     """Return token ids, (1, tokens): those of the first row of the data, or any where it cannot be looked at."""
-    vocabulary = text_model(run.model).get_input_embeddings().num_embeddings
+    vocabulary = token_table(run.model).num_embeddings
     tokens = min(_SAMPLE, learned_positions(run.model) or _SAMPLE)
     data: Any = run.trainer.train_dataset
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.facts import attention_modules, layer_value, layer_values, text_model, window_of
+from fastpack_trl.model.facts import attention_modules, inside_peft, layer_value, layer_values, text_model, window_of
 from fastpack_trl.model.upstream import Conv1D, GradientCheckpointingLayer
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
@@ -325,7 +325,7 @@ def _running_order(child: tuple[str, Any]) -> int:
 def _in_use(module: Any) -> Any:
     """Return the copy of a `modules_to_save` wrapper that runs; other modules as they are."""
     if not (hasattr(module, "modules_to_save") and hasattr(module, "original_module")):
-        return module.base_layer if hasattr(module, "base_layer") and not hasattr(module, "lora_A") else module
+        return module if hasattr(module, "lora_A") else inside_peft(module)
     active = [name for name in module.active_adapters if name in module.modules_to_save]
     return module.modules_to_save[active[0]] if active and not module.disable_adapters else module.original_module
 

@@ -79,6 +79,18 @@ def text_model(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def token_table(model: nn.Module) -> Any:
+    """Return the `nn.Embedding` of the tokens, for its sizes: what is called is what PEFT may have put around it."""
+    return inside_peft(text_model(model).get_input_embeddings())
+
+
+def inside_peft(module: Any) -> Any:
+    """Return the module inside of what PEFT puts around one: LoRA, trainable tokens, a trained copy."""
+    while (inner := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
+        module = inner
+    return module
+
+
 def backbones(model: nn.Module) -> list[Any]:
     """Return the modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
 
@@ -104,8 +116,8 @@ def learned_positions(model: nn.Module) -> int | None:
     """
     base = text_model(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    tables = [module for module in base.modules() if isinstance(module, nn.Embedding)]
-    others = [table for table in tables if table is not base.get_input_embeddings()]
+    tokens = set(base.get_input_embeddings().modules())  # PEFT may keep several
+    others = [module for module in base.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
+from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, token_table
 from fastpack_trl.model.hooks import hook_inside
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
 from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
@@ -124,8 +124,7 @@ def packing_collator(trainer: SFTTrainer) -> PackingCollator:
 
 def vocabulary(model: Any) -> int:
     """Return the rows of the token embedding: the token ids that the model can take."""
-    embedding = model.get_input_embeddings()
-    return int(getattr(embedding, "num_embeddings", 0) or model.config.get_text_config().vocab_size)
+    return int(getattr(token_table(model), "num_embeddings", 0) or model.config.get_text_config().vocab_size)
 
 
 def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:

@@ -36,6 +36,7 @@ from fastpack_trl.packing.packed_batch import merge_batches, to_transformers_kwa
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.static_batch import is_as_collated
 from fastpack_trl.run import Run
+from fastpack_trl.step.short_data import ShortData
 
 logger = get_logger(__name__)
 
@@ -260,6 +261,8 @@ class MergingTrainer(SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Do as `Trainer.get_batch_samples`."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        if (short := self.fastpack_run.part(ShortData)) is not None:
+            short.look(batches)
         merging = self.fastpack_run.part(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)

@@ -13,8 +13,9 @@ import torch
 from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from trainer_material import train
+from trainer_material import assert_same_log, train
 from transformers.utils import logging as transformers_logging
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.testing import assert_gradients_close, gradients
@@ -184,3 +185,43 @@ def test_a_run_whose_checkpoints_change_casts_together_where_it_may() -> None:
         decoder_layer.gradient_checkpointing = False
     step(model, any_ids(), autocast=True)
     assert all(layer.fastpack_cast is not None for layer in layers)
+
+
+def user_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, targets = outputs.logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_items_in_batch
+
+
+def test_trl_may_run_the_model_again_without_gradients_before_the_backward_pass(tmp_path: Path) -> None:
+    """As beside `compute_loss_func`: what a selective checkpoint recomputes still reads the casts of its forward."""
+    runs = [
+        train(
+            cls,
+            tmp_path,
+            model=adapted("llama", lora_alpha=8, alpha_pattern={"q_proj": 16, "down_proj": 4}),
+            fast=fast,
+            packing=True,
+            trainer={"compute_loss_func": user_loss},
+            eval_strategy="no",
+            gradient_accumulation_steps=2,
+        )
+        for cls, fast in ((FastSFTTrainer, {"activation_memory": "selective"}), (SFTTrainer, None))
+    ]
+    assert_same_log(*runs)
+
+
+def test_a_forward_without_gradients_reads_no_cast_of_before_the_step() -> None:
+    """Fused optimizers do not count versions up; compiled layers guard on none of them either."""
+    model = adapted("llama")
+    apply_lora(model)
+    step(model, any_ids())
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    with torch.no_grad():
+        expected = adapted("llama")
+        expected.load_state_dict(model.state_dict())
+        logits = expected(input_ids=any_ids(), use_cache=False).logits
+        torch.testing.assert_close(model(input_ids=any_ids(), use_cache=False).logits, logits)
+        for layer in model.base_model.model.model.layers:
+            layer.compile(backend="eager")
+        torch.testing.assert_close(model(input_ids=any_ids(), use_cache=False).logits, logits)
