@@ -174,15 +174,18 @@ def launches_of(events: Iterable[Any], device: str) -> Iterator[Launch]:
     for event in events:
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             left[event.name] = left.get(event.name, 0.0) + event.time_range.elapsed_us()
+    begun: set[int] = set()
     for event in host:
-        first, kernels = True, event.kernels
+        kernels = event.kernels
         while event.name in _PROFILERS and event.cpu_parent is not None:
             event = event.cpu_parent
         for kernel in kernels:
             if kernel.name in left:
                 left[kernel.name] -= kernel.duration
+                # By the operator: what the profiler adds below it (a module that is loaded) has kernels of its own.
+                first = id(event) not in begun
+                begun.add(id(event))
                 yield Launch(kernel.name, kernel.duration / 1e6, event.name, _shapes(event), _around(event), first)
-                first = False
     for name, microseconds in left.items():  # launched by no operator: in a graph, or by a library itself
         if microseconds > 1e-3:
             yield Launch(name, microseconds / 1e6)

@@ -225,16 +225,18 @@ def test_long_documents_run_cudnns_kernels_in_every_form(form: str) -> None:
         out = attend(*inputs)
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
-    expected, call = step(), step
-    if form == "recorded":
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            results = step()
-        call = graph.replay
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # From the first call on: autograd's nodes of the inputs belong to the stream that they were made on.
+    with torch.cuda.stream(stream):
+        expected, call = step(), step
+        if form == "recorded":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                results = step()
+            call = graph.replay
+    torch.cuda.synchronize()
     names = kernels_of(call)
     assert "cudnn" in names
     assert "flash_bwd" not in names
