@@ -105,6 +105,12 @@ class StepGraphs:
 
     def run(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
+        loss = self._run_once(stock, model, inputs, num_items_in_batch)
+        if self._turns is not None and self._turns.compares:
+            self._turns.worked()
+        return loss
+
+    def _run_once(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._is_ordinary(model, inputs, num_items_in_batch) else None
         if slot is not None:
             # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the

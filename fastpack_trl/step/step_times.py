@@ -11,8 +11,10 @@ from fastpack_trl.step.graph_device import GraphDevice, Mark
 
 ENOUGH = 3
 """Eager steps whose median is believed before anything is recorded: one of them may have been logged or saved."""
-LEAST_PAIRS, MOST_PAIRS = 4, 12
+LEAST_PAIRS, MOST_PAIRS = 4, 10
 """Pairs of an eager and a captured step: decided between them, as soon as their interval allows it."""
+LEAST_BLOCK, MOST_EAGER, MOST_STEPS = 2, 6, 160
+"""Steps of one kind in a row: of each block the last counts. After the third, comparing ends without graphs."""
 LEAST_GAIN, SMALL_GAIN, SMALL_SHARE = 0.05, 0.02, 0.03
 """Share of a step that graphs have to save; the second where they hold less than the third of the memory beside."""
 
@@ -43,8 +45,8 @@ def least_gain(held: int, free: int) -> float:
 def judge(pairs: Sequence[tuple[float, float]], least: float) -> Verdict | None:
     """Return whether captured steps pay; None as long as more pairs may tell.
 
-    A gain counts where its whole interval lies above `least`. After `MOST_PAIRS` the median has to, and the interval
-    above zero: a gain within the noise is none.
+    A gain counts where its whole interval lies above `least`. After `MOST_PAIRS` the median has to, and three quarters
+    of the pairs above zero: a gain within the noise is none.
 
     Args:
         pairs: seconds of an eager step and of the captured one beside it.
@@ -52,12 +54,13 @@ def judge(pairs: Sequence[tuple[float, float]], least: float) -> Verdict | None:
     """
     if len(pairs) < LEAST_PAIRS:
         return None
-    gain = median_interval([1 - captured / eager for eager, captured in pairs])
-    last = len(pairs) >= MOST_PAIRS
+    gains = sorted(1 - captured / eager for eager, captured in pairs)
+    gain, last = median_interval(gains), len(pairs) >= MOST_PAIRS
     if not (last or gain.low >= least or gain.high < least):
         return None
     eager, captured = (median(column) for column in zip(*pairs, strict=True))
-    return Verdict(gain.low > 0 and gain.median >= least, gain, eager, captured, len(pairs))
+    pays = gain.median >= least and gains[len(gains) // 4] > 0
+    return Verdict(pays, gain, eager, captured, len(pairs))
 
 
 class _Step(NamedTuple):
@@ -72,9 +75,10 @@ class _Step(NamedTuple):
 class StepTurns:
     """Whose turn an optimizer step is, and the seconds from its beginning to that of the next.
 
-    All steps are eager until `compare` is called. Then each second pair has the order of the first turned round, and
-    the first pair does not count: the memory that an eager step needs is allocated anew beside graphs, and a graph is
-    loaded by its first replay.
+    All steps are eager until `compare` is called; then blocks of eager and captured steps take turns. In a captured one
+    the host gets far ahead, and the device is still at work when the host launches the next eager step, which would
+    seem to take no longer than its kernels. So eager steps go on until the device had nothing left to do when one
+    began, and that counts; or `MOST_EAGER`, where it is the device that sets the pace.
 
     Args:
         device: whose queue is marked; nothing waits for it.
@@ -90,19 +94,25 @@ class StepTurns:
 
     def _forget(self) -> None:
         self._start: Mark | None = None
+        self._end: Mark | None = None
         self._before = (0, 0)
-        self._steps: list[_Step] = []
+        self._was_idle = False
+        self._eager, self._block, self._all = True, 0, 0
+        self._counted: list[_Step] = []
 
     def compare(self) -> None:
-        """Begin with pairs at the next step."""
+        """Begin with turns at the next step."""
         self.compares = True
         self._forget()
 
     @property
     def is_eager(self) -> bool:
         """Return whether the present step is to run eager, though there are graphs."""
-        number = len(self._steps)
-        return self.compares and (number % 2) == (number // 2 % 2)
+        return self.compares and self._eager
+
+    def worked(self) -> None:
+        """Mark the end of a micro-batch; what follows it in a step is short."""
+        self._end = self._device.mark()
 
     def begin(self, replayed: int, prepared: int) -> None:
         """Mark the beginning of an optimizer step.
@@ -111,35 +121,45 @@ class StepTurns:
             replayed: replays of the run so far.
             prepared: rows that ran in static shapes to be recorded, and recordings, so far.
         """
+        idle = self._end is not None and self._end.until(self._end) is not None
         now = self._device.mark()
         if self._start is not None:
             replays, others = replayed - self._before[0], prepared - self._before[1]
             kind = "" if others else "captured" if replays else "eager"
-            self._steps.append(_Step(self._start, now, kind))
-        self._start, self._before = now, (replayed, prepared)
+            self._ended(_Step(self._start, now, kind))
+        self._start, self._before, self._was_idle = now, (replayed, prepared), idle
+
+    def _ended(self, step: _Step) -> None:
+        self._block, self._all = self._block + 1, self._all + 1
+        if not self.compares:
+            if step.kind == "eager":
+                self._counted.append(step)
+            return
+        if step.kind != ("eager" if self._eager else "captured") or self._block < LEAST_BLOCK:
+            return
+        if not self._eager or self._was_idle or self._block >= MOST_EAGER:
+            self._counted.append(step)
+            self._eager, self._block = not self._eager, 0
 
     def eager(self) -> float | None:
-        """Return the median of steps without a graph; None as long as too few are known."""
-        known = [seconds for step in self._steps if step.kind == "eager" and (seconds := step.seconds()) is not None]
+        """Return the median of steps before any graph; None as long as too few are known."""
+        known = [seconds for step in self._counted if (seconds := step.seconds()) is not None]
         return median(known) if len(known) >= ENOUGH else None
 
     def pairs(self) -> list[tuple[float, float]]:
-        """Return the seconds (eager, captured) of the pairs that the device has finished and that are of both kinds."""
-        found = []
-        for one, other in zip(self._steps[2::2], self._steps[3::2], strict=False):
-            times = {step.kind: seconds for step in (one, other) if (seconds := step.seconds()) is not None}
-            if {"eager", "captured"} == times.keys():
-                found.append((times["eager"], times["captured"]))
-        return found
+        """Return the seconds of the pairs (eager, captured) that the device has finished."""
+        times = [step.seconds() for step in self._counted]
+        pairs = zip(times[::2], times[1::2], strict=False)
+        return [(eager, captured) for eager, captured in pairs if eager is not None and captured is not None]
 
     def verdict(self, least: float) -> Verdict | None:
-        """Return `judge` of the pairs so far; None where more are needed, and after four times as many steps "no".
+        """Return `judge` of the pairs so far; None where more are needed.
 
-        Rows that fit no bucket leave steps of no kind: where nearly all are such, there is nothing to keep.
+        Where hardly a row fits into a recorded size, pairs stay away, and there is little to keep: no, after
+        `MOST_STEPS`.
         """
         pairs = self.pairs()
         found = judge(pairs, least)
-        if found is None and len(self._steps) >= 8 * MOST_PAIRS:
-            eager = self.eager() or 0.0
-            return Verdict(False, Interval(0.0, 0.0, 0.0, 0.0), eager, eager, len(pairs))
+        if found is None and self._all >= MOST_STEPS:
+            return Verdict(False, Interval(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, len(pairs))
         return found

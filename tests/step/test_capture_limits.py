@@ -182,7 +182,7 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
 def test_auto_keeps_graphs_that_make_steps_shorter(tmp_path: Path, devices: Any) -> None:
     devices.options["late"] = 2
     trainer = build(
-        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=40,
+        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=60,
         callbacks=[Clock(devices, 0.5, 0.2)],
     )  # fmt: skip
     trainer.train()
