@@ -15,6 +15,7 @@ from trl import SFTConfig
 from fastpack_trl.errors import did_you_mean, shown
 from fastpack_trl.model.preflight import check_counts
 from fastpack_trl.model.recompute import check_recompute
+from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal[
     "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
@@ -259,11 +260,15 @@ class Settings:
         check_offload(self.offload_budget_gib, self.keep_last_layers)
 
     @classmethod
-    def of(cls, args: Any) -> Settings:
+    def of(cls, args: Any, training: bool = True) -> Settings:
         """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults.
 
+        Args:
+            args: of a run.
+            training: whether what it is to keep for a backward pass matters: an evaluation has none.
+
         Raises:
-            ValueError: as `normalise` and `check_recompute`: a field may have been set after the config was made.
+            ValueError: as `normalise` and `check_fields`: a field may have been set after the config was made.
         """
         if isinstance(args, cls):
             found = args
@@ -271,8 +276,8 @@ class Settings:
         else:
             values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
             found = cls(**values)
-        if isinstance(args, TrainingArguments):
-            check_recompute(args, found.activation_memory, found.checkpoint_offload)
+        if training and isinstance(args, TrainingArguments):
+            check_fields(args, found)
         return found
 
     def get(self, feature: str) -> Any:
@@ -357,7 +362,17 @@ class FastSFTConfig(Settings, SFTConfig):
         self.normalise()
         check_counts(self)
         SFTConfig.__post_init__(self)
-        check_recompute(self, self.activation_memory, self.checkpoint_offload)
+        check_fields(self, self)
+
+
+def check_fields(args: Any, settings: Settings) -> None:
+    """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field.
+
+    Raises:
+        ValueError: as `check_recompute`.
+    """
+    if not disabled_by_environment():
+        check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
 
 
 def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:

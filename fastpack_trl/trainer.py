@@ -190,7 +190,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             yield  # evaluation inside of training: installed already
             return
         run = self.fastpack_run
-        run.settings, run.training, run.insists = Settings.of(self.args), announce, announce
+        run.settings, run.training, run.insists = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.enter_context(not_packed_on_cpu(self.model, training=announce))
             if announce:

@@ -89,6 +89,20 @@ def test_contradictory_fields_are_refused_by_the_config_and_by_what_is_set_later
         Settings.of(config)
 
 
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_contradictory_fields_stop_neither_an_evaluation_nor_plain_stock(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, other = CONTRADICTIONS[message]
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    config = FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
+    assert Settings.of(config) is config
+    monkeypatch.delenv("FASTPACK_DISABLE")
+    assert Settings.of(config, training=False) is config
+    with pytest.raises(ValueError, match=message):
+        Settings.of(config)
+
+
 @pytest.mark.parametrize("level", ["auto", "keep", "off"])
 def test_levels_that_recompute_nothing_go_with_no_checkpointing(level: Any) -> None:
     FastSFTConfig(use_cpu=True, bf16=False, activation_memory=level, gradient_checkpointing=False)

@@ -42,6 +42,8 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012 - none is written to
     fast: dict[str, Any] = {}  # noqa: RUF012
     given: dict[str, Any] = {}  # noqa: RUF012
+    contradicts: bool = False
+    """Another field says otherwise: the config stops at once, `train()` where the field was set since."""
     late: Callable[[Any], None] | None = None
     """What is done to the trainer before `train()`; not before it evaluates."""
 
@@ -57,6 +59,7 @@ def collate(trainer: Any) -> None:
 CONSTRUCTED = "cannot be used here"
 COLLATED = Case("custom data collator OwnCollator", late=collate)
 KEEPS_ALL = {"gradient_checkpointing": False}
+CONTRADICTED = Case("gradient_checkpointing=False", options=KEEPS_ALL, contradicts=True)
 CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): Case(CONSTRUCTED) for name in
        ("varlen", "flex", "xformers", "flash_attention_2", "flash_attention_3", "flash_attention_4")},
@@ -74,10 +77,8 @@ CASES: dict[tuple[str, str], Case] = {
         "on_substep_end of Substep", options={"gradient_accumulation_steps": 2}, given={"callbacks": [Substep()]}
     ),
     ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
-    **{("activation_memory", level): Case("gradient_checkpointing=False", options=KEEPS_ALL) for level in
-       ("selective", "checkpoint", "offload")},
-    **{("checkpoint_offload", mode): Case("gradient_checkpointing=False", options=KEEPS_ALL) for mode in
-       ("double_buffer", "single_buffer")},
+    **{("activation_memory", level): CONTRADICTED for level in ("selective", "checkpoint", "offload")},
+    **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},
 }  # fmt: skip
 HOLD = {
     ("cache_dequantized", "on"): Case(
@@ -120,7 +121,13 @@ def test_what_is_given_by_name_stops_train_and_nothing_else(field: str, value: s
         with pytest.raises(ValueError, match=case.stops):
             make(tmp_path, case, **{field: value})
         return
-    trainer = make(tmp_path, case, **{field: value})
+    if case.contradicts:
+        with pytest.raises(ValueError, match=case.stops):
+            make(tmp_path, case, **{field: value})
+        trainer = make(tmp_path, case)
+        setattr(trainer.args, field, value)
+    else:
+        trainer = make(tmp_path, case, **{field: value})
     trainer.evaluate()
     if case.late is not None:
         case.late(trainer)

@@ -57,8 +57,13 @@ def test_a_case_passes_when_ours_finished_with_stock_s_losses(
     assert row["passed"] is passed
 
 
+def _record(file: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
 def _rows(file: Path) -> dict[str, Any]:
-    return {row["name"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]}
+    return {row["name"]: row for row in _record(file)["rows"]}
 
 
 @pytest.mark.parametrize("file", [DDP, FSDP], ids=lambda file: file.stem)
@@ -74,8 +79,14 @@ def test_every_case_of_a_record_passed(file: Path) -> None:
 def test_the_readme_says_how_far_losses_are_apart_and_how_long_steps_take() -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     ddp, fsdp = _rows(DDP), _rows(FSDP)
+    commit = {file: _record(file)["source"]["commit"][:7] for file in (DDP, FSDP)}
     dense = max(ddp[name]["largest_difference"] for name in ("ddp full", "ddp lora"))
-    assert f"{dense:.1e} under DDP, and {ddp['ddp qwen3-moe']['largest_difference']:.1e} with Qwen3-MoE" in readme
+    experts = ddp["ddp qwen3-moe"]["largest_difference"]
+    assert (
+        f"Under DDP the difference was {dense:.1e}, and {experts:.1e} with Qwen3-MoE, "
+        f"at the older commit {commit[DDP]} (`{DDP.relative_to(ROOT).as_posix()}`)"
+    ) in readme
+    assert f"Medians of the last steps, at commit {commit[FSDP]};" in readme
     assert f"from stock's is {max(row['largest_difference'] for row in fsdp.values()):.1e}: FSDP 2" in readme
     for work, name in (("Qwen3-0.6B all weights", "fsdp2 full"), ("Qwen3-8B (12 of its layers) LoRA", "fsdp2 8b lora")):
         row = fsdp[name]

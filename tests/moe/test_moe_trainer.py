@@ -119,7 +119,7 @@ def test_switch_and_the_users_own_choice(
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("setting", ["auto", "off", "on"])
+@pytest.mark.parametrize("setting", ["auto", "off"])
 def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
     trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
     stock = train(SFTTrainer, tmp_path / "stock", model=model_without_gates(), trainer=trainer)
@@ -130,6 +130,20 @@ def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, sett
     line = ours.fastpack_report["moe"]
     assert (line.status, line.path) == ("off" if setting == "off" else "stock", "stock")
     assert line.reason == ("switched off" if setting == "off" else "1 layer (experts without a gate)")
+
+
+def test_on_evaluates_as_stock_and_stops_training_where_no_layer_has_a_gate(tmp_path: Path) -> None:
+    def make(cls: type[SFTTrainer], **fast: Any) -> SFTTrainer:
+        return cls(
+            model_without_gates(), args=FastSFTConfig(**settings(tmp_path), **fast), train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(),
+        )  # fmt: skip
+
+    ours = make(FastSFTTrainer, moe="on")
+    assert ours.evaluate()["eval_loss"] == pytest.approx(make(SFTTrainer).evaluate()["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"^moe='on': 1 layer \(experts without a gate\); set moe='auto' to train"):
+        ours.train()
+    assert ours.state.global_step == 0
 
 
 def test_auto_takes_stock_where_less_than_three_percent_were_measured(

@@ -82,7 +82,10 @@ def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices:
 def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_recomputed(
     tmp_path: Path, devices: Any, setting: str
 ) -> None:
-    """A byte less than an eager step and a graph take: layers keep all the same, and the graph is left out."""
+    """A byte less than an eager step and a graph take: layers keep all the same, and the graph is left out.
+
+    Where it was asked for by name the run stops.
+    """
 
     def captured(budget: int, **fast: Any) -> tuple[Any, Any]:
         fast |= {"activation_memory_gib": budget / GIB, "cuda_graph": setting}
@@ -104,15 +107,21 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
     fits, device = captured(2 * step)
     assert "replay" in device.log
     assert fits.fastpack_run.step_bytes == step
-    tight, device = captured(2 * step - 1)
-    line = tight.fastpack_report["cuda_graph"]
-    assert (line.status, line.path, device) == ("off", "eager", None)
-    assert line.reason == "graphs hold 0.0 GiB beside an eager step, the plan leaves 0.0"
-    assert_same_run(fits, tight)
+    reason = "graphs hold 0.0 GiB beside an eager step, the plan leaves 0.0"
+    if setting == "on":
+        made = len(devices.made)
+        with pytest.raises(ValueError, match=f"^cuda_graph='on': {reason}; set cuda_graph='auto'"):
+            captured(2 * step - 1)
+        assert len(devices.made) == made
+    else:
+        tight, device = captured(2 * step - 1)
+        line = tight.fastpack_report["cuda_graph"]
+        assert (line.status, line.path, line.reason, device) == ("off", "eager", reason, None)
+        assert_same_run(fits, tight)
     made_room, device = captured(2 * step - 1, activation_memory="checkpoint")
     assert "replay" in device.log
     assert made_room.fastpack_run.step_bytes < step
-    assert_same_run(made_room, tight)
+    assert_same_run(made_room, fits)
 
 
 @pytest.mark.parametrize(

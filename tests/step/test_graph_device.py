@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,33 @@ from fastpack_trl.step.graph_device import CudaGraphs
 POOL = (0, 1)
 
 
+class Generator:
+    """As torch's: from `capture_begin` to a whole `capture_end` it draws in a way that is for a recording only."""
+
+    def __init__(self) -> None:
+        self.state = "eager"
+
+    def clone_state(self) -> str:
+        return self.state
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
 class Allocator:
     """As torch's: who gives back what is cached must not be recording; a pool is let go once per recording."""
 
     def __init__(self) -> None:
         self.recording: list[Any] = []
         self.users = 0
+        self.invalid = False
+        """The recording that is under way."""
+        self.generator = Generator()
 
     def begin(self, pool: Any) -> None:
         self.recording.append(pool)
         self.users += 1
+        self.invalid, self.generator.state = False, "recording"
 
     def end(self, index: int, pool: Any) -> None:
         if pool not in self.recording:
@@ -50,45 +66,39 @@ class Recording:
     """As versions of torch whose `reset` ends what `capture_end` did not."""
 
     def __init__(self) -> None:
-        self.invalid = self.ended = self.open = False
+        self.pool: Any = None
+        self.ended = self.open = False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.allocator.begin(pool)
+        self.pool, self.open = pool, True
 
     def capture_end(self) -> None:
-        if self.invalid:
+        if self.allocator.invalid:
             raise RuntimeError("operation failed due to a previous error during capture")
-        self.allocator.end(0, POOL)
+        self._end()
+        self.allocator.generator.state = "eager"
+
+    def _end(self) -> None:
+        self.allocator.end(0, self.pool)
         self.ended, self.open = True, False
 
     def reset(self) -> None:
         if self.tidy and self.open:
-            self.allocator.end(0, POOL)
-            self.ended, self.open = True, False
+            self._end()
         if self.ended:
-            self.allocator.release(0, POOL)
+            self.allocator.release(0, self.pool)
             self.ended = False
 
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
-
-    @contextlib.contextmanager
-    def graph(recording: Recording, pool: Any, **_: Any) -> Iterator[None]:
-        made.begin(pool)
-        recording.open = True
-        try:
-            yield
-        except RuntimeError:
-            recording.invalid = True
-            raise
-        finally:
-            recording.capture_end()
-
     monkeypatch.setattr(Recording, "allocator", made, raising=False)
-    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
     for name, value in {
-        "graph_pool_handle": lambda: POOL, "CUDAGraph": Recording, "graph": graph, "empty_cache": made.empty_cache,
+        "graph_pool_handle": lambda: POOL, "CUDAGraph": Recording, "empty_cache": made.empty_cache,
         "synchronize": lambda device: None, "memory_reserved": lambda device: 0, "current_device": lambda: 0,
-        "current_stream": lambda device: None, "default_generators": (generator,),
+        "current_stream": lambda device: None, "default_generators": (made.generator,),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end)
@@ -96,28 +106,41 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return made
 
 
-def waits() -> None:
+def waits(allocator: Allocator) -> None:
+    allocator.invalid = True
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def is_wrong() -> None:
+def is_wrong(allocator: Allocator) -> None:
     raise KeyError("of the host: the capture itself is whole")
 
 
 @pytest.mark.parametrize("tidy", [False, True])
 @pytest.mark.parametrize(("work", "error"), [(waits, RuntimeError), (is_wrong, KeyError)])
-def test_after_a_failed_recording_the_allocator_is_as_before(
+def test_after_a_failed_recording_the_allocator_and_the_generator_are_as_before(
     allocator: Allocator, work: Any, error: type[Exception], tidy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Recording, "tidy", tidy)
     graphs = CudaGraphs(torch.device("cuda", 0))
     first, _ = graphs.record(lambda: None)
     with pytest.raises(error):
-        graphs.record(work)
+        graphs.record(partial(work, allocator))
     torch.cuda.empty_cache()
     assert allocator.users == 1
+    assert allocator.generator.state == "eager"
     first.reset()
     assert not allocator.users
+
+
+def test_a_pool_that_is_not_left_is_noticed(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above shows something: without `_leave_pool` an invalid recording stays open in the allocator."""
+    monkeypatch.setattr(CudaGraphs, "_leave_pool", lambda self, index: None)
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="operation failed"):
+        graphs.record(partial(waits, allocator))
+    with pytest.raises(AssertionError, match="INTERNAL ASSERT"):
+        torch.cuda.empty_cache()
+    assert allocator.users == 1
 
 
 class Stream:
