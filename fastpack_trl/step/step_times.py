@@ -45,8 +45,9 @@ def least_gain(held: int, free: int) -> float:
 def judge(pairs: Sequence[tuple[float, float]], least: float) -> Verdict | None:
     """Return whether captured steps pay; None as long as more pairs may tell.
 
-    A gain counts where its whole interval lies above `least`. After `MOST_PAIRS` the median has to, and three quarters
-    of the pairs above zero: a gain within the noise is none.
+    They do where the whole interval of the gain lies above `least`, and do not where three quarters of the pairs lie
+    below. After `MOST_PAIRS` the median has to lie above it, and three quarters of the pairs above zero: a gain within
+    the noise is none.
 
     Args:
         pairs: seconds of an eager step and of the captured one beside it.
@@ -55,11 +56,11 @@ def judge(pairs: Sequence[tuple[float, float]], least: float) -> Verdict | None:
     if len(pairs) < LEAST_PAIRS:
         return None
     gains = sorted(1 - captured / eager for eager, captured in pairs)
-    gain, last = median_interval(gains), len(pairs) >= MOST_PAIRS
-    if not (last or gain.low >= least or gain.high < least):
+    gain, quarter = median_interval(gains), len(gains) // 4
+    if len(pairs) < MOST_PAIRS and gain.low < least <= gains[-1 - quarter]:
         return None
     eager, captured = (median(column) for column in zip(*pairs, strict=True))
-    pays = gain.median >= least and gains[len(gains) // 4] > 0
+    pays = gain.median >= least and gains[quarter] > 0
     return Verdict(pays, gain, eager, captured, len(pairs))
 
 

@@ -19,7 +19,7 @@ from fastpack_trl.testing import tiny_model
 GIB = 1 << 30
 MEASURED = {
     "0.6B 2,048": (97, 37, 0.1, True), "0.6B 8,192": (124, 82, 0.1, True), "everyday 0.6B": (110, 50, 0.3, True),
-    "8B": (258, 262, 0.03, False), "14B NF4": (437, 444, 0.02, False),
+    "8B": (258, 262, 0.03, False), "14B NF4": (437, 444, 0.02, False), "14B NF4, noisy": (440, 434, 0.025, False),
     "gpt-oss": (53.3, 53.3, 0.03, False),
 }  # fmt: skip
 """Milliseconds eager and captured on an H200, the spread of single steps, and whether graphs are to stay."""
@@ -45,6 +45,13 @@ def test_a_gain_within_the_noise_of_steps_is_none() -> None:
     assert not found.pays
     one_was_logged = [(100.0, 125.0)] + [(100.0, 75.0)] * (MOST_PAIRS - 1)
     assert judge(one_was_logged, 0.05).pays  # type: ignore[union-attr]
+
+
+def test_what_gains_nothing_is_given_back_soon_though_steps_are_noisy() -> None:
+    """Pairs as 14B NF4 had them on an H200: from -8 to 6 %, around 2 %."""
+    pairs = [(100.0, 100.0 - gain) for gain in (2, 6, -8, 4, 1, 3, -2, 5, 2, 0)]
+    counts = [len(pairs[:count]) for count in range(LEAST_PAIRS, MOST_PAIRS + 1) if judge(pairs[:count], 0.05)]
+    assert counts[0] == LEAST_PAIRS
 
 
 def test_memory_has_a_price() -> None:
