@@ -73,7 +73,8 @@ def said(name: str, record: Mapping[str, Any]) -> str:
         name: of the file.
         record: with one row of `run_tests`.
     """
-    row, versions, commit = record["rows"][0], record["versions"], record["source"]["commit"] or "unknown"
+    row, versions, source = record["rows"][0], record["versions"], record["source"]
+    commit = source["commit"] or source.get("tree") or "unknown"
     failed = f", **{row['failed']} failed** ({', '.join(row['failures'])})" if row["failed"] else ", none failed"
     return (
         f"**Tests on a GPU.** {row['passed']} passed{failed}, {row['skipped']} left out, {device_of(record)}, "
