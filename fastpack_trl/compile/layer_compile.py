@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
+from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.patches import attribute_set
@@ -69,5 +69,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield run.attention_path == PADDED_ROWS and f"{PADDED_ROWS} has another shape for every batch"
     yield run.choice.refuses_compile
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
+    yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"
     yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"

@@ -38,6 +38,7 @@ from fastpack_trl.compile.graph import packed_call
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -296,6 +297,26 @@ def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, options: dict[s
     line = trainer.fastpack_report["layer_compile"]
     assert line.status == "off"
     assert why in line.reason
+
+
+def test_a_model_without_a_list_of_layers_trains_uncompiled(tmp_path: Path) -> None:
+    class Stack(nn.Module):
+        """As a list of modules, and none."""
+
+        def __init__(self, layers: Any) -> None:
+            super().__init__()
+            for place, layer in enumerate(layers):
+                self.add_module(str(place), layer)
+
+        def __getitem__(self, place: slice) -> list[nn.Module]:
+            return list(self.children())[place]
+
+    model = tiny_model("llama")
+    model.model.layers = Stack(model.model.layers)
+    assert not decoder_layers(model)
+    trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1)
+    line = trainer.fastpack_report["layer_compile"]
+    assert (line.status, line.reason) == ("off", "the model has no list of decoder layers with packed attention")
 
 
 @pytest.mark.cuda
