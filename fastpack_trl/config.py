@@ -148,7 +148,7 @@ class Settings:
         default="auto",
         metadata=_choice(
             "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by a twentieth or more, and enough are left), on, or off. Costs the activations of one "
+            "become shorter by a twentieth, and enough are left), on, or off. Costs the activations of one "
             "micro-batch, held for the run, and half a second per graph.",
         ),
     )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
@@ -27,7 +28,7 @@ from fastpack_trl.step.gradients import GradientBuffers
 from fastpack_trl.step.graph_device import Graph, GraphDevice
 from fastpack_trl.step.graph_state import ModelState
 from fastpack_trl.step.row_buckets import RowBuckets
-from fastpack_trl.step.step_times import StepTurns, least_gain
+from fastpack_trl.step.step_times import LEAST_PAIRS, StepTurns, least_gain
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 logger = get_logger(__name__)
@@ -66,7 +67,7 @@ class _Slot:
         self.recorded: _Recorded | None = None
 
 
-class StepGraphs:
+class StepGraphs(TrainerCallback):
     """Decides for each micro-batch whether it runs eager, is recorded, or is replayed, and runs it.
 
     Args:
@@ -93,7 +94,7 @@ class StepGraphs:
         self._note = ""
         self._ended = False
         self._changes = 0
-        self.warmed = self.recorded = self.replayed = 0
+        self.warmed = self.recorded = self.replayed = self._left_out = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -107,7 +108,7 @@ class StepGraphs:
         """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
         loss = self._run_once(stock, model, inputs, num_items_in_batch)
         if self._turns is not None and self._turns.compares:
-            self._turns.worked()
+            self._turns.worked(sum(getattr(inputs.get("packed_batch"), "seq_lengths", ())))
         return loss
 
     def _run_once(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
@@ -165,11 +166,18 @@ class StepGraphs:
                 turns.compare()
         if self._pays and not turns.compares:
             return
-        turns.begin(self.replayed, self.warmed + self.recorded)
+        turns.begin(self.replayed, self.warmed + self.recorded + self._left_out)
         if turns.compares:
             self._judge(turns)
         else:
             self._weigh(turns)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave a step out of the comparison, whose time has an evaluation in it, or a checkpoint that was saved."""
+        if self._turns is not None:
+            self._turns.interrupt()
+
+    on_save = on_evaluate
 
     def _weigh(self, turns: StepTurns) -> None:
         """Decide whether to record at all, once eager steps are known."""
@@ -193,6 +201,8 @@ class StepGraphs:
                 self._again = self._steps_done + COMPARE_AGAIN
             self._kept = True
             self._tell()
+        elif verdict.pairs < LEAST_PAIRS:
+            self.end("too few rows fit into a recorded size to compare steps")
         else:
             self.end(f"graphs save less than {least:.0%} of a step, or no more than its noise: {self._note}")
 
@@ -227,14 +237,13 @@ class StepGraphs:
                 return None
             self.drop()
             self._version = self._run.version
-        if self._is_eager_turn:
-            return None
         bucket = self._buckets.find(RowSize.of(inputs["packed_batch"]))
         if bucket is None or self._run.refuses_static(bucket):
+            self._left_out += 1  # its step is compared with none
             if self._buckets.are_outgrown():
                 self._drop_graphs()
             return None
-        return self._slot_of(bucket)
+        return None if self._is_eager_turn else self._slot_of(bucket)
 
     def _slot_of(self, bucket: Bucket) -> _Slot:
         if bucket not in self._slots:
@@ -361,6 +370,12 @@ class StepGraphs:
         """Say what the run came to, and drop the graphs."""
         if self.recorded and not self._ended:
             self._tell()
+        elif not self._ended:
+            why = f"no row was recorded in {self._steps_done} steps"
+            if self._asked:
+                self._run.end(FEATURE, "eager", why)
+            else:
+                self._run.say(FEATURE, "off", "eager", why)
         self.drop()
 
     def _tell(self) -> None:

@@ -45,10 +45,12 @@ def cuda_graph(run: Run) -> Iterator[None]:
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     run.spares.insert(0, graphs.spare)  # graphs are made again in a second; what is dropped else stays away
     try:
+        run.trainer.add_callback(graphs)
         with device.run_apart(), run.keeping(graphs), _steps_in_order(run, device):
             yield
     finally:
         run.spares.remove(graphs.spare)
+        run.trainer.remove_callback(graphs)
         graphs.finish()
 
 

@@ -27,7 +27,7 @@ class GradientBuffers:
         fresh: list[Tensor] = []
         for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
             gradient = parameter.grad
-            if gradient is buffer:
+            if gradient is buffer or not parameter.requires_grad:  # frozen since: zeros are not None to an optimizer
                 continue
             if gradient is None:
                 fresh.append(buffer)

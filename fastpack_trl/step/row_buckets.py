@@ -14,8 +14,8 @@ from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
 
-_SAMPLE, _LEAST = 256, 32
-"""Rows of the data set that are looked at, some ten milliseconds; and of merged rows at least."""
+_SAMPLE, _LEAST, _SEEN = 256, 32, 16
+"""Rows of the data set that are looked at, some ten milliseconds; of merged rows at least; of a stream before any."""
 _TOO_LONG = 1.5
 """Tokens of a bucket, as a multiple of the row's, from which buckets count as made for other rows."""
 _LOOK_BACK = 64
@@ -51,8 +51,11 @@ class RowBuckets:
         """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
         self._seen.append(size)
         if self.choice is None:
+            expected = self._expected(size.parts)
+            if not expected and len(self._seen) < _SEEN:
+                return None
             self._chosen += 1
-            rows = [*self._seen, *self._expected(size.parts)]
+            rows = [*self._seen, *expected]
             self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST, alone_from=self._run.alone_from)
             logger.debug(f"cuda_graph: {self.choice}")
         bucket = smallest_fitting(self.choice.buckets, size)

@@ -47,7 +47,7 @@ class ShortData:
         message = (
             f"an epoch of train_dataset has {len(batches)} micro-batches of per_device_train_batch_size="
             f"{args.per_device_train_batch_size} rows, an optimizer step needs gradient_accumulation_steps={needed}: "
-            f"no step is made; set gradient_accumulation_steps={len(batches)}, or give more rows (packing, max_length)"
+            f"no step is made; set gradient_accumulation_steps={len(batches)}, or give it more rows"
         )
         if rows and len(rows) == len(last) and all(map(torch.equal, rows, last)):
             raise UserError(message)

@@ -16,7 +16,7 @@ LEAST_PAIRS, MOST_PAIRS = 4, 10
 LEAST_BLOCK, MOST_EAGER, MOST_STEPS = 2, 6, 160
 """Steps of one kind in a row: of each block the last counts. After the third, comparing ends without graphs."""
 LEAST_GAIN, SMALL_GAIN, SMALL_SHARE = 0.05, 0.02, 0.03
-"""Share of a step that graphs have to save; the second where they hold less than the third of the memory beside."""
+"""Share of a step that graphs have to save; the second one where they hold 3 % of the free memory at most."""
 
 
 class Verdict(NamedTuple):
@@ -68,6 +68,7 @@ class _Step(NamedTuple):
     start: Mark
     end: Mark
     kind: str
+    tokens: int
 
     def seconds(self) -> float | None:
         return self.start.until(self.end)
@@ -96,7 +97,7 @@ class StepTurns:
     def _forget(self) -> None:
         self._start: Mark | None = None
         self._end: Mark | None = None
-        self._before = (0, 0)
+        self._before, self._tokens = (0, 0), 0
         self._was_idle = False
         self._eager, self._block, self._all = True, 0, 0
         self._counted: list[_Step] = []
@@ -111,23 +112,29 @@ class StepTurns:
         """Return whether the present step is to run eager, though there are graphs."""
         return self.compares and self._eager
 
-    def worked(self) -> None:
-        """Mark the end of a micro-batch; what follows it in a step is short."""
+    def worked(self, tokens: int) -> None:
+        """Mark the end of a micro-batch of so many tokens; what follows it in a step is short."""
         self._end = self._device.mark()
+        self._tokens += tokens
+
+    def interrupt(self) -> None:
+        """Leave the present step out: something else is done before the next."""
+        self._start = None
 
     def begin(self, replayed: int, prepared: int) -> None:
         """Mark the beginning of an optimizer step.
 
         Args:
             replayed: replays of the run so far.
-            prepared: rows that ran in static shapes to be recorded, and recordings, so far.
+            prepared: rows so far that ran in static shapes to be recorded, or fit no bucket, and recordings.
         """
         idle = self._end is not None and self._end.until(self._end) is not None
         now = self._device.mark()
         if self._start is not None:
             replays, others = replayed - self._before[0], prepared - self._before[1]
             kind = "" if others else "captured" if replays else "eager"
-            self._ended(_Step(self._start, now, kind))
+            self._ended(_Step(self._start, now, kind, self._tokens))
+        self._tokens = 0
         self._start, self._before, self._was_idle = now, (replayed, prepared), idle
 
     def _ended(self, step: _Step) -> None:
@@ -149,18 +156,25 @@ class StepTurns:
 
     def pairs(self) -> list[tuple[float, float]]:
         """Return the seconds of the pairs (eager, captured) that the device has finished."""
-        times = [step.seconds() for step in self._counted]
-        pairs = zip(times[::2], times[1::2], strict=False)
-        return [(eager, captured) for eager, captured in pairs if eager is not None and captured is not None]
+        return _paired([step.seconds() for step in self._counted])
 
     def verdict(self, least: float) -> Verdict | None:
         """Return `judge` of the pairs so far; None where more are needed.
 
-        Where hardly a row fits into a recorded size, pairs stay away, and there is little to keep: no, after
-        `MOST_STEPS`.
+        Rows differ: what is to stay has to pay by the step and by the token. Where hardly a row fits into a recorded
+        size, pairs stay away, and there is little to keep: no, after `MOST_STEPS`.
         """
         pairs = self.pairs()
         found = judge(pairs, least)
+        if found is not None and found.pays:
+            seconds = [(step.seconds(), step.tokens) for step in self._counted]
+            each = judge(_paired([None if taken is None else taken / max(1, of) for taken, of in seconds]), least)
+            return found._replace(pays=each.pays) if each is not None else None
         if found is None and self._all >= MOST_STEPS:
             return Verdict(False, Interval(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, len(pairs))
         return found
+
+
+def _paired(values: Sequence[float | None]) -> list[tuple[float, float]]:
+    pairs = zip(values[::2], values[1::2], strict=False)
+    return [(eager, captured) for eager, captured in pairs if eager is not None and captured is not None]

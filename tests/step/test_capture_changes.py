@@ -15,12 +15,14 @@ from captured_material import (
     disable,
     edit_frozen,
     evaluate_mode,
+    freeze,
     generate,
     merge,
     raise_the_rate,
     replace_forward,
     swap_data,
 )
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -50,6 +52,32 @@ def test_what_a_callback_does_in_the_middle_counts_from_then_on(
     if step == 7:
         dropped = log.index("reset") < log.index("together")
         assert dropped == (act in CHANGES), log
+    assert_same_run(*runs)
+
+
+def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Path, devices: Any) -> None:
+    """To an optimizer zeros are not None: it would apply momentum and decay to a frozen weight."""
+    seen: list[int] = []
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            weight = model.get_decoder().layers[0].mlp.up_proj.weight
+            if not weight.requires_grad and weight.grad is not None:
+                seen.append(state.global_step)
+
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    texts = [" ".join(words[(i + k) % 10] for k in range(3 if i in (12, 13, 14) else 20)) for i in range(60)]
+    runs = []
+    for setting in ("on", "off"):
+        trainer = build(
+            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, packing=False, max_steps=20,
+            data=Dataset.from_dict({"text": texts}), callbacks=[Looks(), At(12, freeze)], weight_decay=0.1,
+            per_device_train_batch_size=1, shuffle_dataset=False, train_sampling_strategy="sequential",
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    assert devices.made[0].log.count("replay") >= 4
+    assert not seen
     assert_same_run(*runs)
 
 

@@ -117,7 +117,7 @@ def test_a_host_that_is_ahead_hides_nothing(eager: Any, captured: Any, least: fl
         times = [seconds * draw.gauss(1, 0.04) for seconds in (eager if turns.is_eager else captured)]
         (queue.eager if turns.is_eager else queue.captured)(*times)
         replayed += not turns.is_eager
-        turns.worked()
+        turns.worked(100)
         queue.host += 0.002  # clipping, the optimizer
         turns.begin(replayed, 0)
         steps += 1
@@ -139,7 +139,7 @@ def test_the_last_step_of_each_block_counts() -> None:
         order += "E" if turns.is_eager else "C"
         replayed += not turns.is_eager
         device.now += 1 + number  # each step has another length, so that a wrong one shows
-        turns.worked()
+        turns.worked(100)
         turns.begin(replayed, 0)
     assert order == "EECCEECCE"
     assert turns.pairs() == [(2, 4), (6, 8)]
@@ -152,7 +152,7 @@ def test_a_step_that_recorded_or_replayed_nothing_does_not_count() -> None:
     for number, counts in enumerate([(0, 0), (0, 0), (0, 0), (1, 0), (1, 0), (2, 1), (3, 1)]):
         turns.begin(*counts)
         assert turns.is_eager == (number < 2 or number == 6)
-        turns.worked()
+        turns.worked(100)
         device.now += 1.0 + number
     # E E C, a row without a bucket, C that was recorded, C
     assert turns.pairs() == [(2.0, 6.0)]
@@ -164,12 +164,46 @@ def test_a_device_that_is_behind_is_never_waited_for() -> None:
     turns.compare()
     for number in range(20):
         turns.begin(number // 2, 0)
-        turns.worked()
+        turns.worked(100)
     assert turns.pairs() == []
     assert turns.verdict(0.05) is None
     for number in range(20, MOST_STEPS + 1):
         turns.begin(number // 2, 0)
     assert not turns.verdict(0.05).pays  # type: ignore[union-attr]
+
+
+def test_what_is_done_between_two_steps_is_no_time_of_a_step() -> None:
+    device = TapeDevice(tiny_model("qwen3"))
+    turns = StepTurns(device)
+    turns.compare()
+    replayed = 0
+    turns.begin(0, 0)
+    for number in range(12):
+        replayed += not turns.is_eager
+        turns.worked(100)
+        device.now += 1.0
+        if number % 3 == 0:
+            device.now += 50.0
+            turns.interrupt()
+        turns.begin(replayed, 0)
+    assert turns.pairs()
+    assert all(pair == (1.0, 1.0) for pair in turns.pairs())
+
+
+def test_longer_rows_in_one_kind_of_turn_are_no_gain() -> None:
+    """Time follows the tokens, captured or not; captured turns happen to get the short rows."""
+    device = TapeDevice(tiny_model("qwen3"))
+    turns = StepTurns(device)
+    turns.compare()
+    replayed = 0
+    turns.begin(0, 0)
+    while (verdict := turns.verdict(0.05)) is None:
+        tokens = 300 if turns.is_eager else 100
+        replayed += not turns.is_eager
+        turns.worked(tokens)
+        device.now += tokens / 1000
+        turns.begin(replayed, 0)
+    assert not verdict.pays
 
 
 def train(folder: Path, devices: Any, clock: Clock, **options: Any) -> Any:

@@ -51,7 +51,7 @@ FUNCTIONS = {
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
     "step/aux_loss.py": ["aux_loss"],
-    "step/capture.py": ["_is_ordinary", "_weigh", "_record", "_judge", "_model_changed", "spare"],
+    "step/capture.py": ["_is_ordinary", "_weigh", "_record", "_judge", "finish", "_model_changed", "spare"],
     "step/cuda_graph.py": ["unavailable", "_reasons"],
     "step/graph_device.py": ["lacks_room"],
     "step/loss.py": ["head_of", "_read_constants"],
