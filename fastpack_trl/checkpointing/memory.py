@@ -40,6 +40,10 @@ AMPLE = 2.0
 _HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
+class LevelError(ValueError):
+    """Why the level that was asked for cannot be used."""
+
+
 def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
     """Return the layers of `model` that transformers can checkpoint, first to last."""
     return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -315,6 +319,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     """Trace the model and choose its levels; each fallback is said.
 
     Raises:
+        LevelError: the level that was asked for cannot be used.
         ValueError: rows of any length.
         RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
@@ -360,9 +365,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     else:
         level = LEVEL_OF[setting]
         if level not in costs.growth:
-            why = failed.get(level, blocked)
-            say(f"{setting} cannot be used: {why}")
-            level = Level.CHECKPOINT
+            raise LevelError(failed.get(level) or blocked or failed[Level.CHECKPOINT])
         plan = make_plan(costs, [level] * len(layers), budget=budget, **sizes)
 
     def less(plan: Plan) -> Plan | None:

@@ -190,14 +190,14 @@ def test_cuda_the_first_step_needs_less_than_one_that_keeps_all(
 
     monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
     found = {}
-    for memory in ("auto", "keep"):
+    for level in ("auto", "keep"):
         peaks = Peaks()
         trainer = train(
-            FastSFTTrainer, tmp_path / memory, model=tiny_model("qwen3", num_hidden_layers=8), packing=True,
+            FastSFTTrainer, tmp_path / level, model=tiny_model("qwen3", num_hidden_layers=8), packing=True,
             gradient_checkpointing=True, eval_strategy="no", max_steps=3, max_length=512, use_cpu=False, bf16=True,
-            fast={"activation_memory": memory, "cuda_graph": "off"}, trainer={"callbacks": [peaks]},
+            fast={"activation_memory": level, "cuda_graph": "off"}, trainer={"callbacks": [peaks]},
         )  # fmt: skip
         assert trainer.fastpack_report["activation_memory"].path == "keep"
         assert "compiled in" in trainer.fastpack_report["layer_compile"].reason
-        found[memory] = peaks.steps
+        found[level] = peaks.steps
     assert found["auto"][0] < found["keep"][0]
