@@ -315,9 +315,11 @@ def measure_side(
 
     side = Side(model, name, device, seed, seconds, so_far)
     found["rows"] = side.rows
+    # A CPU has nothing to offload from, and a level that cannot be used stops the run.
+    deepest = DEEPEST if device == "cuda" else DEEPEST | {"activation_memory": "checkpoint"}
     with traced_once():
         for tokens in probes:
-            side.run(tokens, **(DEEPEST if name == OURS else {}))
+            side.run(tokens, **(deepest if name == OURS else {}))
     context = context_bytes()
     found["context_gib"] = context / GIB
     curve = side.curve("peak_gib") if device == "cuda" else None

@@ -241,15 +241,16 @@ class Run:
         """
         self.report.add(feature, status, path, reason)
         if self.insists and not (status == "on" if holds is None else holds) and self.settings.names(feature):
-            raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self._remedy(feature)}")
+            raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self.remedy(feature)}")
 
     def end(self, feature: str, path: str, reason: str) -> None:
         """Say that `feature` is off from here on, in the middle of a run; also in the log."""
-        remedy = f"; {self._remedy(feature)}" if self.settings.names(feature) else ""
+        remedy = f"; {self.remedy(feature)}" if self.settings.names(feature) else ""
         logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")
         self.say(feature, "off", path, reason)
 
-    def _remedy(self, feature: str) -> str:
+    def remedy(self, feature: str) -> str:
+        """Return what to set so that `feature`, switched on by name, stops no run."""
         default = type(self.settings).__dataclass_fields__[feature].default
         return f"set {feature}={default!r} to train without it where it cannot run"
 

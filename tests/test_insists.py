@@ -167,6 +167,33 @@ def test_switched_off_as_a_whole_nothing_stops(
     assert [line.feature for line in trainer.fastpack_report] == ["fastpack"]
 
 
+@pytest.mark.parametrize(
+    ("level", "reason"),
+    [
+        ("offload", "the model is on cpu: there is no device memory to spare and no copy engine"),
+        ("selective", "NotImplementedError: no such context"),
+    ],
+)
+def test_a_level_that_cannot_be_used_stops_train_but_no_evaluation(
+    level: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_context(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError("no such context")
+
+    monkeypatch.setattr("fastpack_trl.checkpointing.levels.create_selective_checkpoint_contexts", no_context)
+    trainer = make(tmp_path, Case(), activation_memory=level)
+    trainer.evaluate()
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        trainer.train()
+    assert str(error.value) == (
+        f"activation_memory={level!r}: {reason}; set activation_memory='auto' to train without it where it cannot run"
+    )
+    assert trainer.state.global_step == 0
+    trainer.args.activation_memory, trainer.args.activation_memory_gib = "auto", 1.0
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_what_cannot_be_read_stops_too_but_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")

@@ -91,7 +91,7 @@ def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
     """Return the plan, or why there is none; the same levels in every process, and none where one has no plan.
 
     Raises:
-        ValueError: no plan can be made for what was asked for.
+        ValueError: no plan can be made for what was asked for; names the remedy.
     """
     setting = run.settings.activation_memory
     planned: memory.ActivationMemory | None = None
@@ -102,9 +102,10 @@ def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
             with run.taking("plan"):
                 planned = memory.plan_memory(run)
         except memory.CANNOT_PLAN as error:
-            why = f"no plan can be made: {type(error).__name__}: {error}"
+            level = isinstance(error, memory.LevelError)
+            why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
             if setting != "auto":
-                raise ValueError(f"activation_memory={setting!r}: {why}") from error
+                raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(memory.FEATURE)}") from error
             return why
         return ""
 

@@ -40,6 +40,10 @@ AMPLE = 2.0
 _HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
+class LevelError(ValueError):
+    """Why the level that was asked for cannot be used."""
+
+
 def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
     """Return the layers of `model` that transformers can checkpoint, first to last."""
     return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -80,6 +84,7 @@ class ActivationMemory(TrainerCallback):
         self._watches = [] if asked else [HookWatch(layer) for layer in layers]
         self._hooks: list[str] = []
         self._asked, self._is_lean = asked, False
+        self._installed = list(plan.levels)
         self._static = 0
         self.fell = ""
         """What the last step that ran out of memory fell back to; empty where none did."""
@@ -123,7 +128,7 @@ class ActivationMemory(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install again where a hook of the user came or went, and after the first step."""
-        if [watch.look() for watch in self._watches] != self._hooks or self._is_lean != self._shall_be_lean():
+        if [watch.look() for watch in self._watches] != self._hooks or self._is_lean != self._shall_be_lean(self.plan):
             self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -139,15 +144,18 @@ class ActivationMemory(TrainerCallback):
     def _install(self) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
-        levels, self._is_lean = self._levels(), self._shall_be_lean()
-        if self._is_lean:
-            levels = [max(level, Level.CHECKPOINT) for level in levels]
-        self._stack.enter_context(layer_levels(self._layers, levels, **self._offload))
-        self._run.offloads = Level.OFFLOAD in levels
+        self._is_lean = self._shall_be_lean(self.plan)
+        self._installed = self._to_install(self.plan)
+        self._stack.enter_context(layer_levels(self._layers, self._installed, **self._offload))
+        self._run.offloads = Level.OFFLOAD in self._installed
         self._run.changed()
         self.report()
 
-    def _shall_be_lean(self) -> bool:
+    def _to_install(self, plan: Plan) -> list[Level]:
+        levels = self._levels(plan)
+        return [max(level, Level.CHECKPOINT) for level in levels] if self._shall_be_lean(plan) else levels
+
+    def _shall_be_lean(self, plan: Plan) -> bool:
         """Return whether layers are checkpointed for now, as stock has them, whatever the plan lets them keep.
 
         Uncompiled layers keep a third more than compiled ones. Where they are compiled after the first step, that step
@@ -156,17 +164,17 @@ class ActivationMemory(TrainerCallback):
         """
         run = self._run
         waits = run.in_first_step and run.compiles_later and not run.measures_first_step
-        return waits and not self._asked and Level.OFFLOAD not in self.plan.levels
+        return waits and not self._asked and Level.OFFLOAD not in plan.levels
 
-    def _levels(self) -> list[Level]:
-        """Return the plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
+    def _levels(self, plan: Plan) -> list[Level]:
+        """Return a plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
         hooked = {index for index, hook in enumerate(self._hooks) if hook}
-        levels = enumerate(self.plan.levels)
+        levels = enumerate(plan.levels)
         return [Level.CHECKPOINT if index in hooked and level is Level.KEEP else level for index, level in levels]
 
     def report(self) -> None:
         """Set the plan's line in the report."""
-        installed = self._levels()
+        installed = self._levels(self.plan)
         levels = " + ".join(str(level) for level in sorted(set(installed)))
         notes = [*self._notes, self.fell] if self.fell else [*self._notes]
         if self.gathered:
@@ -176,13 +184,18 @@ class ActivationMemory(TrainerCallback):
         self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """Free spare memory after an out-of-memory, or install the plan with less; return False if there is neither."""
+        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither.
+
+        While layers are checkpointed for now, a plan with less that they would be checkpointed for as well is none.
+        """
         spared = self._run.spare()
         plan = self.plan if spared else self._next(self.plan)
+        while not spared and self._is_lean and plan is not None and self._to_install(plan) == self._installed:
+            plan = self._next(plan)
         if plan is None:
             return False
         less = "without what is spare" if spared else "with less"
-        told = f"a step ran out of memory with {describe(self.plan.levels)}; it was run again {less}"
+        told = f"a step ran out of memory with {describe(self._installed)}; it was run again {less}"
         if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
         self.fell = told
@@ -306,6 +319,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     """Trace the model and choose its levels; each fallback is said.
 
     Raises:
+        LevelError: the level that was asked for cannot be used.
         ValueError: rows of any length.
         RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
@@ -351,9 +365,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     else:
         level = LEVEL_OF[setting]
         if level not in costs.growth:
-            why = failed.get(level, blocked)
-            say(f"{setting} cannot be used: {why}")
-            level = Level.CHECKPOINT
+            raise LevelError(failed.get(level) or blocked or failed[Level.CHECKPOINT])
         plan = make_plan(costs, [level] * len(layers), budget=budget, **sizes)
 
     def less(plan: Plan) -> Plan | None:

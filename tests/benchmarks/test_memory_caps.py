@@ -109,7 +109,8 @@ def test_both_sides_train_each_row_of_a_cap_and_ours_also_the_row_of_stock() -> 
     ]  # fmt: skip
     assert sorted(set(noted)) == [1, 2, 3, 4]
     probes, (largest, beside) = ours["rows"][:2], ours["rows"][2:]
-    assert all(one["settings"] == DEEPEST and one["plan"]["text"].startswith("checkpoint 0-2") for one in probes)
+    on_cpu = DEEPEST | {"activation_memory": "checkpoint"}
+    assert all(one["settings"] == on_cpu and one["plan"]["text"].startswith("checkpoint 0-2") for one in probes)
     assert (largest["tokens"], beside["tokens"], beside["settings"]) == (512, 256, LONG)
     for one in stock["rows"] + ours["rows"]:
         before = BEFORE_LONG if one is beside else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ from compile_material import Counting
 from offload_material import LAYERS
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from trainer_material import assert_same_log, train
+from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings, train
 from transformers import TrainerCallback
 
-from fastpack_trl import FastSFTTrainer
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.checkpointing import memory
+from fastpack_trl.checkpointing.levels import describe
+from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import SavedBytes
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layers import compiled_layers
@@ -117,6 +121,58 @@ def test_with_dropout_the_first_step_draws_the_same_numbers(tmp_path: Path, time
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("way", ["spare", "offload", "none"])
+def test_out_of_memory_the_first_step_goes_deeper_than_what_is_installed(
+    tmp_path: Path, timed: list[list[str]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "offload":
+        monkeypatch.setattr(memory, "offload_options", lambda run: {"streams": HostStreams, "min_bytes": 1})
+        monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
+    installed: list[str] = []
+    free, full = [way == "spare"], [True]
+    options = settings(tmp_path, packing=True, gradient_checkpointing=True, eval_strategy="no", max_steps=3)
+    trainer = FastSFTTrainer(
+        tiny_model("llama", num_hidden_layers=LAYERS),
+        args=FastSFTConfig(**options, activation_memory_gib=1.0),
+        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    if way == "spare":
+        trainer.fastpack_run.spares.append(lambda: bool(free) and free.pop())
+    levels = memory.layer_levels
+
+    def watched(layers: Any, each: Any, **options: Any) -> Any:
+        installed.append(describe(each))
+        return levels(layers, each, **options)
+
+    backward = trainer.accelerator.backward
+
+    def fail(*args: Any, **options: Any) -> None:
+        if full:
+            full.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        backward(*args, **options)
+
+    trainer.accelerator.backward = fail
+    monkeypatch.setattr(memory, "layer_levels", watched)
+    stops = pytest.raises(torch.OutOfMemoryError) if way == "none" else contextlib.nullcontext()
+    with stops:
+        trainer.train()
+    assert not full
+    line = trainer.fastpack_report["activation_memory"]
+    all_at = {level: f"{level} 0-{LAYERS - 1}" for level in ("keep", "checkpoint", "offload")}
+    told = f"a step ran out of memory with {all_at['checkpoint']}; it was run again "
+    if way == "offload":
+        assert installed == [all_at["checkpoint"], all_at["offload"]]
+        assert told + "with less" in line.reason
+    elif way == "spare":
+        assert installed == [all_at["checkpoint"], all_at["checkpoint"], all_at["keep"]]
+        assert told + "without what is spare" in line.reason
+    else:
+        assert installed == [all_at["checkpoint"]]
+        assert "ran out of memory" not in line.reason
+    assert line.path == ("offload" if way == "offload" else "keep")
+
+
 @pytest.mark.cuda
 def test_cuda_the_first_step_needs_less_than_one_that_keeps_all(
     tmp_path: Path, inductor: None, monkeypatch: pytest.MonkeyPatch
@@ -134,14 +190,14 @@ def test_cuda_the_first_step_needs_less_than_one_that_keeps_all(
 
     monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
     found = {}
-    for memory in ("auto", "keep"):
+    for level in ("auto", "keep"):
         peaks = Peaks()
         trainer = train(
-            FastSFTTrainer, tmp_path / memory, model=tiny_model("qwen3", num_hidden_layers=8), packing=True,
+            FastSFTTrainer, tmp_path / level, model=tiny_model("qwen3", num_hidden_layers=8), packing=True,
             gradient_checkpointing=True, eval_strategy="no", max_steps=3, max_length=512, use_cpu=False, bf16=True,
-            fast={"activation_memory": memory, "cuda_graph": "off"}, trainer={"callbacks": [peaks]},
+            fast={"activation_memory": level, "cuda_graph": "off"}, trainer={"callbacks": [peaks]},
         )  # fmt: skip
         assert trainer.fastpack_report["activation_memory"].path == "keep"
         assert "compiled in" in trainer.fastpack_report["layer_compile"].reason
-        found[memory] = peaks.steps
+        found[level] = peaks.steps
     assert found["auto"][0] < found["keep"][0]
