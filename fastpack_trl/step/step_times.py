@@ -161,18 +161,25 @@ class StepTurns:
     def verdict(self, least: float) -> Verdict | None:
         """Return `judge` of the pairs so far; None where more are needed.
 
-        Rows differ: what is to stay has to pay by the step and by the token. Where hardly a row fits into a recorded
-        size, pairs stay away, and there is little to keep: no, after `MOST_STEPS`.
+        Rows differ: by the step or by the token, whichever says it with less spread. Where the host sets the pace, a
+        step takes as long for any row; where the device does, as long as its tokens. Where hardly a row fits into a
+        recorded size, pairs stay away, and there is little to keep: no, after `MOST_STEPS`.
         """
         pairs = self.pairs()
-        found = judge(pairs, least)
-        if found is not None and found.pays:
-            seconds = [(step.seconds(), step.tokens) for step in self._counted]
-            each = judge(_paired([None if taken is None else taken / max(1, of) for taken, of in seconds]), least)
-            return found._replace(pays=each.pays) if each is not None else None
+        times = [(step.seconds(), max(1, step.tokens)) for step in self._counted]
+        each = _paired([None if seconds is None else seconds / tokens for seconds, tokens in times])
+        found = judge(min(pairs, each, key=_spread), least) if pairs else None
         if found is None and self._all >= MOST_STEPS:
             return Verdict(False, Interval(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, len(pairs))
-        return found
+        if found is None:
+            return None
+        eager, captured = (median(column) for column in zip(*pairs, strict=True))
+        return found._replace(eager=eager, captured=captured)
+
+
+def _spread(pairs: Sequence[tuple[float, float]]) -> float:
+    gain = median_interval([1 - captured / eager for eager, captured in pairs])
+    return gain.high - gain.low
 
 
 def _paired(values: Sequence[float | None]) -> list[tuple[float, float]]:

@@ -192,18 +192,34 @@ def test_what_is_done_between_two_steps_is_no_time_of_a_step() -> None:
 
 def test_longer_rows_in_one_kind_of_turn_are_no_gain() -> None:
     """Time follows the tokens, captured or not; captured turns happen to get the short rows."""
-    device = TapeDevice(tiny_model("qwen3"))
+    device, draw = TapeDevice(tiny_model("qwen3")), random.Random(5)
     turns = StepTurns(device)
     turns.compare()
     replayed = 0
     turns.begin(0, 0)
     while (verdict := turns.verdict(0.05)) is None:
-        tokens = 300 if turns.is_eager else 100
+        tokens = draw.randrange(200, 500) if turns.is_eager else draw.randrange(80, 160)
         replayed += not turns.is_eager
         turns.worked(tokens)
         device.now += tokens / 1000
         turns.begin(replayed, 0)
     assert not verdict.pays
+
+
+def test_a_host_that_sets_the_pace_takes_as_long_for_any_row() -> None:
+    device, draw = TapeDevice(tiny_model("qwen3")), random.Random(5)
+    turns = StepTurns(device)
+    turns.compare()
+    replayed = 0
+    turns.begin(0, 0)
+    while (verdict := turns.verdict(0.05)) is None:
+        seconds = (0.2 if turns.is_eager else 0.1) * draw.gauss(1, 0.01)
+        replayed += not turns.is_eager
+        turns.worked(draw.randrange(20, 400))
+        device.now += seconds
+        turns.begin(replayed, 0)
+    assert verdict.pays
+    assert verdict.pairs == LEAST_PAIRS
 
 
 def train(folder: Path, devices: Any, clock: Clock, **options: Any) -> Any:
