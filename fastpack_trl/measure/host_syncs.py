@@ -31,6 +31,7 @@ _ALWAYS = {
     "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 }  # fmt: skip
 """Names in aten whose CUDA kernels read a number back, to return it or to size their result."""
+_READS = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees calls that make no operation where everything is on the CPU: ``tensor.tolist()``, ``tensor.cpu()``."""
+    """Sees calls that no operation shows on the CPU: ``tensor.tolist()``, ``tensor.cpu()``, ``str(tensor)``."""
 
     def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
@@ -227,7 +228,8 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.tolist or func is torch.Tensor.cpu:
+        # `str` of a tensor reads its values, and torch switches dispatch modes off meanwhile.
+        if func in _READS:
             self._record(func.__name__, "sync")
         elif func is torch.Tensor.to:
             target = kwargs.get("device", args[1] if len(args) > 1 else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,11 @@ def test_the_documented_use_is_the_real_one() -> None:
     with count_host_syncs(device="cpu") as syncs:
         X.sum()
     assert syncs.total == 0, syncs
+
+
+@pytest.mark.parametrize("read", [str, repr, "{}".format, lambda tensor: str({"weight": tensor})])
+def test_the_text_of_a_tensor_reads_it(read: Any) -> None:
+    with count_host_syncs(device="cpu") as syncs:
+        read(torch.ones(3))
+    assert syncs.total == 1, syncs
+    assert syncs.entries[0].file == __file__
