@@ -148,8 +148,8 @@ class Settings:
         default="auto",
         metadata=_choice(
             "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by a twentieth, and enough are left), on, or off. Costs the activations of one "
-            "micro-batch, held for the run, and half a second per graph.",
+            "become shorter by 5 percent, or 2 for little memory, and enough are left), on, or off. Costs the "
+            "activations of one micro-batch, held for the run, and half a second for each length of rows.",
         ),
     )
     moe_quantize_experts: OnOff = field(
@@ -330,8 +330,8 @@ class FastSFTConfig(Settings, SFTConfig):
             where a layer step measured on its first packed row is faster, and the steps that are left pay for it),
             ``on`` (any device, in the first step, not measured), ``off``.
         cuda_graph: forward, loss and backward of a micro-batch recorded as one CUDA graph per size of rows, then
-            replayed: ``auto`` (where steps become shorter by 5 % or more, and those that are left pay for it), ``on``
-            (neither timed nor weighed), ``off``.
+            replayed: ``auto`` (where steps become shorter by 5 %, by 2 % where graphs hold little memory, and enough
+            are left to pay for it), ``on`` (neither timed nor weighed), ``off``.
         moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
             what is computed, as QLoRA does. ``off`` by default.
         padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.

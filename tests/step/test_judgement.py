@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import capture
-from fastpack_trl.step.step_times import LEAST_PAIRS, MOST_PAIRS, MOST_STEPS, StepTurns, judge, least_gain
+from fastpack_trl.step.step_times import LEAST_PAIRS, MOST_PAIRS, MOST_STEPS, StepTurns, Verdict, judge, least_gain
 from fastpack_trl.testing import tiny_model
 
 GIB = 1 << 30
@@ -190,36 +191,38 @@ def test_what_is_done_between_two_steps_is_no_time_of_a_step() -> None:
     assert all(pair == (1.0, 1.0) for pair in turns.pairs())
 
 
-def test_longer_rows_in_one_kind_of_turn_are_no_gain() -> None:
-    """Time follows the tokens, captured or not; captured turns happen to get the short rows."""
-    device, draw = TapeDevice(tiny_model("qwen3")), random.Random(5)
+def verdict_of(step: Callable[[bool], tuple[int, float]]) -> Verdict:
+    """Take turns until they are judged; `step` returns the tokens and seconds of one that is eager, or captured."""
+    device = TapeDevice(tiny_model("qwen3"))
     turns = StepTurns(device)
     turns.compare()
     replayed = 0
     turns.begin(0, 0)
     while (verdict := turns.verdict(0.05)) is None:
-        tokens = draw.randrange(200, 500) if turns.is_eager else draw.randrange(80, 160)
+        tokens, seconds = step(turns.is_eager)
         replayed += not turns.is_eager
         turns.worked(tokens)
-        device.now += tokens / 1000
+        device.now += seconds
         turns.begin(replayed, 0)
-    assert not verdict.pays
+    return verdict
+
+
+def test_longer_rows_in_one_kind_of_turn_are_no_gain() -> None:
+    """Time follows the tokens, captured or not; captured turns happen to get the short rows."""
+    draw = random.Random(5)
+
+    def step(eager: bool) -> tuple[int, float]:
+        tokens = draw.randrange(200, 500) if eager else draw.randrange(80, 160)
+        return tokens, tokens / 1000
+
+    assert not verdict_of(step).pays
 
 
 def test_a_host_that_sets_the_pace_takes_as_long_for_any_row() -> None:
-    device, draw = TapeDevice(tiny_model("qwen3")), random.Random(5)
-    turns = StepTurns(device)
-    turns.compare()
-    replayed = 0
-    turns.begin(0, 0)
-    while (verdict := turns.verdict(0.05)) is None:
-        seconds = (0.2 if turns.is_eager else 0.1) * draw.gauss(1, 0.01)
-        replayed += not turns.is_eager
-        turns.worked(draw.randrange(20, 400))
-        device.now += seconds
-        turns.begin(replayed, 0)
-    assert verdict.pays
-    assert verdict.pairs == LEAST_PAIRS
+    draw = random.Random(5)
+    found = verdict_of(lambda eager: (draw.randrange(20, 400), (0.2 if eager else 0.1) * draw.gauss(1, 0.01)))
+    assert found.pays
+    assert found.pairs == LEAST_PAIRS
 
 
 def train(folder: Path, devices: Any, clock: Clock, **options: Any) -> Any:
