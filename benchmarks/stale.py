@@ -26,8 +26,8 @@ Record = Mapping[str, Any]
 Hashes = Mapping[str, str]
 
 TRAINING = (
-    "attention", "callbacks", "checkpointing", "compile", "config.py", "features.py", "kernels", "lora", "measure",
-    "model", "packing", "run.py", "step", "trainer.py",
+    "attention", "callbacks", "capture", "checkpointing", "compile", "config.py", "features.py", "kernels", "lora",
+    "measure", "model", "packing", "run", "step", "trainer.py",
 )  # fmt: skip
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
 ROOMS: dict[str, tuple[str, ...]] = {

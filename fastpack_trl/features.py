@@ -1,33 +1,125 @@
-"""The features that `FastSFTTrainer` enters around a run, in order. Each has the name of its field of the config."""
+"""The two lists of a trainer, in order: what is installed around a run, and what each micro-batch passes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from fastpack_trl.attention.packed_attention import packed_attention, plan_rows_again
+from fastpack_trl.callbacks.resumed_data import resumed_data
+from fastpack_trl.callbacks.save_report import save_report
+from fastpack_trl.capture.feature import cuda_graph
+from fastpack_trl.capture.graphs import capture
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
+from fastpack_trl.checkpointing.retry import retry
 from fastpack_trl.compile.layer_compile import layer_compile
+from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.lora.lora import lora
+from fastpack_trl.model.cpu_packing import not_packed_on_cpu
+from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.moe.moe import moe
-from fastpack_trl.run import Feature
+from fastpack_trl.run import MicroStep, Run
+from fastpack_trl.step.accumulation import merge
 from fastpack_trl.step.aux_loss import aux_loss
-from fastpack_trl.step.cuda_graph import cuda_graph
+from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.merge_accumulation import merge_accumulation
-from fastpack_trl.step.sync_free import sync_free
+from fastpack_trl.step.short_data import short_data
+from fastpack_trl.step.sync_free import settle, sync_free
 
-BEFORE_ATTENTION: tuple[Feature, ...] = (moe,)
-"""Entered before the packing proof runs the model: on four-bit experts PEFT's own forward would fail."""
+logger = get_logger(__name__)
 
-AFTER_ATTENTION: tuple[Feature, ...] = (
-    lora,
-    frozen_base,  # of the layers of `lora`; changes the memory that is left to plan
-    sync_free,
-    aux_loss,  # says whether the loss of `sync_free` has it
-    activation_memory,
-    cache_dequantized,  # in what that plan leaves
-    checkpoint_offload,  # unless that plan offloads
-    merge_accumulation,  # needs the loss of `sync_free`
-    layer_compile,  # compiles what all the others have installed
-    cuda_graph,  # records what all the others run
+
+class Feature(NamedTuple):
+    """One line of `FEATURES`."""
+
+    install: Callable[[Run], AbstractContextManager[Any] | None]
+    """Changes trainer or model for a run, and returns what restores them; None where it decides only. A feature with a
+    field in the config has its name, and writes its line of the report."""
+    trainers: Literal["any", "sft"]
+    """``any``: reads and changes the model of any trainer of TRL; ``sft``: its loss, metrics or data as in SFT."""
+    when: Literal["always", "training"] = "always"
+    falls_back: bool = True
+    """Stock runs, said once, where it cannot read the model or the installed versions lack a name that it needs."""
+
+    def enter(self, run: Run, stack: ExitStack) -> None:
+        """Install the feature until `stack` closes.
+
+        Raises:
+            ValueError: it was switched on by name, `train` begins, and it cannot be had; or an error of its own.
+            torch.AcceleratorError: the device failed, which is no matter of the model.
+        """
+        name = str(getattr(self.install, "__name__", self.install))
+        if self.falls_back and run.settings.get(name) != "off" and name not in PARTLY and (missing := lacks(name)):
+            _leave_to_stock(run, name, missing)
+            return
+        try:
+            if (installed := self.install(run)) is not None:
+                stack.enter_context(installed)
+        except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (*UNREADABLE, ImportError) as error:
+            if not self.falls_back:
+                raise
+            logger.debug(f"{name} failed while it was entered", exc_info=True)  # of the model or of ours
+            model = type(text_model(run.model)).__name__
+            _leave_to_stock(run, name, f"{model} cannot be read: {type(error).__name__}: {error}")
+
+
+def _leave_to_stock(run: Run, name: str, reason: str) -> None:
+    run.say(name, "stock", "stock", reason)
+    logger.warning(f"{name}: stock ({reason})")
+
+
+def _cpu_packing(run: Run) -> AbstractContextManager[None]:
+    return not_packed_on_cpu(run.model, training=run.training)
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(_cpu_packing, "any", falls_back=False),
+    Feature(first_step, "any", "training", falls_back=False),  # times all that follows
+    Feature(short_data, "sft", "training", falls_back=False),
+    Feature(plan_rows_again, "sft", falls_back=False),
+    Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
+    Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
+    Feature(packed_attention, "any", falls_back=False),  # to padded rows, by itself
+    Feature(lora, "any"),
+    Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
+    Feature(sync_free, "sft"),
+    Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
+    Feature(activation_memory, "any"),
+    Feature(cache_dequantized, "any"),  # in what that plan leaves
+    Feature(checkpoint_offload, "any"),  # unless that plan offloads
+    Feature(merge_accumulation, "sft"),  # needs the loss of `sync_free`
+    Feature(layer_compile, "any"),  # compiles what all the others have installed
+    Feature(cuda_graph, "sft"),  # records what all the others run
+    Feature(save_report, "any", "training", falls_back=False),
+    Feature(resumed_data, "any", "training", falls_back=False),
 )
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""
+
+STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
+    settle,  # needs no walk over the model; the logged loss is that of all that follows
+    merge,  # waits for the last micro-batch of a row
+    retry,  # undoes a micro-batch, or a row of them
+    capture,  # replays what is left
+)
+"""Passed by each micro-batch from first to last: each calls the next, the last one stock's own step. A part whose
+feature is off hands on at once. Merging and retry ask the trainer for its rows, and for the state to undo; all but
+`retry` need the loss of SFT."""
+
+
+def micro_step(run: Run, stock: Callable[..., Tensor]) -> MicroStep:
+    """Return `stock`, a trainer's own step, with the parts of `STEP` around it."""
+    for part in reversed(STEP):
+        stock = partial(part, run, stock)
+    return stock

@@ -15,15 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from fastpack_trl.attention.packed_attention import choose_attention, packed_attention, plan_rows_again
+from fastpack_trl.attention.packed_attention import choose_attention
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.callbacks.resumed_data import resumed_data
-from fastpack_trl.callbacks.save_report import add_to_card, save_report
-from fastpack_trl.checkpointing.retry import RetryingTrainer
-from fastpack_trl.compile.workers import start_workers
+from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
-from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
+from fastpack_trl.features import FEATURES, micro_step
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
@@ -34,11 +30,10 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
-from fastpack_trl.step.capture import CapturingTrainer
-from fastpack_trl.step.first_step import first_step
+from fastpack_trl.step.accumulation import Merging
+from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.short_data import ShortData
-from fastpack_trl.step.sync_free import SyncFreeStep
-from fastpack_trl.step.trainer import SyncFreeTrainer
+from fastpack_trl.step.sync_free import SyncFreeStep, warnings_of_caller
 
 logger = get_logger(__name__)
 
@@ -56,7 +51,7 @@ def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
-class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
+class FastSFTTrainer(SFTTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
 
     One file more: ``fastpack_report.json`` in `output_dir`, which ``save_report="off"`` leaves out.
@@ -73,6 +68,8 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
     """
 
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
+    _metrics = SettledAtRead()
+    _total_train_tokens = SettledAtRead()
 
     @_documented_as(SFTTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -192,23 +189,9 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         run = self.fastpack_run
         run.settings, run.training, run.insists = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
-            stack.enter_context(not_packed_on_cpu(self.model, training=announce))
-            if announce:
-                stack.enter_context(first_step(run))
-                stack.enter_context(run.keeping(ShortData(run)))
-            plan_rows_again(run)
-            if announce:
-                start_workers(run)
-            if run.settings.sync_free == "off":  # since: the step was made with the trainer
-                stack.enter_context(run.without(SyncFreeStep))
-            for feature in BEFORE_ATTENTION:
-                run.enter(stack, feature)
-            stack.enter_context(packed_attention(run))
-            for feature in AFTER_ATTENTION:
-                run.enter(stack, feature)
-            if announce:
-                stack.enter_context(save_report(run))
-                stack.enter_context(resumed_data(run))
+            for feature in FEATURES:
+                if announce or feature.when == "always":
+                    feature.enter(run, stack)
             if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
                 stack.enter_context(called(self, at_begin=self._fastpack_announce))
             elif announce:
@@ -231,10 +214,10 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
         return super()._prepare_input(data)
 
     @_documented_as(SFTTrainer.training_step)
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         # What was derived from the batch is dropped after its backward pass.
         try:
-            return super().training_step(model, inputs, *args, **kwargs)
+            return micro_step(self.fastpack_run, super().training_step)(model, inputs, num_items_in_batch)
         finally:
             _clear(inputs)
 
@@ -244,6 +227,88 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
             return super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             _clear(inputs)
+
+    @_documented_as(SFTTrainer.get_batch_samples)
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        run = self.fastpack_run
+        if (short := run.part(ShortData)) is not None:
+            short.look(batches)
+        merging = run.part(Merging)
+        if merging is not None:
+            merging.plan(batches, num_items_in_batch)
+        run.rows_of_step = len(batches) if merging is None else merging.rows
+        return batches, num_items_in_batch
+
+    @_documented_as(SFTTrainer.compute_loss)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        if inputs.get("position_ids") is None:
+            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
+        run, step = self.fastpack_run, self._fastpack_step
+        if step is None or not step.takes(run, inputs, return_outputs):
+            with warnings_of_caller() if return_outputs else contextlib.nullcontext():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return step.batch_loss(run, model, inputs, num_items_in_batch)
+
+    @property
+    def _fastpack_step(self) -> SyncFreeStep | None:
+        return self.fastpack_run.part(SyncFreeStep)
+
+    @_documented_as(SFTTrainer.floating_point_ops)
+    def floating_point_ops(self, inputs: Any) -> int:
+        step = self._fastpack_step
+        if step is None or not step.host:
+            return int(super().floating_point_ops(inputs))
+        step.filter.restore()  # the first call after the line that reads it
+        return step.flops.count(self, inputs, super().floating_point_ops)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        step = self._fastpack_step
+        if step is None:
+            return super()._clip_grad_norm(model)
+        norm = step.clip(self, model)
+        return norm if norm is not None else super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        step = self._fastpack_step
+        if step is not None and grad_norm is None:
+            model = step.with_gradients(self.fastpack_run, model)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    @_documented_as(SFTTrainer.log)
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._fastpack_settle(alone=True)
+        super().log(logs, *args, **kwargs)
+
+    @_documented_as(SFTTrainer.evaluation_loop)
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._fastpack_settle()  # stock reports the tokens trained on so far beside the evaluation
+        outputs = super().evaluation_loop(*args, **kwargs)
+        self._fastpack_settle()
+        return outputs
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate:
+            self._fastpack_settle()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._fastpack_settle()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _fastpack_settle(self, alone: bool = False) -> None:
+        """Complete the metrics; `alone`: another rank may not come here, and to settle is for all of them together."""
+        accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
+        step = self._fastpack_step
+        if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
+            step.metrics.settle(self)
+
+    def close(self) -> None:
+        """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""
+        if (step := self._fastpack_step) is not None:
+            step.close()
 
 
 def _clear(inputs: Any) -> None:

@@ -16,6 +16,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl import trainer as wiring
 from fastpack_trl.config import Settings
+from fastpack_trl.features import FEATURES, Feature
 
 GUIDE = Path(__file__).parents[1] / "docs" / "adding-a-feature.md"
 
@@ -28,7 +29,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, str(GUIDE), "exec"), vars(module))
     monkeypatch.setattr(Settings, "deterministic", "auto", raising=False)
-    monkeypatch.setattr(wiring, "AFTER_ATTENTION", (*wiring.AFTER_ATTENTION, module.deterministic))
+    monkeypatch.setattr(wiring, "FEATURES", (*FEATURES, Feature(module.deterministic, "any")))
     return module.deterministic
 
 

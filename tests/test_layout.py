@@ -17,10 +17,9 @@ import pytest
 from trl import SFTConfig
 
 import fastpack_trl
-from fastpack_trl.attention.packed_attention import packed_attention
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import _CHOICES, Settings
-from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.features import FEATURES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fastpack_trl"
@@ -36,7 +35,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "config",
         "run",
         "attention lora moe checkpointing compile step",
-        "features callbacks",
+        "capture callbacks",
+        "features",
         "trainer",
         "recipe",
         "bench quickstart",
@@ -48,7 +48,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
-    "run.py", "report.py", "features.py",
+    "report.py", "features.py",
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_the_commands_are_known_to_the_graph() -> None:
     assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
 
 
-def test_the_top_level_has_eleven_files() -> None:
+def test_the_top_level_has_nine_files() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == TOP
 
 
@@ -190,7 +190,10 @@ def test_a_file_is_one_idea() -> None:
     assert not {name: count for name, count in long.items() if count > 400}
 
 
-RUNNING = ("attention", "lora", "moe", "checkpointing", "compile", "step", "features", "callbacks", "trainer", "run")
+RUNNING = (
+    "attention", "lora", "moe", "checkpointing", "compile", "step", "capture",
+    "features", "callbacks", "trainer", "run",
+)  # fmt: skip
 """Rooms and files that serve features."""
 SHOWING = ("fastpack_trl.trainer", "fastpack_trl.callbacks.save_report")
 """Those that hand the report on to people; nothing is decided there."""
@@ -247,8 +250,9 @@ def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> N
 
 def test_features_are_functions_of_a_run_named_after_their_setting() -> None:
     known = {field.name for field in fields(Settings)} | {"aux_loss"}  # TRL's own `router_aux_loss_coef`
-    for feature in (*BEFORE_ATTENTION, packed_attention, *AFTER_ATTENTION):
-        name = feature.__name__
-        assert name in known
-        assert feature.__module__.endswith(f".{name}"), "a feature is in the file of its name"
-        assert list(inspect.signature(feature).parameters) == ["run"]
+    for feature in FEATURES:
+        name = feature.install.__name__
+        assert name in known or not feature.falls_back
+        if name in known:
+            assert feature.install.__module__.endswith((f".{name}", ".feature")), "a feature is in the file of its name"
+        assert list(inspect.signature(feature.install).parameters) == ["run"]

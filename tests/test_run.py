@@ -12,13 +12,13 @@ from trainer_material import make_dataset, make_tokenizer, settings, train
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.features import FEATURES
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
-FEATURES = [feature.__name__ for feature in (*BEFORE_ATTENTION, *AFTER_ATTENTION)]
-SWITCHED = [name for name in FEATURES if name in NEEDS and name != "frozen_base"]
+NAMES = [feature.install.__name__ for feature in FEATURES if feature.falls_back]
+SWITCHED = [name for name in NAMES if name in NEEDS and name != "frozen_base"]
 
 
 def make(folder: Path, kind: Any = FastSFTConfig, family: str = "qwen3", **fast: Any) -> FastSFTTrainer:
@@ -33,13 +33,13 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     trainer = make(tmp_path, kind)
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
-    step = trainer.fastpack_step
+    step = trainer.fastpack_run.part(SyncFreeStep)
     trainer.args.sync_free = False
     trainer.train()
     line = trainer.fastpack_report["sync_free"]
     assert (line.status, line.reason) == ("off", "switched off")
     assert not trainer.fastpack_run.loss_is_ours
-    assert trainer.fastpack_step is step
+    assert trainer.fastpack_run.part(SyncFreeStep) is step
     trainer.args.sync_free = "auto"
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"

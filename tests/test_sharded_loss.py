@@ -20,6 +20,7 @@ from static_material import make_inputs
 from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
 dist.init_process_group("gloo")
@@ -79,7 +80,7 @@ def figures(ours, family, lora, low, tied):
                 found.extend(float(loss_of(seed, None)) for seed in (50, 60))
             model.train()
             if ours:
-                assert trainer.fastpack_step.loss, trainer.fastpack_report["sync_free"]
+                assert trainer.fastpack_run.part(SyncFreeStep).loss, trainer.fastpack_report["sync_free"]
 
         # Known when the run has ended: layers that were PEFT's in any call are counted there.
         assert not (ours and lora) or trainer.fastpack_report["lora"].path == "fast", trainer.fastpack_report["lora"]

@@ -7,7 +7,7 @@ import re
 from pages import ROOT
 from reasons import everywhere, given
 
-from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
+from fastpack_trl.features import FEATURES
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.*?`) \| (.+) \|$", PAGE, re.MULTILINE)
@@ -40,7 +40,7 @@ def test_every_line_of_the_page_is_still_said_by_the_code() -> None:
 
 def test_every_feature_has_its_section_and_every_row_a_remedy() -> None:
     sections = set(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE))
-    features = {feature.__name__ for feature in (*BEFORE_ATTENTION, *AFTER_ATTENTION)}
+    features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
     assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}
     assert all(len(remedy.split()) >= 2 for _, remedy in ROWS)
     assert len(ROWS) == sum(line.startswith("| `") for line in PAGE.splitlines())

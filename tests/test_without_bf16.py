@@ -19,6 +19,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel, prepare
 from fastpack_trl.attention.reference import NO_WINDOW
+from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
 from fastpack_trl.model import precision
@@ -27,7 +28,6 @@ from fastpack_trl.model.precision import emulates_bf16, fit_precision, unscales_
 from fastpack_trl.moe.moe import moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
-from fastpack_trl.step.cuda_graph import unavailable
 from fastpack_trl.testing import tiny_model
 
 CUDA = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl import run as runs
+from fastpack_trl.run import run as runs
 from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1])

@@ -148,7 +148,7 @@ class StepWatch(TrainerCallback):
 
         def before_model(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if getattr(kwargs.get("packed_batch"), "is_static", False):
-                return  # the row that was copied into it is shown next (`step.capture`)
+                return  # the row that was copied into it is shown next (`capture.graphs`)
             self.step.calls.append({**kwargs, "input_ids": args[0]} if args else dict(kwargs))
 
         before_model.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step

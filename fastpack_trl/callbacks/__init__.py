@@ -201,7 +201,7 @@ class ThroughputCallback(TrainerCallback):
 
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if getattr(kwargs.get("packed_batch"), "is_static", False):
-                return  # the row that was copied into it is shown next (`step.capture`)
+                return  # the row that was copied into it is shown next (`capture.graphs`)
             if not self._replicated:
                 self._unwatch()
             with torch.no_grad():

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import SFTTrainer
 
 from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.errors import close_frames
-from fastpack_trl.run import Run
+from fastpack_trl.run import MicroStep, Run
 
 _OF_SEVERAL = (
     "a step of several processes cannot be run again, the others wait inside of it: lower activation_memory_gib, "
@@ -108,31 +107,18 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
             torch.cuda.empty_cache()
 
 
-class RetryingTrainer(SFTTrainer):
-    """`SFTTrainer`, stock where nothing can be freed: `fastpack_memory` is None, and `Run.spares` is empty."""
-
-    fastpack_run: Run
-
-    @property
-    def fastpack_memory(self) -> ActivationMemory | None:
-        """The plan that the feature ``activation_memory`` has installed; None where it is off."""
-        return self.fastpack_run.part(ActivationMemory)
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Do as `SFTTrainer.training_step`; out of memory, it is undone and run again with less."""
-        step = super().training_step
-        run, memory = self.fastpack_run, self.fastpack_memory
-        batch = inputs.get("packed_batch")
-        # A merged row is split by what merged it; another process would wait for the gradients of the first attempt.
-        nothing_to_free = memory is None and not run.spares
-        if self.accelerator.num_processes > 1:
-            try:
-                with memory.around_step() if memory is not None else contextlib.nullcontext():
-                    return step(model, inputs, *args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"rank {self.accelerator.process_index}: {_OF_SEVERAL}")
-                raise
-        if nothing_to_free or getattr(batch, "parts", None):
-            return step(model, inputs, *args, **kwargs)
-        less = run.spare if memory is None else memory.go_deeper
-        return run_again(run, lambda: step(model, copy.copy(inputs), *args, **kwargs), less)
+def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Undo a micro-batch that ran out of memory and run it again with less, where anything can be freed."""
+    memory, trainer = run.part(ActivationMemory), run.trainer
+    if trainer.accelerator.num_processes > 1:
+        try:
+            with memory.around_step() if memory is not None else contextlib.nullcontext():
+                return following(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"rank {trainer.accelerator.process_index}: {_OF_SEVERAL}")
+            raise
+    # A merged row is split by what merged it.
+    if (memory is None and not run.spares) or getattr(inputs.get("packed_batch"), "parts", None):
+        return following(model, inputs, num_items_in_batch)
+    less = run.spare if memory is None else memory.go_deeper
+    return run_again(run, lambda: following(model, copy.copy(inputs), num_items_in_batch), less)

@@ -35,16 +35,13 @@ from fastpack_trl.model.user_code import (
 from fastpack_trl.packing.packed_batch import merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.static_batch import is_as_collated
-from fastpack_trl.run import Run
-from fastpack_trl.step.short_data import ShortData
+from fastpack_trl.run import MicroStep, Run
 
 logger = get_logger(__name__)
 
 FEATURE = "merge_accumulation"
 _MEMORY_SHARE = 0.7
 """Of the free device memory that a merged row may fill by prediction; the rest is for fragments and longer rows."""
-
-_Step = Callable[..., Tensor]
 
 
 def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
@@ -172,7 +169,7 @@ class Merging:
         """Return the rows that the micro-batches of the step run as."""
         return len(self._groups) or len(self._step)
 
-    def run(self, stock: _Step, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, stock: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
         if self._groups and inputs is self._step[0]:
             self._look_for_watchers()  # callbacks have begun the step
@@ -183,15 +180,15 @@ class Merging:
             return self._zero  # runs with the last of its group
         if group is None or len(group) == 1:
             if self.memory is None or self.memory.tokens is not None or not self._step or inputs is self._step[0]:
-                return stock(model, inputs, *args, **kwargs)
+                return stock(model, inputs, num_items_in_batch)
             tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
             if not tokens:
-                return stock(model, inputs, *args, **kwargs)
-            return self.memory.observe(tokens, lambda: stock(model, inputs, *args, **kwargs))
+                return stock(model, inputs, num_items_in_batch)
+            return self.memory.observe(tokens, lambda: stock(model, inputs, num_items_in_batch))
         back = self._run.mark()
         merged = merge_inputs([self._step[place] for place in group])
         try:
-            return stock(model, merged, *args, **kwargs)
+            return stock(model, merged, num_items_in_batch)
         except torch.OutOfMemoryError as error:
             close_frames(error)
             if self._run.trainer.accelerator.num_processes > 1:
@@ -201,7 +198,7 @@ class Merging:
             merged["packed_batch"].clear_derived()
         merged.clear()
         # Past the handler: its exception keeps the frames alive that hold the memory.
-        return self._split(stock, model, group, back, args, kwargs)
+        return self._split(stock, model, group, back, num_items_in_batch)
 
     def _look_for_watchers(self) -> None:
         """Merge no more in this run if a callback, a hook or a loss came that needs single micro-batches."""
@@ -217,7 +214,7 @@ class Merging:
             self._ended, self._groups = True, {}
 
     def _split(
-        self, stock: _Step, model: Any, group: range, back: Callable[[], None], args: Any, kwargs: Any
+        self, stock: MicroStep, model: Any, group: range, back: Callable[[], None], num_items_in_batch: Any
     ) -> Tensor:
         """Run the step so far again, one by one, after a group ran out of memory somewhere in its backward pass."""
         tokens = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
@@ -237,12 +234,12 @@ class Merging:
         back()
         # The gradients of earlier groups are gone with those of this one; their losses and metrics are counted already.
         for inputs in self._step[: group[0]]:
-            stock(model, inputs, *args, **kwargs)
+            stock(model, inputs, num_items_in_batch)
             inputs["packed_batch"].clear_derived()
         back()
         total = self._zero
         for place in group:
-            total = total + stock(model, self._step[place], *args, **kwargs)
+            total = total + stock(model, self._step[place], num_items_in_batch)
             self._step[place]["packed_batch"].clear_derived()
         tokens = [sum(one["packed_batch"].seq_lengths) for one in self._step]
         done = group[-1] + 1
@@ -253,25 +250,9 @@ class Merging:
         return total
 
 
-class MergingTrainer(SFTTrainer):
-    """Stock while the feature ``merge_accumulation`` is off."""
-
-    fastpack_run: Run
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Do as `Trainer.get_batch_samples`."""
-        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        if (short := self.fastpack_run.part(ShortData)) is not None:
-            short.look(batches)
-        merging = self.fastpack_run.part(Merging)
-        if merging is not None:
-            merging.plan(batches, num_items_in_batch)
-        self.fastpack_run.rows_of_step = len(batches) if merging is None else merging.rows
-        return batches, num_items_in_batch
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Do as `SFTTrainer.training_step`, for a group of micro-batches where they are merged."""
-        merging = self.fastpack_run.part(Merging)
-        if merging is None:
-            return super().training_step(model, inputs, *args, **kwargs)
-        return merging.run(super().training_step, model, inputs, *args, **kwargs)
+def merge(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Run a group of micro-batches as one row, as the feature ``merge_accumulation`` decides."""
+    merging = run.part(Merging)
+    if merging is None:
+        return following(model, inputs, num_items_in_batch)
+    return merging.run(following, model, inputs, num_items_in_batch)

@@ -120,3 +120,25 @@ def counted_ranks(accelerator: Any) -> int:
     if ranks > 1 and state.end_of_dataloader and state.remainder > 0:
         return min(ranks, int(state.remainder))
     return ranks
+
+
+class SettledAtRead:
+    """An attribute of TRL's trainer to which `DeferredMetrics` adds: complete for whoever reads it between two logs.
+
+    In one of several processes it is as of the last log: to settle the metrics is for all of them together.
+    """
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        instance._fastpack_settle(alone=True)
+        try:
+            return instance.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value

@@ -5,6 +5,7 @@ A stream has no length, so the trainer's loop ends by `max_steps`, and every epo
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,3 +55,8 @@ class ShortData:
         if not self._said:  # a shuffled stream: packed in another order, its rows may once be enough
             self._said = True
             logger.warning(message)
+
+
+def short_data(run: Run) -> AbstractContextManager[None]:
+    """Look at the ends of the epochs of a run."""
+    return run.keeping(ShortData(run))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,10 @@ from trl import SFTTrainer
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.loop import called
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import DEEPSPEED, Run
+from fastpack_trl.run import DEEPSPEED, MicroStep, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
 from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
@@ -31,7 +34,7 @@ _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "ro
 
 
 class SyncFreeStep:
-    """State that `SyncFreeTrainer` reads in each step. Made once per trainer; `running` switches it on around a run.
+    """What a step does without asking the device. Made once per trainer; `running` switches it on around a run.
 
     Attributes:
         loss: whether losses and metrics are ours.
@@ -114,6 +117,16 @@ class SyncFreeStep:
             return None
         return clip(self.reset.listed(model, trainer.optimizer).with_gradient, trainer.args.max_grad_norm)
 
+    def with_gradients(self, run: Run, model: Any) -> Any:
+        """Return what stands for `model` where upstream reads its gradients only; `model` itself where it may not.
+
+        FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
+        """
+        upstreams = is_upstreams(SFTTrainer._clip_grad_norm) and is_upstreams(SFTTrainer._get_grad_norm)
+        if not self.host or run.is_sharded or not upstreams:
+            return model
+        return self.reset.listed(model, run.trainer.optimizer)
+
     def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
         """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
 
@@ -164,13 +177,26 @@ class _Apart:
         return found.loss
 
 
+def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Spare the host its walks over the model; the loss, for the log, is what the NaN filter lets pass."""
+    step = run.part(SyncFreeStep)
+    if step is None or not step.host:
+        return following(model, inputs, num_items_in_batch)
+    step.reset.install(run.trainer, model)
+    kept = len(step.metrics)
+    with step.modes.skipping_train(model):
+        loss = following(model, inputs, num_items_in_batch)
+    return step.logged_loss(run.trainer, loss, kept) if step.filters else loss
+
+
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:
     """Make no device-to-host sync between two logs, as far as the run permits."""
     step = run.part(SyncFreeStep)
-    if step is None:
+    if step is None or run.settings.sync_free == "off":
         run.say("sync_free", "off", "stock", "switched off")
-        yield
+        with run.without(SyncFreeStep):  # the step was made with the trainer, the setting may have changed since
+            yield
         return
     # As one: stock's loss gathers its figures in each micro-batch, ours between two logs.
     stock = run.ranks.agreed(lambda: why_stock_loss(run))
@@ -280,3 +306,19 @@ def _remarks(run: Run, own_step: str) -> list[str]:
         run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",
     )
     return [text for text in remarks if text]
+
+
+class _Warnings:
+    """Python's `warnings` two frames further up: past `FastSFTTrainer.compute_loss`, and past this method."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(self, message: Any, category: Any = None, stacklevel: int = 1, **options: Any) -> None:
+        warnings.warn(message, category, stacklevel + 2, **options)
+
+
+def warnings_of_caller() -> contextlib.AbstractContextManager[None]:
+    """Let what `SFTTrainer.compute_loss` warns of its caller name the caller of ours."""
+    module = sys.modules[SFTTrainer.__module__]
+    return attribute_set(module, "warnings", _Warnings()) if hasattr(module, "warnings") else contextlib.nullcontext()

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import counters, memory
 from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
-from fastpack_trl.checkpointing.memory import checkpointable_layers
+from fastpack_trl.checkpointing.memory import ActivationMemory, checkpointable_layers
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels
@@ -446,7 +446,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
-    assert trainer.fastpack_memory is None
+    assert trainer.fastpack_run.part(ActivationMemory) is None
     assert trainer.args.gradient_checkpointing
 
 

@@ -17,6 +17,7 @@ from trainer_material import figures, make_dataset, make_tokenizer, settings
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.levels import Level
+from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.checkpointing.plan import Plan
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.linear import FastLora
@@ -44,9 +45,10 @@ def decided(trainer: FastSFTTrainer) -> Iterator[Plan]:
     trainer.fastpack_run.training = True
     with ExitStack() as stack:
         for feature in (lora, activation_memory, cache_dequantized):
-            trainer.fastpack_run.enter(stack, feature)
-        assert trainer.fastpack_memory is not None, str(trainer.fastpack_report)
-        yield trainer.fastpack_memory.plan
+            stack.enter_context(feature(trainer.fastpack_run))
+        memory = trainer.fastpack_run.part(ActivationMemory)
+        assert memory is not None, str(trainer.fastpack_report)
+        yield memory.plan
 
 
 def kept(trainer: FastSFTTrainer) -> list[bool]:

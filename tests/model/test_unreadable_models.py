@@ -77,7 +77,7 @@ def test_the_error_behind_it_is_in_the_log_for_who_looks(
         raise AttributeError("no such field")
 
     monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", unreadable)
-    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.run"):
+    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
         train(FastSFTTrainer, tmp_path, packing=True)
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "lora failed while it was entered" in record.getMessage()

@@ -71,7 +71,7 @@ def make_trainer(folder: Path, family: str, lora: bool = False, **more: Any) -> 
 def running(trainer: FastSFTTrainer) -> Iterator[SyncFreeStep]:
     """Install the features as in `train`."""
     with trainer._fastpack_features(announce=True):
-        step = trainer.fastpack_step
+        step = trainer.fastpack_run.part(SyncFreeStep)
         assert step is not None
         assert step.loss, trainer.fastpack_report["sync_free"]
         assert trainer.fastpack_run.attention_path == "varlen"

@@ -51,16 +51,16 @@ FUNCTIONS = {
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
     "step/aux_loss.py": ["aux_loss"],
-    "step/capture.py": ["_is_ordinary", "_weigh", "_record", "_judge", "finish", "_model_changed", "spare"],
-    "step/cuda_graph.py": ["unavailable", "_reasons"],
-    "step/graph_device.py": ["lacks_room"],
+    "capture/graphs.py": ["_is_ordinary", "_weigh", "_record", "_judge", "finish", "_model_changed", "spare"],
+    "capture/feature.py": ["unavailable", "_reasons"],
+    "capture/device.py": ["lacks_room"],
     "step/loss.py": ["head_of", "_read_constants"],
 }
 """Module -> its functions that return or say a reason."""
 
 
 CONSTANTS = {
-    "run.py": ["SHARDED"],
+    "run/run.py": ["SHARDED"],
     "attention/verify_packing.py": ["_SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],

@@ -12,7 +12,7 @@ from recording_streams import COMPUTE as SIDE
 from recording_streams import COPIER as DEFAULT
 from recording_streams import RaceError, RecordingStreams
 
-from fastpack_trl.step.graph_device import CudaGraphs
+from fastpack_trl.capture.device import CudaGraphs
 
 POOL = (0, 1)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from fastpack_trl.capture.device import GraphDevice, Mark
 from fastpack_trl.measure.intervals import Interval, median_interval
-from fastpack_trl.step.graph_device import GraphDevice, Mark
 
 ENOUGH = 3
 """Eager steps whose median is believed before anything is recorded: one of them may have been logged or saved."""

@@ -17,13 +17,13 @@ from old_device import forced_capability
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.capture import feature
+from fastpack_trl.capture.buckets import RowBuckets
+from fastpack_trl.capture.graphs import StepGraphs
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize
 from fastpack_trl.run import Run
-from fastpack_trl.step import cuda_graph
-from fastpack_trl.step.capture import StepGraphs
-from fastpack_trl.step.row_buckets import RowBuckets
 from fastpack_trl.testing import tiny_model
 
 
@@ -138,7 +138,7 @@ def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | N
     run = trainer.fastpack_run
     run.loss_is_ours, run.refuses_static = True, lambda bucket: ""
     run.activations_left, run.step_bytes = None if left is None else int(left * GIB), int(step * GIB)
-    assert cuda_graph.why_not(run) == said
+    assert feature.why_not(run) == said
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -319,7 +319,7 @@ def test_experts_are_captured_where_their_products_read_no_sizes(
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             with forced_capability(capability), monkeypatch.context() as patch:
                 patch.setattr(Run, "device", torch.device("cuda", 0))
-                found.append(cuda_graph.why_not(trainer.fastpack_run))
+                found.append(feature.why_not(trainer.fastpack_run))
 
     model = tiny_model("qwen3_moe")
     for module in experts_modules(model).values():

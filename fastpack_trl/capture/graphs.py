@@ -15,20 +15,18 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
+from fastpack_trl.capture.buckets import RowBuckets
+from fastpack_trl.capture.device import Graph, GraphDevice
+from fastpack_trl.capture.state import GradientBuffers, ModelState
+from fastpack_trl.capture.times import LEAST_PAIRS, StepTurns, least_gain
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
-from fastpack_trl.run import Run
-from fastpack_trl.step.gradients import GradientBuffers
-from fastpack_trl.step.graph_device import Graph, GraphDevice
-from fastpack_trl.step.graph_state import ModelState
-from fastpack_trl.step.row_buckets import RowBuckets
-from fastpack_trl.step.step_times import LEAST_PAIRS, StepTurns, least_gain
+from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 logger = get_logger(__name__)
@@ -48,8 +46,6 @@ COMPARE_AGAIN = 100
 """Steps after which kept graphs are compared once more: the run has settled by then."""
 MOST_CHANGES = 3
 """How often graphs are made anew because the model was changed."""
-
-_Step = Callable[..., Tensor]
 
 
 class _Recorded(NamedTuple):
@@ -104,14 +100,14 @@ class StepGraphs(TrainerCallback):
         self._version: int | None = None
         self._recorded_state: tuple[Any, ...] | None = None
 
-    def run(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def run(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
         loss = self._run_once(stock, model, inputs, num_items_in_batch)
         if self._turns is not None and self._turns.compares:
             self._turns.worked(sum(getattr(inputs.get("packed_batch"), "seq_lengths", ())))
         return loss
 
-    def _run_once(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._is_ordinary(model, inputs, num_items_in_batch) else None
         if slot is not None:
             # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
@@ -250,7 +246,7 @@ class StepGraphs(TrainerCallback):
             self._slots[bucket] = _Slot(StaticInputs(bucket, self._run.device))
         return self._slots[bucket]
 
-    def _warm(self, stock: _Step, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
+    def _warm(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
         """Run a row eager in static shapes, as the graph will; then record that, if it is due.
 
         A failure to record comes after the micro-batch: what is run again for lack of memory is another one.
@@ -268,14 +264,14 @@ class StepGraphs(TrainerCallback):
             self._record_all(stock, model, slot)
         return loss
 
-    def _static(self, stock: _Step, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
+    def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
         with self._step.set_apart(self._accumulation) as figures:
             loss = stock(model, dict(slot.inputs.keywords), self._items)
         slot.inputs.batch.clear_derived()
         return loss, figures.table
 
-    def _record_all(self, stock: _Step, model: nn.Module, warm: _Slot) -> None:
+    def _record_all(self, stock: MicroStep, model: nn.Module, warm: _Slot) -> None:
         """Record the graph of a bucket whose kernels have run, and of those that launch the same kernels.
 
         These differ in documents and `max_seqlen` alone, and a recording runs nothing: no row of theirs is needed.
@@ -298,7 +294,7 @@ class StepGraphs(TrainerCallback):
             self._turns.compare()
         self._tell()
 
-    def _record(self, stock: _Step, model: nn.Module, slot: _Slot) -> None:
+    def _record(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> None:
         """Record the graph of `slot`; where that fails, it is tried again after a further row, then said."""
         try:
             graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
@@ -387,14 +383,9 @@ class StepGraphs(TrainerCallback):
         self._run.say(FEATURE, "on", "captured", "; ".join(said))
 
 
-class CapturingTrainer(SFTTrainer):
-    """Stock while the feature ``cuda_graph`` is off."""
-
-    fastpack_run: Run
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As `SFTTrainer.training_step`; a row like others before it is a replay."""
-        graphs = self.fastpack_run.part(StepGraphs)
-        if graphs is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        return graphs.run(super().training_step, model, inputs, num_items_in_batch)
+def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
+    graphs = run.part(StepGraphs)
+    if graphs is None:
+        return following(model, inputs, num_items_in_batch)
+    return graphs.run(following, model, inputs, num_items_in_batch)

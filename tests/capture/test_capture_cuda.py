@@ -24,7 +24,7 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.step import capture
+from fastpack_trl.capture import graphs
 from fastpack_trl.testing import count_host_syncs, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -84,7 +84,7 @@ def test_captured_steps_differ_from_eager_ones_as_two_eager_runs_do(
     captured = run(tmp_path / "a", family, kind)
     assert (captured[2].status, captured[2].path) == ("on", "captured"), captured[2]
     with monkeypatch.context() as patch:  # the same static shapes, and nothing is recorded
-        patch.setattr(capture, "WARM_ROWS", 10**9)
+        patch.setattr(graphs, "WARM_ROWS", 10**9)
         first, second = (run(tmp_path / name, family, kind) for name in "bc")
     assert first[2].path == "eager"
     assert captured[1].keys() == first[1].keys()
@@ -220,9 +220,9 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
     class Lacks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                graphs = trainer.fastpack_run.part(capture.StepGraphs)
-                assert graphs is not None
-                assert graphs.replayed
+                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                assert captured is not None
+                assert captured.replayed
                 assert trainer.fastpack_run.spare()
 
     trainer = FastSFTTrainer(
@@ -307,7 +307,7 @@ def test_a_compiled_recompute_draws_what_its_forward_drew_or_is_not_recorded(
         assert "cannot be recorded" in captured[2].reason
         return
     with monkeypatch.context() as patch:  # the same static shapes, and nothing is recorded
-        patch.setattr(capture, "WARM_ROWS", 10**9)
+        patch.setattr(graphs, "WARM_ROWS", 10**9)
         eager = run(tmp_path / "b", "qwen3", "lora", **options)
     losses, gradients = distance(captured, eager)
     assert losses < 2e-2
@@ -387,9 +387,9 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                graphs = trainer.fastpack_run.part(capture.StepGraphs)
-                assert graphs.replayed
-                graphs._is_ordinary = lambda *_: False
+                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                assert captured.replayed
+                captured._is_ordinary = lambda *_: False
 
     model = tiny_model("qwen3")
     model.get_decoder().layers[0].__class__ = Layer

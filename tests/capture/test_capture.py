@@ -17,8 +17,8 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
 from fastpack_trl.attention import varlen
 from fastpack_trl.bench.compare import compare, table
+from fastpack_trl.capture import graphs
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.step import capture
 from fastpack_trl.testing import tiny_model
 
 
@@ -30,7 +30,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, fam
     ours, eager = both(tmp_path, devices, family=family, lora=lora)
     (device,) = devices.made
     assert device.log.count("record") >= 1
-    assert device.log.count("replay") >= STEPS - capture.EAGER_STEPS - 2 * capture.WARM_ROWS - 1, device.log
+    assert device.log.count("replay") >= STEPS - graphs.EAGER_STEPS - 2 * graphs.WARM_ROWS - 1, device.log
     assert device.log[0] == "apart"
     assert device.log[-1] == "forget"
     assert device.log.count("reset") == device.log.count("record")
@@ -65,7 +65,7 @@ def test_rows_that_one_long_document_fills_are_captured_with_the_kernel_of_one(
 
     class Looks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for bucket, slot in trainer.fastpack_run.part(capture.StepGraphs)._slots.items():
+            for bucket, slot in trainer.fastpack_run.part(graphs.StepGraphs)._slots.items():
                 layer = slot.inputs.batch.derived.values.get(("varlen", torch.device("cpu")))
                 if layer is not None:
                     replayed[bucket.segments] = layer.parts[0].bounds.tolist()

@@ -1,8 +1,8 @@
-"""What a recorded micro-step read on the host: where one of it is another now, the recording is of another step."""
+"""What a recorded micro-step reads on the host, compared from step to step, and the gradients that it adds to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -79,3 +79,37 @@ def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:
         tuple(active), tuple(layer.merged_adapters), layer.disable_adapters,
         tuple(scaling.values()) if isinstance(scaling, dict) else None,
     )  # fmt: skip
+
+
+class GradientBuffers:
+    """One tensor per parameter, which is its ``.grad`` from the first micro-batch of a step on.
+
+    A parameter without a gradient has none here either: to an optimizer zeros are not None, AdamW would decay the
+    parameter.
+
+    Args:
+        parameters: with the gradients of an eager micro-batch, which become the buffers; the others are left out.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        self._buffers = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def attach(self) -> None:
+        """Make each buffer the gradient of its parameter: with what it has so far, or zeros where it has none."""
+        fresh: list[Tensor] = []
+        for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
+            gradient = parameter.grad
+            if gradient is buffer or not parameter.requires_grad:  # frozen since: zeros are not None to an optimizer
+                continue
+            if gradient is None:
+                fresh.append(buffer)
+            else:  # set by a retry, or by a callback
+                buffer.copy_(gradient)
+            parameter.grad = buffer
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def were_written(self) -> None:
+        """Count a replay as an edit of each gradient, as a backward pass does (`checkpointing.retry` reads it)."""
+        torch.autograd.graph.increment_version(self._buffers)

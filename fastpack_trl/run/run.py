@@ -6,21 +6,20 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
+from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.ranks import PATIENCE, Ranks
-from fastpack_trl.model.upstream import PARTLY, found, lacks
+from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.dataset import DatasetFacts
@@ -37,8 +36,8 @@ MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
 
 _Part = TypeVar("_Part")
-Feature = Callable[["Run"], AbstractContextManager[None]]
-"""Named after its field of the config: entering installs it and writes its line of the report, leaving restores."""
+MicroStep = Callable[[Any, Any, Any], Tensor]
+"""Runs one micro-batch, forward and backward: model, inputs and the tokens of the step to a detached loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,30 +288,6 @@ class Run:
                 undo()
 
         return back
-
-    def enter(self, stack: ExitStack, feature: Feature) -> None:
-        """Enter `feature` until `stack` closes; where it cannot read the model or lacks a name, stock runs, said once.
-
-        Raises:
-            ValueError: the same when `train` begins, of what was switched on by name; or one of the feature's own.
-            torch.AcceleratorError: the device failed, which is no matter of the model.
-        """
-        name = str(getattr(feature, "__name__", feature))
-        if self.settings.get(name) != "off" and name not in PARTLY and (missing := lacks(name)):
-            self._leave_to_stock(name, missing)
-            return
-        try:
-            stack.enter_context(feature(self))
-        except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (*UNREADABLE, ImportError) as error:
-            logger.debug(f"{name} failed while it was entered", exc_info=True)  # of the model or of ours
-            model = type(text_model(self.model)).__name__
-            self._leave_to_stock(name, f"{model} cannot be read: {type(error).__name__}: {error}")
-
-    def _leave_to_stock(self, name: str, reason: str) -> None:
-        self.say(name, "stock", "stock", reason)
-        logger.warning(f"{name}: stock ({reason})")
 
 
 def _no_attention(_: Bucket) -> str:

@@ -10,7 +10,7 @@ import torch
 from replayed_graphs import TapeDevice
 
 from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.step import cuda_graph
+from fastpack_trl.capture import feature
 
 
 @pytest.fixture
@@ -24,6 +24,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return made[-1]
 
     monkeypatch.setattr(Varlen, "refuses", lambda self, features: "")
-    monkeypatch.setattr(cuda_graph, "unavailable", lambda device: "")
-    monkeypatch.setattr(cuda_graph, "CudaGraphs", make)
+    monkeypatch.setattr(feature, "unavailable", lambda device: "")
+    monkeypatch.setattr(feature, "CudaGraphs", make)
     return SimpleNamespace(made=made, options=pending)

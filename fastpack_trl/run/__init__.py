@@ -1,0 +1,14 @@
+"""What a trainer has decided about its runs, and what serves their steps."""
+
+from fastpack_trl.run.run import (
+    DEEPSPEED,
+    MERGED_ROW_TOKENS,
+    ONCE_PARTED,
+    PADDED_ROWS,
+    SHARDED,
+    Choice,
+    MicroStep,
+    Run,
+)  # fmt: skip
+
+__all__ = ["DEEPSPEED", "MERGED_ROW_TOKENS", "ONCE_PARTED", "PADDED_ROWS", "SHARDED", "Choice", "MicroStep", "Run"]
