@@ -89,7 +89,7 @@ def measure_run(row: Row, side: str, length: Length, device: str, seed: int) -> 
         **peaks_gib(device),
     }  # fmt: skip
     if isinstance(trainer, FastSFTTrainer):
-        found |= {"start_up": dict(trainer.fastpack_run.seconds), "report": trainer.fastpack_report.to_dict()}
+        found |= {"start_up": dict(trainer.fastpack_run.step.seconds), "report": trainer.fastpack_report.to_dict()}
     return found
 
 

@@ -50,7 +50,7 @@ class SteppedTrainer:
             if isinstance(callback, ActivationMemory):  # installs its plan when `train` has switched that on
                 callback.on_train_begin(args, trainer.state, trainer.control)
         if isinstance(trainer, FastSFTTrainer):  # no loop ends a step here, and `auto` weighs those that are left
-            trainer.state.max_steps, trainer.fastpack_run.in_first_step = LONG_RUN, False
+            trainer.state.max_steps, trainer.fastpack_run.step.in_first = LONG_RUN, False
         trainer.create_optimizer()
         self.model, self.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
         trainer.optimizer = self.optimizer

@@ -192,10 +192,16 @@ class FastSFTTrainer(SFTTrainer):
             for feature in FEATURES:
                 if announce or feature.when == "always":
                     feature.enter(run, stack)
+
+            def begin() -> None:
+                stack.enter_context(run.fixed())
+                if announce:
+                    self._fastpack_announce()
+
             if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
-                stack.enter_context(called(self, at_begin=self._fastpack_announce))
-            elif announce:
-                self._fastpack_announce()
+                stack.enter_context(called(self, at_begin=begin))
+            else:
+                begin()
             self._fastpack_entered, run.insists = True, False
             stack.callback(setattr, self, "_fastpack_entered", False)
             yield
@@ -237,7 +243,7 @@ class FastSFTTrainer(SFTTrainer):
         merging = run.part(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
-        run.rows_of_step = len(batches) if merging is None else merging.rows
+        run.step.rows = len(batches) if merging is None else merging.rows
         return batches, num_items_in_batch
 
     @_documented_as(SFTTrainer.compute_loss)

@@ -19,7 +19,8 @@ from trl import SFTConfig
 import fastpack_trl
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import _CHOICES, Settings
-from fastpack_trl.features import FEATURES
+from fastpack_trl.features import FEATURES, STEP
+from fastpack_trl.run.decisions import DECIDED, Decisions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fastpack_trl"
@@ -205,6 +206,47 @@ WRITES = ("add", "remark", "facts")
 
 def is_settings(owner: ast.expr) -> bool:
     return ast.unparse(owner).split(".")[-1] in ("settings", "self", "install")  # the last is a module
+
+
+def assigned(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield owner and name of each attribute that a module assigns, also through `attribute_set`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
+                yield ast.unparse(owner), name
+            case ast.Call(func=ast.Name("attribute_set" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
+                yield ast.unparse(owner), name
+
+
+def test_each_decision_of_a_run_has_one_writer() -> None:
+    writers: dict[str, set[str]] = {name: set() for name in DECIDED}
+    for module, path in modules().items():
+        for owner, name in assigned(path):
+            if name in DECIDED and owner.split(".")[-1].removeprefix("_") in ("run", "fastpack_run"):
+                writers[name].add(module)
+    assert {name: sorted(found) for name, found in writers.items() if len(found) != 1} == {}
+
+
+def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
+    decisions = Decisions(Settings())
+    decisions.training = True
+    with decisions.fixed(), pytest.raises(AssertionError, match=r"run\.training is decided before the first step"):
+        decisions.training = False
+    decisions.training = False
+
+
+def test_one_training_step_is_overridden() -> None:
+    found = [
+        f"{module}.{kind.name}"
+        for module, path in modules().items()
+        for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and method.name == "training_step"
+    ]
+    assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
+    parts = [inspect.signature(part).parameters for part in STEP]
+    assert [list(part) for part in parts] == [["run", "following", "model", "inputs", "num_items_in_batch"]] * 4
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:

@@ -183,7 +183,7 @@ def _proof(run: Run, **options: Any) -> tuple[PackingProof | None, str]:
     """Return the proof, or None where it cannot be made and was not insisted on: said, and the reason in the model."""
     insists = run.settings.verify_packing == "on" and run.training
     try:
-        with run.taking("proof"), run.together_if_parted(), run.autocast():
+        with run.step.taking("proof"), run.together_if_parted(), run.autocast():
             proof = verify_packing(run.model, **options)
     except PackingError:
         raise

@@ -43,13 +43,14 @@ def cuda_graph(run: Run) -> Iterator[None]:
     graphs = StepGraphs(run, device, partial(why_not, run), asked=run.settings.cuda_graph == "on")
     weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
-    run.spares.insert(0, graphs.spare)  # graphs are made again in a second; what is dropped else stays away
+    # First: graphs are made again in a second, all else that is dropped stays away.
+    run.step.memory_reclaimers.insert(0, graphs.reclaim)
     try:
         run.trainer.add_callback(graphs)
         with device.run_apart(), run.keeping(graphs), _steps_in_order(run, device):
             yield
     finally:
-        run.spares.remove(graphs.spare)
+        run.step.memory_reclaimers.remove(graphs.reclaim)
         run.trainer.remove_callback(graphs)
         graphs.finish()
 
@@ -96,7 +97,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield several and "several processes reduce their gradients inside of the micro-step"
     yield args.n_gpu > 1 and "several devices in one process"
     yield args.fp16 and "the loss scaler of fp16 asks the device"
-    offloads = run.offloads or args.activation_offloading or checkpointing.get("offload")
+    offloads = run.step.offloads or args.activation_offloading or checkpointing.get("offload")
     yield offloads and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
@@ -118,8 +119,8 @@ def _reasons(run: Run) -> Iterator[object]:
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
-    held, left = run.step_bytes / 2**30, run.activations_left
-    lacks = left is not None and left < run.step_bytes
+    held, left = run.step.activation_bytes / 2**30, run.step.activations_left
+    lacks = left is not None and left < run.step.activation_bytes
     yield lacks and f"graphs hold {held:.1f} GiB beside an eager step, the plan leaves {(left or 0) / 2**30:.1f}"
 
 

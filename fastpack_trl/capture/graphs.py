@@ -154,7 +154,7 @@ class StepGraphs(TrainerCallback):
     def _begin_step(self) -> None:
         """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""
         turns = self._turns
-        if turns is None or not self._run.has_settled or self._steps_done < EAGER_STEPS:
+        if turns is None or not self._run.step.has_settled or self._steps_done < EAGER_STEPS:
             return
         if self._again is not None and self._steps_done >= self._again and self.replayed:
             self._again = None
@@ -225,14 +225,14 @@ class StepGraphs(TrainerCallback):
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.has_settled or not self._pays:
+        if self._steps_done < EAGER_STEPS or not self._run.step.has_settled or not self._pays:
             return None
-        if self._run.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
+        if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
                 self.end(why)
                 return None
             self.drop()
-            self._version = self._run.version
+            self._version = self._run.step.version
         bucket = self._buckets.find(RowSize.of(inputs["packed_batch"]))
         if bucket is None or self._run.refuses_static(bucket):
             self._left_out += 1  # its step is compared with none
@@ -355,7 +355,7 @@ class StepGraphs(TrainerCallback):
             self._run.end(FEATURE, "eager", reason)
         self.drop()
 
-    def spare(self) -> bool:
+    def reclaim(self) -> bool:
         """Give the memory of the graphs back after a step ran out of it; False where there is none."""
         held = self._buffers is not None
         if held:

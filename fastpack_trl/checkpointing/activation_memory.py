@@ -32,7 +32,7 @@ def activation_memory(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.is_fsdp2:
             run.say(memory.FEATURE, "on", "pending", ONCE_PARTED)
-            run.activations_left = 0  # `checkpoint_offload` is this plan's
+            run.step.activations_left = 0  # `checkpoint_offload` is this plan's
             stack.callback(setattr, run, "activations_left", None)
             installed = stack.enter_context(ExitStack())
             stack.enter_context(called(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
@@ -62,9 +62,9 @@ def _install(run: Run, stack: ExitStack) -> memory.ActivationMemory | None:
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
     recomputes = run.settings.activation_memory == "auto" and not planned.plan.keeps_all
-    run.activations_left = 0 if recomputes else planned.plan.left
-    run.step_bytes = planned.plan.predicted + planned.head_bytes
-    run.offloads = Level.OFFLOAD in planned.plan.levels
+    run.step.activations_left = 0 if recomputes else planned.plan.left
+    run.step.activation_bytes = planned.plan.predicted + planned.head_bytes
+    run.step.offloads = Level.OFFLOAD in planned.plan.levels
     stack.enter_context(_kept(run, planned))
     return planned
 
@@ -76,8 +76,8 @@ def _kept(run: Run, planned: memory.ActivationMemory) -> Iterator[None]:
         with run.keeping(planned):
             yield
     finally:
-        run.activations_left = None
-        run.offloads = False
+        run.step.activations_left = None
+        run.step.offloads = False
         planned.close()
         run.trainer.remove_callback(planned)
         if planned.measured is not None:
@@ -99,7 +99,7 @@ def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
     def why_not() -> str:
         nonlocal planned
         try:
-            with run.taking("plan"):
+            with run.step.taking("plan"):
                 planned = memory.plan_memory(run)
         except memory.CANNOT_PLAN as error:
             level = isinstance(error, memory.LevelError)

@@ -26,7 +26,7 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     """
     mode: Mode | None = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
     reason = _why_off(run, mode)
-    if run.activations_left is not None:
+    if run.step.activations_left is not None:
         mode, reason = None, "by the plan of activation_memory"
     if mode is None or reason or not run.training:
         # By that plan, in the mode that is asked for; or the memory of the layers is the host's already.
@@ -46,13 +46,13 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     callback._say = say
     run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.trainer.add_callback(callback)
-    run.offloads = True
+    run.step.offloads = True
     try:
         yield
     finally:
         callback.close()
         run.trainer.remove_callback(callback)
-        run.offloads = False
+        run.step.offloads = False
         if callback.use is not None:
             run.report.facts["offload, host memory"] = str(callback.use)
 

@@ -147,8 +147,8 @@ class ActivationMemory(TrainerCallback):
         self._is_lean = self._shall_be_lean(self.plan)
         self._installed = self._to_install(self.plan)
         self._stack.enter_context(layer_levels(self._layers, self._installed, **self._offload))
-        self._run.offloads = Level.OFFLOAD in self._installed
-        self._run.changed()
+        self._run.step.offloads = Level.OFFLOAD in self._installed
+        self._run.step.layers_changed()
         self.report()
 
     def _to_install(self, plan: Plan) -> list[Level]:
@@ -163,7 +163,7 @@ class ActivationMemory(TrainerCallback):
         others go by it, and where inputs go to host memory: the copies would be set up twice.
         """
         run = self._run
-        waits = run.in_first_step and run.compiles_later and not run.measures_first_step
+        waits = run.step.in_first and run.compiles_later and not run.measures_first_step
         return waits and not self._asked and Level.OFFLOAD not in plan.levels
 
     def _levels(self, plan: Plan) -> list[Level]:
@@ -188,7 +188,7 @@ class ActivationMemory(TrainerCallback):
 
         While layers are checkpointed for now, a plan with less that they would be checkpointed for as well is none.
         """
-        spared = self._run.spare()
+        spared = self._run.step.reclaim_memory()
         plan = self.plan if spared else self._next(self.plan)
         while not spared and self._is_lean and plan is not None and self._to_install(plan) == self._installed:
             plan = self._next(plan)

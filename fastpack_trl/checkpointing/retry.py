@@ -32,9 +32,8 @@ class StepState:
 
     def __init__(self, run: Run) -> None:
         trainer = self._trainer = run.trainer
-        self._gradients = [
-            (p, p.grad, 0 if p.grad is None else p.grad._version) for p in run.parameters() if p.requires_grad
-        ]
+        parameters = (run.parameters or run.model.parameters)()
+        self._gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters if p.requires_grad]
         self._cpu = torch.get_rng_state()
         device = trainer.args.device
         self._device = device if device.type == "cuda" else None
@@ -46,7 +45,7 @@ class StepState:
             for name, values in metrics.items()
         }
         self._tokens = vars(trainer).get("_total_train_tokens")
-        self._back = run.mark()
+        self._back = run.step.mark()
         self._complete: dict[Tensor, Tensor] = {}
 
     def undo(self) -> None:
@@ -118,7 +117,7 @@ def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_
             error.add_note(f"rank {trainer.accelerator.process_index}: {_OF_SEVERAL}")
             raise
     # A merged row is split by what merged it.
-    if (memory is None and not run.spares) or getattr(inputs.get("packed_batch"), "parts", None):
+    if (memory is None and not run.step.memory_reclaimers) or getattr(inputs.get("packed_batch"), "parts", None):
         return following(model, inputs, num_items_in_batch)
-    less = run.spare if memory is None else memory.go_deeper
+    less = run.step.reclaim_memory if memory is None else memory.go_deeper
     return run_again(run, lambda: following(model, copy.copy(inputs), num_items_in_batch), less)

@@ -28,8 +28,8 @@ def layer_compile(run: Run) -> Iterator[None]:
         return
 
     def tell(layers: CompiledLayers) -> None:
-        run.changed()
-        run.seconds["compile"] = layers.seconds
+        run.step.layers_changed()
+        run.step.seconds["compile"] = layers.seconds
         status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
         run.say(FEATURE, status, layers.path, layers.reason)
 
@@ -40,7 +40,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
-        early=(lambda: run.in_first_step) if weighs else None,
+        early=(lambda: run.step.in_first) if weighs else None,
         together=together,
         hooks_outside=run.is_fsdp2,
         on_change=tell,
@@ -48,7 +48,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     ) as layers:
         tell(layers)
         agree = (lambda: layers.agree(run.ranks)) if together else None
-        pending = run.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
+        pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
         with pending, attribute_set(run, "compiles_later", weighs), called(run.trainer, between_steps=agree):
             yield
 

@@ -31,24 +31,24 @@ def cache_dequantized(run: Run) -> Iterator[None]:
         yield
         return
     copies, spare = applied.copies, partial(_drop, run, applied.copies)
-    if setting == "auto" and run.activations_left is not None:
-        copies.keep_in(run.activations_left, "left by activation_memory, whose kept layers come first")
-        run.spares.append(spare)
-        run.activations_left -= copies.nbytes if copies.kept else 0
+    if setting == "auto" and run.step.activations_left is not None:
+        copies.keep_in(run.step.activations_left, "left by activation_memory, whose kept layers come first")
+        run.step.memory_reclaimers.append(spare)
+        run.step.activations_left -= copies.nbytes if copies.kept else 0
     elif setting == "auto":
         copies.keep_where_free()
     _tell(run, copies)
     try:
         yield
     finally:
-        if spare in run.spares:
-            run.spares.remove(spare)
+        if spare in run.step.memory_reclaimers:
+            run.step.memory_reclaimers.remove(spare)
 
 
 def _drop(run: Run, copies: FrozenCopies) -> bool:
     dropped = copies.drop("frozen weights are made per use since a step ran out of memory")
     if dropped:
-        run.changed()
+        run.step.layers_changed()
         _tell(run, copies)
     return dropped
 

@@ -1,14 +1,8 @@
 """What a trainer has decided about its runs, and what serves their steps."""
 
-from fastpack_trl.run.run import (
-    DEEPSPEED,
-    MERGED_ROW_TOKENS,
-    ONCE_PARTED,
-    PADDED_ROWS,
-    SHARDED,
-    Choice,
-    MicroStep,
-    Run,
-)  # fmt: skip
+from fastpack_trl.run.decisions import DECIDED, Choice
+from fastpack_trl.run.run import DEEPSPEED, MERGED_ROW_TOKENS, ONCE_PARTED, PADDED_ROWS, SHARDED, MicroStep, Run
 
-__all__ = ["DEEPSPEED", "MERGED_ROW_TOKENS", "ONCE_PARTED", "PADDED_ROWS", "SHARDED", "Choice", "MicroStep", "Run"]
+__all__ = [
+    "DECIDED", "DEEPSPEED", "MERGED_ROW_TOKENS", "ONCE_PARTED", "PADDED_ROWS", "SHARDED", "Choice", "MicroStep", "Run",
+]  # fmt: skip

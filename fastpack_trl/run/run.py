@@ -1,13 +1,10 @@
-"""`Run`: the decisions of a trainer about its runs. Every feature reads a `Run`, and none reads the report."""
+"""`Run`: a trainer as its features see it. Every feature reads a `Run`, and none reads the report."""
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,10 +17,9 @@ from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import PATIENCE, Ranks
 from fastpack_trl.model.upstream import found
-from fastpack_trl.packing.batching import BatchPlan
-from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.report import FeatureReport, Status
+from fastpack_trl.run.decisions import Decisions
+from fastpack_trl.run.services import StepServices
 
 logger = get_logger(__name__)
 
@@ -40,83 +36,26 @@ MicroStep = Callable[[Any, Any, Any], Tensor]
 """Runs one micro-batch, forward and backward: model, inputs and the tokens of the step to a detached loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The path that keeps packed documents apart, and the reason."""
-
-    path: str
-    """A backend (``varlen``, ...), ``padded_rows``, or ``off``: stock's attention."""
-    reason: str
-    flattens: bool = False
-    """Batches that stock pads become rows without padding."""
-    refuses_compile: str = ""
-    """The reason why layers are not compiled; empty where they may be."""
-    unproven: str = ""
-    """The reason why batches that stock pads stay so, though the path flattens them; empty where they may be."""
-
-
-class Run:
-    """The decisions of a trainer: made with the trainer, changed only where a decision changes.
+class Run(Decisions):
+    """A trainer as its features see it: what is decided, what serves the steps, and what is said about both.
 
     Args:
         trainer: which is not kept alive.
         settings: ours of its arguments.
 
     Attributes:
-        settings: resolved; a plain `SFTConfig` has the defaults.
+        step: services of the steps.
         report: what people read of all this.
-        choice: the attention path.
-        plan: which batches there are.
-        facts: of the training data; None where it is streamed or was prepared elsewhere.
-        training: `train` runs, or ran last; not an evaluation by itself.
         insists: `train` is entering its features: what was switched on by name and does not hold stops it.
-        loss_is_ours: losses and metrics come from the positions that the collator found, per token.
-        activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
-            for want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
-        step_bytes: what activations take in a step by that plan: a CUDA graph holds as much once more.
-        spares: free memory that is worth less than what any layer keeps, when a step ran out of it; False for none.
-        refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
-        alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
-        parameters: returns those of the model; from a list while something keeps one.
-        expert_dtypes: in which experts that transformers dispatches are computed; empty without any.
-        offloads: layer inputs go to host memory.
-        version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `changed`.
-        rows_of_step: rows that the micro-batches of the present step run as, merged or not; 0 before any.
-        seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
-            it or in the second.
-        in_first_step: no optimizer step of this `train` has ended.
-        compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
-        measures_first_step: what the first step takes on the device says how long later rows may be.
-        waiting: each says whether something is still to be decided in the first steps.
-        undo: called before a micro-batch that may run twice; what each returns takes the first attempt back.
     """
 
     def __init__(self, trainer: SFTTrainer, settings: Settings) -> None:
+        super().__init__(settings)
         self._trainer = weakref.ref(trainer)
         self._parts: dict[type[Any], Any] = {}
-        self.settings = settings
+        self.step = StepServices()
         self.report = FeatureReport()
-        self.choice = Choice("off", "")
-        self.plan = BatchPlan("stock", "")
-        self.facts: DatasetFacts | None = None
-        self.training = False
         self.insists = False
-        self.loss_is_ours = False
-        self.activations_left: int | None = None
-        self.step_bytes = 0
-        self.spares: list[Callable[[], bool]] = []
-        self.refuses_static: Callable[[Bucket], str] = _no_attention
-        self.alone_from = math.inf
-        self.parameters: Callable[[], Iterable[nn.Parameter]] = self._walk
-        self.expert_dtypes: set[torch.dtype] = set()
-        self.offloads = False
-        self.version = 0
-        self.rows_of_step = 0
-        self.seconds: dict[str, float] = {}
-        self.in_first_step = False
-        self.compiles_later = self.measures_first_step = False
-        self.waiting: list[Callable[[], bool]] = []
-        self.undo: list[Callable[[], Callable[[], None]]] = []
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -139,9 +78,6 @@ class Run:
     def args(self) -> Any:
         """The trainer's `SFTConfig`, for stock's own fields."""
         return self.trainer.args
-
-    def _walk(self) -> Iterable[nn.Parameter]:
-        return self.model.parameters()
 
     @property
     def device(self) -> torch.device:
@@ -190,42 +126,11 @@ class Run:
         """The attention that runs on packed rows; ``stock`` where batches are stock's."""
         return self.choice.path if self.packs else "stock"
 
-    @property
-    def has_settled(self) -> bool:
-        """Nothing is left that the first steps decide: what compiles, which rows are merged."""
-        return not any(waits() for waits in self.waiting)
-
-    @contextmanager
-    def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
-        """Count `waits` among what is to be decided, until the context ends."""
-        self.waiting.append(waits)
-        try:
-            yield
-        finally:
-            self.waiting.remove(waits)
-
-    @contextmanager
-    def taking(self, name: str) -> Iterator[None]:
-        """Add the host time of the context to `seconds`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
     def steps_left(self) -> StepsLeft:
         """Return what is left of the run, in steps as the present one."""
         state = self.trainer.state
-        rows = self.rows_of_step or self.args.gradient_accumulation_steps
+        rows = self.step.rows or self.args.gradient_accumulation_steps
         return StepsLeft(state.max_steps - state.global_step, rows)
-
-    def changed(self) -> None:
-        """Say that layers run otherwise from now on: what was recorded of them is of before."""
-        self.version += 1
-
-    def spare(self) -> bool:
-        """Free memory that is worth less than what any layer keeps; False where there is none."""
-        return any(spare() for spare in self.spares)
 
     def say(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
         """Set the line of `feature` in the report.
@@ -278,17 +183,3 @@ class Run:
             self._parts.pop(kind, None)
             if before is not None:
                 self.keep(before)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that takes back the figures of all micro-batches from here on; it may be called twice."""
-        marks = [begin() for begin in self.undo]
-
-        def back() -> None:
-            for undo in marks:
-                undo()
-
-        return back
-
-
-def _no_attention(_: Bucket) -> str:
-    return "stock's attention reads the documents of each row anew"

@@ -185,7 +185,7 @@ class Merging:
             if not tokens:
                 return stock(model, inputs, num_items_in_batch)
             return self.memory.observe(tokens, lambda: stock(model, inputs, num_items_in_batch))
-        back = self._run.mark()
+        back = self._run.step.mark()
         merged = merge_inputs([self._step[place] for place in group])
         try:
             return stock(model, merged, num_items_in_batch)
@@ -218,7 +218,7 @@ class Merging:
     ) -> Tensor:
         """Run the step so far again, one by one, after a group ran out of memory somewhere in its backward pass."""
         tokens = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
-        if self._run.spare():
+        if self._run.step.reclaim_memory():
             after = "what was spare is given back"
         else:
             self.target = sum(tokens) // 2

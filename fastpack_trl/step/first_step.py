@@ -31,12 +31,12 @@ class FirstStep(TrainerCallback):
         run, facts = self._run, self._run.report.facts
         if self._ended:
             return
-        self._ended = not run.in_first_step
-        parts = {name: taken for name, taken in run.seconds.items() if taken >= 0.05 and name not in self._known}
+        self._ended = not run.step.in_first
+        parts = {name: taken for name, taken in run.step.seconds.items() if taken >= 0.05 and name not in self._known}
         self._known |= parts.keys()
         said = ", ".join(f"{name} {taken:.1f} s" for name, taken in parts.items())
-        if run.in_first_step:
-            run.in_first_step = False
+        if run.step.in_first:
+            run.step.in_first = False
             seconds = time.perf_counter() - self._start
             facts[FACT] = f"{seconds:.1f} s ({said})" if said else f"{seconds:.1f} s"
         else:
@@ -46,13 +46,13 @@ class FirstStep(TrainerCallback):
 @contextmanager
 def first_step(run: Run) -> Iterator[None]:
     """Time the start of training, from here on."""
-    run.seconds.clear()
-    run.in_first_step = True
+    run.step.seconds.clear()
+    run.step.in_first = True
     run.report.facts.pop(FACT, None)  # of a run before: the banner says what is known
     watch = FirstStep(run)
     run.trainer.add_callback(watch)
     try:
         yield
     finally:
-        run.in_first_step = False
+        run.step.in_first = False
         run.trainer.remove_callback(watch)

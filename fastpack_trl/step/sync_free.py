@@ -208,16 +208,16 @@ def sync_free(run: Run) -> Iterator[None]:
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
     run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
-    run.undo.append(step.metrics.mark)
-    walk, run.parameters = run.parameters, lambda: step.contents.parameters_of(run.model)
+    run.step.undo.append(step.metrics.mark)
+    run.parameters = lambda: step.contents.parameters_of(run.model)
     try:
         # The filter is switched on again by what `host` replaces.
         with step.running(loss=not stock, host=host, filters=host and not own_step), _steps_over_shards(run):
             yield
     finally:
         run.loss_is_ours = False
-        run.parameters = walk
-        run.undo.remove(step.metrics.mark)
+        run.parameters = None
+        run.step.undo.remove(step.metrics.mark)
 
 
 @contextlib.contextmanager

@@ -223,7 +223,7 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
                 captured = trainer.fastpack_run.part(graphs.StepGraphs)
                 assert captured is not None
                 assert captured.replayed
-                assert trainer.fastpack_run.spare()
+                assert trainer.fastpack_run.step.reclaim_memory()
 
     trainer = FastSFTTrainer(
         tiny_model("qwen3"),

@@ -102,11 +102,11 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
         assert trainer.fastpack_report["activation_memory"].path == fast.get("activation_memory", "keep")
         return trainer, devices.made[-1] if len(devices.made) > made else None
 
-    step = captured(GIB)[0].fastpack_run.step_bytes
+    step = captured(GIB)[0].fastpack_run.step.activation_bytes
     assert 0 < step < GIB / 100
     fits, device = captured(2 * step)
     assert "replay" in device.log
-    assert fits.fastpack_run.step_bytes == step
+    assert fits.fastpack_run.step.activation_bytes == step
     reason = "graphs hold 0.0 GiB beside an eager step, the plan leaves 0.0"
     if setting == "on":
         made = len(devices.made)
@@ -120,7 +120,7 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
         assert_same_run(fits, tight)
     made_room, device = captured(2 * step - 1, activation_memory="checkpoint")
     assert "replay" in device.log
-    assert made_room.fastpack_run.step_bytes < step
+    assert made_room.fastpack_run.step.activation_bytes < step
     assert_same_run(made_room, fits)
 
 
@@ -137,7 +137,7 @@ def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | N
     trainer = build(FastSFTTrainer, tmp_path, devices)
     run = trainer.fastpack_run
     run.loss_is_ours, run.refuses_static = True, lambda bucket: ""
-    run.activations_left, run.step_bytes = None if left is None else int(left * GIB), int(step * GIB)
+    run.step.activations_left, run.step.activation_bytes = None if left is None else int(left * GIB), int(step * GIB)
     assert feature.why_not(run) == said
 
 

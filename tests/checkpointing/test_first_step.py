@@ -137,7 +137,7 @@ def test_out_of_memory_the_first_step_goes_deeper_than_what_is_installed(
         train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
     )  # fmt: skip
     if way == "spare":
-        trainer.fastpack_run.spares.append(lambda: bool(free) and free.pop())
+        trainer.fastpack_run.step.memory_reclaimers.append(lambda: bool(free) and free.pop())
     levels = memory.layer_levels
 
     def watched(layers: Any, each: Any, **options: Any) -> Any:

@@ -122,7 +122,7 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert on.fastpack_report["layer_compile"].status == "on"
     assert given == [(True, True), (False, False)]
     for trainer in (auto, on):
-        seconds, first = trainer.fastpack_run.seconds, trainer.fastpack_report.facts["first step"]
+        seconds, first = trainer.fastpack_run.step.seconds, trainer.fastpack_report.facts["first step"]
         assert seconds.keys() == {"compile", "proof"}
         said = {name: f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05}
         second = said.pop("compile", "") if trainer is auto else ""
@@ -170,7 +170,7 @@ def test_rows_that_are_merged_count_once() -> None:
     trainer: Any = Values(args=Values(gradient_accumulation_steps=8), state=Values(max_steps=100, global_step=40))
     run = Run(trainer, Settings())
     assert run.steps_left() == StepsLeft(60, 8)  # before any step
-    run.rows_of_step = 3
+    run.step.rows = 3
     assert run.steps_left() == StepsLeft(60, 3)
 
 

@@ -78,7 +78,7 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
             assert (set(tight.levels) == {Level.KEEP}) == (more >= 0)
             assert more < 0 or tight.left == pytest.approx(more, abs=2)
             assert kept(trainer) == [there] * 14, (more, str(trainer.fastpack_report))
-            left = trainer.fastpack_run.activations_left  # for graphs
+            left = trainer.fastpack_run.step.activations_left  # for graphs
             assert left == (tight.left - COPIES * there if more >= 0 else 0)
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status == "on") == there

@@ -51,7 +51,7 @@ FUNCTIONS = {
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
     "step/aux_loss.py": ["aux_loss"],
-    "capture/graphs.py": ["_is_ordinary", "_weigh", "_record", "_judge", "finish", "_model_changed", "spare"],
+    "capture/graphs.py": ["_is_ordinary", "_weigh", "_record", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "_reasons"],
     "capture/device.py": ["lacks_room"],
     "step/loss.py": ["head_of", "_read_constants"],
