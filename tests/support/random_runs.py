@@ -1,0 +1,249 @@
+"""Whole runs beside stock's in random settings: ``python tests/support/random_runs.py --count 300 --json runs.json``.
+
+Each number is one setting, the same at all times: a family, what trains, the kind of data, rows, accumulation, what a
+callback does in the middle, a run that is resumed. Both trainers begin with the same weights; log and weights are
+compared. A sample of the numbers is tested in CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import random
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from trainer_material import figures, make_dataset, make_tokenizer, settings
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.testing import FAMILIES, tiny_model
+
+COUNT = 300
+RTOL, ATOL = 1e-4, 2e-5
+"""Of logged figures and of weights: fp32, up to six steps of AdamW or SGD."""
+
+
+STOCK_LEAKS = {"gpt_oss", "opt", "afmoe", "falcon", "bloom", "granitemoehybrid"}
+"""Families whose packed documents see each other in stock: their runs are not packed, so that stock's are right."""
+
+
+class InTheMiddle(TrainerCallback):
+    """Does something at the beginning of the third optimizer step."""
+
+    def __init__(self, deed: str) -> None:
+        self.deed, self.trainer = deed, None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 2:
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.deed == "freeze":
+            trained[0].requires_grad_(False)
+        elif self.deed == "scale":
+            with torch.no_grad():
+                trained[-1].mul_(1.01)
+        elif self.deed == "eval mode":
+            model.eval()
+        elif self.deed == "hook":
+            model.get_input_embeddings().register_forward_hook(lambda module, given, output: output * 1.01)
+        elif self.deed == "generate":
+            model.eval()
+            with torch.no_grad():
+                model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+            model.train()
+        elif self.deed == "evaluate" and self.trainer is not None:
+            self.trainer.evaluate()
+
+
+class Substeps(TrainerCallback):
+    """Asks for each micro-batch by itself."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(state.global_step)
+
+
+def draw(number: int) -> dict[str, Any]:
+    """Return the setting of a number; the same in every process and version of Python."""
+    chosen = random.Random(f"run {number}")
+    pick = chosen.choice
+    data = pick(["text", "text", "prompt_completion", "conversational", "ids"])
+    family = pick(list(FAMILIES))
+    packing = pick([True, True, False]) and family not in STOCK_LEAKS
+    stock: dict[str, Any] = {
+        "packing": packing,
+        "per_device_train_batch_size": pick([1, 1, 2, 3]),
+        "gradient_accumulation_steps": pick([1, 1, 2, 3]),
+        "max_length": pick([24, 48, 48, 64]),
+        "gradient_checkpointing": pick([True, False]),
+        "optim": pick(["adamw_torch", "sgd", "adafactor"]),
+        "max_grad_norm": pick([1.0, 0.1, 0.0]),
+        "loss_type": pick(["nll", "nll", "dft"]),
+        "logging_steps": pick([1, 2, 3]),
+        "eval_strategy": pick(["no", "steps"]),
+        "weight_decay": pick([0.0, 0.1]),
+        "seed": chosen.randrange(99),
+        "max_steps": pick([4, 5, 6]),
+    }
+    if packing:
+        stock["packing_strategy"] = pick(["bfd", "bfd", "bfd_split", "wrapped"])
+        stock["eval_packing"] = pick([None, False])
+    else:
+        stock["pad_to_multiple_of"] = pick([None, 8])
+    if data == "prompt_completion":
+        stock["completion_only_loss"] = pick([None, False])
+    if data == "conversational":
+        stock["assistant_only_loss"] = pick([True, False])
+    if chosen.random() < 0.1:
+        stock["label_smoothing_factor"], stock["loss_type"] = 0.1, "nll"
+    if chosen.random() < 0.1:
+        stock["include_num_input_tokens_seen"] = True
+    return {
+        "number": number,
+        "family": family,
+        "lora": pick([None, "all-linear"]),
+        "data": data,
+        "stock": stock,
+        "deed": pick(["", "", "", "freeze", "scale", "eval mode", "hook", "generate", "evaluate", "substeps"]),
+        "resume": chosen.random() < 0.15,
+        "fast": {
+            "merge_accumulation": pick(["auto", "auto", "off"]),
+            "activation_memory": pick(["auto", "auto", "keep", "checkpoint"])
+            if stock["gradient_checkpointing"]
+            else "auto",
+            "packed_attention": pick(["auto", "auto", "sdpa", "padded_rows"]),
+            "padded_rows_limit": 100.0,
+        },
+    }
+
+
+def train(cls: type[SFTTrainer], folder: Path, chosen: dict[str, Any]) -> SFTTrainer:
+    """Train once as a setting says, and go on from the checkpoint of the second step where it is one to be resumed."""
+    torch.manual_seed(0)
+    save = {"save_strategy": "steps", "save_steps": 2} if chosen["resume"] else {}
+    given = settings(folder, **{"report_to": "none", **chosen["stock"], **save})
+    args = FastSFTConfig(**given, **chosen["fast"]) if cls is FastSFTTrainer else SFTConfig(**given)
+    targets = chosen["lora"]
+    lora = None if targets is None else LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+    middle = InTheMiddle(chosen["deed"])
+
+    def make() -> SFTTrainer:
+        callbacks: list[Any] = [Substeps() if chosen["deed"] == "substeps" else middle]
+        trainer = cls(
+            tiny_model(chosen["family"]), args=copy.deepcopy(args), train_dataset=make_dataset(chosen["data"]),
+            eval_dataset=make_dataset(chosen["data"], 8, seed=7), processing_class=make_tokenizer(),
+            peft_config=copy.deepcopy(lora), callbacks=callbacks,
+        )  # fmt: skip
+        middle.trainer = trainer
+        return trainer
+
+    trainer = make()
+    trainer.train()
+    if chosen["resume"]:
+        trainer = make()
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer
+
+
+def weights(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
+    """Return the trained parameters by name."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def difference(ours: SFTTrainer, stock: SFTTrainer) -> str:
+    """Return the first figure or weight that differs; empty where none does."""
+    mine, theirs = figures(ours), figures(stock)
+    if [row.keys() for row in mine] != [row.keys() for row in theirs]:
+        return f"the logs have other keys: {[sorted(row) for row in mine]} and {[sorted(row) for row in theirs]}"
+    for row, expected in zip(mine, theirs, strict=True):
+        for name, value in expected.items():
+            both_nan = row[name] != row[name] and value != value
+            if not both_nan and not abs(row[name] - value) <= ATOL + RTOL * abs(value):
+                return f"{name} of step {expected['step']}: {row[name]} and {value}"
+    after = weights(stock)
+    if weights(ours).keys() != after.keys():
+        return "other parameters train"
+    for name, weight in weights(ours).items():
+        if not torch.allclose(weight, after[name], rtol=RTOL, atol=10 * ATOL, equal_nan=True):
+            return f"{name}: weights differ by up to {(weight - after[name]).abs().max():.2g}"
+    return ""
+
+
+def compare(number: int) -> dict[str, Any]:
+    """Run one setting on both sides; an error of stock's has to be one of ours, by its class."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    chosen = draw(number)
+    ends: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for cls in (SFTTrainer, FastSFTTrainer):
+            try:
+                ends.append(train(cls, Path(folder) / cls.__name__, chosen))
+            except Exception as error:  # noqa: BLE001  (of stock too: compared)
+                ends.append(f"{type(error).__name__}: {error}")
+        stock, ours = ends
+        if isinstance(stock, str) or isinstance(ours, str):
+            alike = isinstance(stock, str) and isinstance(ours, str) and stock.split(":")[0] == ours.split(":")[0]
+            differs = "" if alike else f"stock: {str(stock)[:200]}; ours: {str(ours)[:200]}"
+        else:
+            differs = difference(ours, stock)
+    ran = isinstance(ours, FastSFTTrainer)
+    return {
+        "number": number, "differs": differs, "error": stock[:200] if isinstance(stock, str) else "",
+        "report": {line.feature: str(line) for line in ours.fastpack_report} if ran else {},
+        "log": figures(ours) if ran else [], "setting": chosen,
+    }  # fmt: skip
+
+
+def is_other(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether a run of ours has another log, to the bit, or another report than it had before."""
+    return any(json.loads(json.dumps(now[name])) != before[name] for name in ("log", "report"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--before", type=Path, metavar="FILE", help="of the same numbers: logs and reports are compared"
+    )
+    args = parser.parse_args()
+    numbers = range(args.first, args.first + args.count)
+    done: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(compare, numbers):
+            done.append(found)
+            if found["differs"]:
+                print(f"{found['number']}: {found['differs']}", flush=True)
+    wrong = [found["number"] for found in done if found["differs"]]
+    errors = sum(bool(found["error"]) for found in done)
+    print(f"{len(done)} settings, {errors} of them an error on both sides, {len(wrong)} differ: {wrong}")
+    if args.json:
+        args.json.write_text("\n".join(["[", ",\n".join(map(json.dumps, done)), "]", ""]), encoding="utf-8")
+    if args.before:
+        before = {found["number"]: found for found in json.loads(args.before.read_text(encoding="utf-8"))}
+        changed = [found["number"] for found in done if is_other(found, before[found["number"]])]
+        print(f"{len(changed)} have other logs or reports than before: {changed}")
+        wrong += changed
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
