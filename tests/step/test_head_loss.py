@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import chunked_logprob
 
+from fastpack_trl.kernels.head_tiles import TorchTiles
 from fastpack_trl.step import head
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 
@@ -226,13 +227,13 @@ def test_rows_of_a_tile_are_aligned_and_values_stay(
 ) -> None:
     """A vocabulary of 101, whose rows would start at odd addresses."""
     inputs, options, strides = material(True, bias=True, dtype=dtype), SHAPES[shape], []
-    fold = head._fold
+    fold = TorchTiles.fold
 
-    def seen(tile: Tensor, *rest: Any) -> Any:
+    def seen(self: TorchTiles, tile: Tensor, *rest: Any) -> Any:
         strides.append(tile.stride())
-        return fold(tile, *rest)
+        return fold(self, tile, *rest)
 
-    monkeypatch.setattr(head, "_fold", seen)
+    monkeypatch.setattr(TorchTiles, "fold", seen)
     aligned = run(head_loss, inputs, tile_elements=5 * VOCABULARY, **options)
     assert set(strides) == {(128, 1)}
     monkeypatch.setattr(head, "TILE_ALIGNMENT", 1)
