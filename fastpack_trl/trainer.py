@@ -20,7 +20,7 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import add_to_card, save_report
 from fastpack_trl.checkpointing.retry import RetryingTrainer
-from fastpack_trl.compile.workers import start_workers
+from fastpack_trl.compile.layer_compile import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
 from fastpack_trl.model.cpu_packing import not_packed_on_cpu

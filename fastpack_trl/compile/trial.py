@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.compile.graph import LayerCall, hooks_active, nothing_recorded, tensors_in
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.rounds import take_turns, timed
 from fastpack_trl.measure.timing import Clock, clock_of
@@ -22,34 +23,40 @@ _ROUNDS = 5
 
 
 @contextlib.contextmanager
-def undisturbed(layer: nn.Module, device: torch.device, hooked: bool) -> Iterator[None]:
-    """Restore random state and buffers afterwards; hide the tensors from saved-tensor hooks around the run."""
+def undisturbed(call: LayerCall) -> Iterator[None]:
+    """Restore random state and buffers afterwards; outputs are not recorded, and no saved-tensor hook sees a tensor."""
+    device = call.hidden.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(buffers_kept(layer))
-        if hooked:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        stack.enter_context(buffers_kept(call.layer))
+        stack.enter_context(nothing_recorded())
+        if hooks_active():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         yield
 
 
-def step(run: LayerRun, hidden: Tensor, layer: nn.Module) -> float:
+def step(run: LayerRun, call: LayerCall) -> float:
     """Return the seconds of one forward and backward."""
-    return timed(partial(_differentiate, run, hidden, layer), _clock(hidden))[1]
+    return timed(partial(_differentiate, run, call), _clock(call))[1]
 
 
-def median_times(paths: dict[str, LayerRun], hidden: Tensor, layer: nn.Module) -> dict[str, float]:
+def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
     """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
-    sides = {name: partial(_differentiate, run, hidden, layer) for name, run in paths.items()}
-    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(hidden), loud=FAILURES)
+    sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
+    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call), loud=FAILURES)
     return {name: rounds.time(name).median for name in paths}
 
 
-def _differentiate(run: LayerRun, hidden: Tensor, layer: nn.Module) -> None:
+def _clock(call: LayerCall) -> Clock:
+    return clock_of(call.hidden.device.type, call.hidden.device)
+
+
+def _differentiate(run: LayerRun, call: LayerCall) -> None:
     """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
-    hidden = hidden.detach().requires_grad_()
-    roots = [tensor for tensor in _tensors(run(hidden)) if tensor.requires_grad]
+    hidden = call.hidden.detach().requires_grad_()
+    roots = [tensor for tensor in tensors_in(run(hidden)) if tensor.requires_grad]
     ones = [torch.ones_like(tensor) for tensor in roots]
-    torch.autograd.grad(roots, [hidden, *_trained(layer)], ones, allow_unused=True)
+    torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:
@@ -65,19 +72,3 @@ def _trained(layer: nn.Module) -> Iterator[Tensor]:
     # A hook on a parameter would see each gradient that is asked for.
     parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)
     yield from (p for p in parameters if id(p) not in made)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list | dict):
-        for item in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(item)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _clock(hidden: Tensor) -> Clock:
-    return clock_of(hidden.device.type, hidden.device)

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile import kind as kinds
+from fastpack_trl.compile.layer_compile import start_workers
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
-from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.run import Run

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_material import packed_weight
+from quantised_material import dequantise_4bit_torch, packed_weight
 from triton_cases import run_cases
 
 from fastpack_trl.kernels import dequantise
-from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
+from fastpack_trl.kernels.dequantise import dequantise_4bit
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
