@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantised_material import dequantise_4bit_torch, packed_weight
-from triton_cases import run_cases
 
 from fastpack_trl.kernels import dequantise
 from fastpack_trl.kernels.dequantise import dequantise_4bit
 
 functional = pytest.importorskip("bitsandbytes.functional")
-
-CASES = Path(__file__).with_name("triton_dequantise_cases.py")
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +24,6 @@ def uncompiled() -> Iterator[None]:
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
-    run_cases(CASES, interpret=True)
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_the_kernel_equals_its_twin_and_bitsandbytes_on_cuda() -> None:
-    run_cases(CASES, interpret=False)
 
 
 # Rows of even length that end within a block: bitsandbytes 0.50 gives them wrong scales on a CPU with AVX-512.

@@ -1,4 +1,4 @@
-"""The Triton kernel of 4-bit weights beside its torch twin: run by `test_dequantise.py`, interpreted or on CUDA."""
+"""The Triton kernel of 4-bit weights beside its torch twin: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the experts block beside their torch twins: run by `test_moe_triton.py`, interpreted or on CUDA."""
+"""Triton kernels of the experts block beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 

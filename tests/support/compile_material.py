@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -157,6 +159,20 @@ def cast_adapters(model: Any, autocast: torch.dtype | None) -> Any:
     report = apply_lora(model, compute_dtype=autocast)
     assert report.fast, str(report)
     return report
+
+
+@contextlib.contextmanager
+def compiled(model: Any, backend: Any = None, *, attention: str | None = None, **options: Any) -> Iterator[Any]:
+    """Packed attention and compiled layers around steps, as training has them."""
+    given = () if attention is None else (attention,)
+    with packed_attention(model, *given):
+        with compiled_layers(model, verbose=False, _backend=backend or Counting(), **options) as layers:
+            yield layers
+
+
+def compile_with(backend: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let every feature that compiles layers use this backend."""
+    patch.setitem(compiled_layers.__wrapped__.__kwdefaults__, "_backend", backend)  # type: ignore[attr-defined]
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:
