@@ -7,22 +7,37 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fastpack_trl.compile.graph import CompiledLayer, LayerCall, Recorded, hand_over, packed_call
-from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
+from fastpack_trl.compile.graph import (
+    CompiledLayer,
+    LayerCall,
+    Recorded,
+    hand_over,
+    hooks_active,
+    nothing_recorded,
+    packed_call,
+    tensors_in,
+)
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
+from fastpack_trl.measure.rounds import take_turns, timed
+from fastpack_trl.measure.timing import Clock, clock_of
+from fastpack_trl.model.aside import buffers_kept
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 from fastpack_trl.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+LayerRun = Callable[..., Any]
+"""Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 COMPILE_SECONDS = 8.0
 """Seconds that one kind of layer is taken to compile, before it is known.
@@ -33,6 +48,7 @@ made of the traced graph.
 """
 _MOST_ASKED = 20
 """Steps after which a kind is left eager of which no process had a packed row."""
+_ROUNDS = 5
 MOST_SAVED = 0.4
 """Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
 
@@ -140,7 +156,7 @@ class LayerKind:
     @contextmanager
     def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
         start = time.perf_counter()
-        with undisturbed(call):
+        with _undisturbed(call):
             yield
         self.deciding += time.perf_counter() - start
 
@@ -201,7 +217,7 @@ class LayerKind:
         options = self._options
         options.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
-            seconds = step(compiled, call)
+            seconds = _step_time(compiled, call)
         except FAILURES + self._compile_errors as error:
             close_frames(error)
             options.say("failed")
@@ -218,7 +234,7 @@ class LayerKind:
 
     def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
         """Take the fastest."""
-        times = median_times(paths, call)
+        times = _median_times(paths, call)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
         self.reason += f"; {seen} {_per_row(call)}"
         if self.weighing is not None:
@@ -253,7 +269,7 @@ class _Weighing:
 def _seconds(paths: dict[str, LayerRun], call: LayerCall) -> float:
     """Return the seconds of an eager layer step; infinite where it failed."""
     try:
-        return median_times(paths, call)["eager"]
+        return _median_times(paths, call)["eager"]
     except FAILURES as error:
         close_frames(error)
         return math.inf
@@ -271,3 +287,55 @@ def _first_lines(error: BaseException) -> str:
     if isinstance(first_cause(error), OSError) or "[Errno" in said:
         said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
     return said
+
+
+@contextmanager
+def _undisturbed(call: LayerCall) -> Iterator[None]:
+    """Restore random state and buffers afterwards; outputs are not recorded, and no saved-tensor hook sees a tensor."""
+    device = call.hidden.device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(buffers_kept(call.layer))
+        stack.enter_context(nothing_recorded())
+        if hooks_active():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield
+
+
+def _step_time(run: LayerRun, call: LayerCall) -> float:
+    """Return the seconds of one forward and backward."""
+    return timed(partial(_differentiate, run, call), _clock(call))[1]
+
+
+def _median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
+    """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
+    sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
+    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call), loud=FAILURES)
+    return {name: rounds.time(name).median for name in paths}
+
+
+def _clock(call: LayerCall) -> Clock:
+    return clock_of(call.hidden.device.type, call.hidden.device)
+
+
+def _differentiate(run: LayerRun, call: LayerCall) -> None:
+    """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
+    hidden = call.hidden.detach().requires_grad_()
+    roots = [tensor for tensor in tensors_in(run(hidden)) if tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
+
+
+def _trained(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield what a step trains, as the layer reads it.
+
+    Where adapters were cast together for the whole model (`apply_lora`) those casts stand for them: a gradient of the
+    parameters would go through a graph that is not this layer's, and the run still needs it.
+    """
+    casts = [cast for module in layer.modules() if (cast := getattr(module, "fastpack_cast", None)) is not None]
+    made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
+    for cast in casts:
+        yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
+    # A hook on a parameter would see each gradient that is asked for.
+    parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)
+    yield from (p for p in parameters if id(p) not in made)

@@ -26,8 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.compile.kind import LayerKind, Options
-from fastpack_trl.compile.trial import LayerRun
+from fastpack_trl.compile.kind import LayerKind, LayerRun, Options
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.checkpoint_seam import (
     Nesting,

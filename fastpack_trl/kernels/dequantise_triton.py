@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `fastpack_trl.kernels.dequantise`: scales of scales, scales and values in one pass.
-
-Imported only where the kernel runs: Triton decides on import whether it compiles or interprets.
-"""
+"""Triton kernel of `fastpack_trl.kernels.dequantise`: scales of scales, scales and values in one pass."""
 
 from __future__ import annotations
 

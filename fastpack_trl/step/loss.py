@@ -34,10 +34,7 @@ class ChosenLoss(ModelOutput):
     """Result of the forward for a batch with `loss_positions`.
 
     Args:
-        total: () fp32, sum of the losses of the N positions, with gradient.
-        log_probs: (N,) fp32.
-        entropy: (N,) fp32, in nats.
-        is_top1: (N,) bool. Masked positions of a static batch have 0, 0 and False.
+        total, log_probs, entropy, is_top1: as of `HeadLoss`.
         aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
             static one with room for several micro-batches.
         positions: (N,) int64, where the labels were not those of the collator; None where they were.

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting, compile_with, compiled, make, one_step, row
-from trainer_material import make_dataset, make_tokenizer, settings, train
+from trainer_material import prepare, train
 from transformers import TrainerCallback
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layer_compile import start_workers
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.run import Run
-from fastpack_trl.testing import tiny_model
 
 
 def after_two_steps(family: str, left: StepsLeft | None, backend: Counting) -> CompiledLayers:
@@ -68,10 +67,9 @@ class Left(TrainerCallback):
 def left_of(folder: Path, resume: str | None = None, **more: Any) -> list[StepsLeft]:
     watch = Left()
     fast = {name: more.pop(name) for name in ("merge_accumulation",) if name in more}
-    args = FastSFTConfig(**settings(folder, eval_strategy="no", packing=True, **more), **fast)
-    watch.trainer = FastSFTTrainer(
-        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-        callbacks=[watch],
+    watch.trainer = prepare(
+        FastSFTTrainer, folder, family="llama", fast=fast, trainer={"callbacks": [watch]}, eval_strategy="no",
+        packing=True, **more,
     )  # fmt: skip
     watch.trainer.train(resume_from_checkpoint=resume)
     return watch.found
@@ -163,13 +161,10 @@ def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch:
     started: list[bool] = []
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True))
 
-    def make_trainer(**fast: Any) -> FastSFTTrainer:
-        args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), **fast)
-        return FastSFTTrainer(
-            tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
-        )
-
-    trainers = make_trainer(), make_trainer(layer_compile="off")
+    trainers: list[Any] = [
+        prepare(FastSFTTrainer, tmp_path, family="llama", packing=True, eval_strategy="no", fast=fast)
+        for fast in ({}, {"layer_compile": "off"})
+    ]
     run, off = (trainer.fastpack_run for trainer in trainers)
     start_workers(run)
     assert not started

@@ -101,10 +101,16 @@ def errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str
 
 
 def compare(
-    model: Any, backend: Any, *, device: str = "cpu", autocast: torch.dtype | None = None, rows: int = 3
+    model: Any,
+    backend: Any,
+    *,
+    device: str = "cpu",
+    autocast: torch.dtype | None = None,
+    rows: int = 3,
+    reference: Any = None,
 ) -> CompiledLayers:
     """Asserts: compiled is within twice eager's own error against float64, over a few rows."""
-    reference = copy.deepcopy(model).cpu().double()
+    reference = reference if reference is not None else copy.deepcopy(model).cpu().double()
     if isinstance(getattr(reference.config, "_experts_implementation", None), str):
         reference.set_experts_implementation("eager")  # grouped matrix products know no float64
     data = [row(seed) for seed in range(rows)]
