@@ -86,6 +86,8 @@ class LayerKind:
     """
 
     def __init__(self, layers: list[nn.Module], options: Options) -> None:
+        import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
+
         self.name = type(layers[0]).__name__
         self.members = layers
         self.path = "pending"
@@ -96,8 +98,6 @@ class LayerKind:
         self._options = options
         self._tried: set[str] = set()
         self._graph: CompiledLayer | None = None
-        import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
-
         self._compile_errors = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit, OSError)
 
     def run(self, layer: Any, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,7 +234,7 @@ class LayerKind:
 
     def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
         """Take the fastest."""
-        times = _median_times(paths, call)
+        times = median_times(paths, call)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
         self.reason += f"; {seen} {_per_row(call)}"
         if self.weighing is not None:
@@ -269,7 +269,7 @@ class _Weighing:
 def _seconds(paths: dict[str, LayerRun], call: LayerCall) -> float:
     """Return the seconds of an eager layer step; infinite where it failed."""
     try:
-        return _median_times(paths, call)["eager"]
+        return median_times(paths, call)["eager"]
     except FAILURES as error:
         close_frames(error)
         return math.inf
@@ -307,7 +307,7 @@ def _step_time(run: LayerRun, call: LayerCall) -> float:
     return timed(partial(_differentiate, run, call), _clock(call))[1]
 
 
-def _median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
+def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
     """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
     sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
     rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call), loud=FAILURES)

@@ -193,13 +193,12 @@ def test_more_graphs_than_the_limit_run_eager(caplog: pytest.LogCaptureFixture) 
 
     for layer in decoder_layers(model):
         layer.mlp.forward = MethodType(scaled, layer.mlp)
+    with torch._dynamo.config.patch(recompile_limit=2), compiled(model) as layers:
+        for count, one in enumerate(data):
+            for layer in decoder_layers(model):
+                layer.mlp.factor = count + 2
+            actual = one_step(model, *one)
     with packed_attention(model):
-        with torch._dynamo.config.patch(recompile_limit=2):
-            with compiled_layers(model, verbose=False, _backend=Counting()) as layers:
-                for count, one in enumerate(data):
-                    for layer in decoder_layers(model):
-                        layer.mlp.factor = count + 2
-                    actual = one_step(model, *one)
         torch.testing.assert_close(actual, one_step(model, *data[-1]))
     assert layers.path == "eager"
     assert "ecompile" in layers.reason
@@ -285,7 +284,7 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
             actual = [one_step(model, *one) for one in data]
         assert (entered["compile"].path, backend.graphs) == ("compiled", 1), entered["compile"].reason
         assert "offload" not in entered or entered["offload"].use.most_leased
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, expected, **{"rtol": 1e-4, "atol": 1e-6} if family == "qwen3_moe" else {})
     model.zero_grad()
     assert attributes(model) == before
 

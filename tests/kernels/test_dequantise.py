@@ -23,9 +23,6 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
 # Rows of even length that end within a block: bitsandbytes 0.50 gives them wrong scales on a CPU with AVX-512.
 @pytest.mark.parametrize("shape", [(1, 2), (3, 64), (2, 33), (7, 4096), (129, 1037)])
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
@@ -81,7 +78,6 @@ def test_one_kernel_runs_only_where_it_gives_the_bits_of_bitsandbytes(
 
 
 @pytest.mark.cuda
-@needs_cuda
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
     from benchmarks.launches import count_launches
@@ -102,7 +98,6 @@ def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantise, "_proofs", {})
     packed, state = packed_weight((64, 64), "nf4", nested=True, device="cuda")
@@ -116,7 +111,6 @@ def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch:
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_a_format_is_compared_on_the_stream_on_which_bitsandbytes_quantises(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[Any] = []
     monkeypatch.setattr(dequantise, "_proofs", {})
