@@ -49,7 +49,7 @@ class LayerCall:
     names: tuple[str, ...]
     """Outputs to be recorded inside of the layer."""
     hooks_outside: bool = False
-    """The hooks of the layer have run when this is called: those of FSDP 2 gather its parameters."""
+    """The hooks of the layer have run when this is called: FSDP 2 has gathered its parameters."""
 
     @property
     def place(self) -> str:

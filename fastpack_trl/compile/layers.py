@@ -12,8 +12,8 @@ below it in 5.23; so that function is wrapped as well (`model.checkpoint_seam`).
 with the layer (what is computed again is then chosen per operator, and fused), unless it is not torch's plain one or
 saved-tensor hooks are around it: offloading needs the checkpoint at run time, and what it runs is compiled instead.
 
-Under FSDP 2 the hooks of a layer gather its parameters before it runs and part them again afterwards. They stay outside
-of the compiled function: there the layer gets a ``forward`` of its own (`_Call`), in the slot's place.
+Under FSDP 2 the hooks of a layer gather its parameters before it runs and shard them again afterwards. They stay
+outside of the compiled function: there the layer gets a ``forward`` of its own (`_Call`), in the slot's place.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CompiledLayers:
         return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
 
     def agree(self, ranks: Ranks) -> None:
-        """Go on with what is weighed together; see `LayerKind.agree`."""
+        """Take the next step of the decisions that all processes take together; see `LayerKind.agree`."""
         for kind in self.kinds:
             if kind.weighing is not None and not kind.weighing.agreed:
                 kind.agree(ranks)
@@ -159,8 +159,8 @@ def compiled_layers(
         model: a transformers causal language model, plain or inside PEFT.
         measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
             Costs some fifteen layer steps.
-        left: returns what is left of the run: layers are then compiled only where it
-            can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
+        left: returns the steps left of the run: layers are then compiled only where it can be paid back
+            (`measure.payback`), by an eager layer step that is timed before. None: however many are left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
         together: several processes weigh together: `CompiledLayers.agree` is called between steps, by each of them.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the

@@ -31,7 +31,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> Scales:
-        """Return those of bitsandbytes' `QuantState`, by reference."""
+        """Return the tensors of bitsandbytes' `QuantState`, by reference."""
         if not state.nested:
             return cls(state.absmax)
         return cls(state.absmax, state.state2.absmax, state.state2.code, state.offset)

@@ -27,7 +27,7 @@ Offsets: TypeAlias = Tensor | tuple[int, ...]
 
 
 def reads_offsets(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch's grouped GEMM asks the device for its offsets: not in bf16 on Hopper and Blackwell."""
+    """Return whether torch's grouped GEMM reads its offsets on the host: not in bf16 on Hopper and Blackwell."""
     return device.type == "cuda" and not (
         dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in _ON_DEVICE
     )
@@ -95,6 +95,6 @@ def _torch_takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _bounds(offsets_e: Offsets) -> list[tuple[int, int]]:
-    # A tensor asks the device: only fp64 and unaligned shapes come here with one.
+    # A tensor is read on the host: only fp64 and unaligned shapes come here with one.
     ends = offsets_e.tolist() if isinstance(offsets_e, Tensor) else offsets_e
     return list(zip([0, *ends], ends, strict=False))

@@ -57,7 +57,7 @@ class TorchTiles:
         """Write the gradient with respect to a tile of products into it.
 
         Args:
-            tile, targets: as of `fold`.
+            tile, targets: as in `fold`.
             folded: its result; overwritten.
             factors: (n,) fp32, the gradient with respect to the log-probability of each target.
         """

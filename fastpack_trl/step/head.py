@@ -62,7 +62,7 @@ class HeadLoss(NamedTuple):
 
 def missing_tile_functions() -> str:
     """Return the functions on tiles that `head_loss` uses and the installed TRL lacks; empty if all are there."""
-    # A kernel cannot be asked for its parameters where Triton is missing: those of its twin in torch stand for them.
+    # Where Triton is missing a kernel does not show its parameters; its twin in torch has the same ones.
     for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
         function = getattr(chunked_logprob, name, None)
         if function is None or tuple(inspect.signature(function).parameters) != parameters:
@@ -87,7 +87,7 @@ def head_loss(
     """Return the sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
 
     The gradients are made in the forward pass and only scaled in the backward pass, which may therefore run once.
-    Asks the device nothing. Compiled code calls it as one opaque operation.
+    Never synchronises. Compiled code calls it as one opaque operation.
 
     Args:
         hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.

@@ -25,8 +25,8 @@ _CHUNK = 1 << 25
 def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int] | Tensor) -> Tensor | None:
     """Return the load-balancing loss of each micro-batch in a row: (num_parts,) fp32, differentiable in the logits.
 
-    It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'. Asks the device
-    nothing.
+    It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'. Never
+    synchronises.
 
     Args:
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None: stock's loss is 0 then.

@@ -1,8 +1,8 @@
 """The loss of `FastSFTTrainer` at the positions that the collator chose: a forward laid around TRL's.
 
-TRL selects the positions with a loss by a boolean mask, which makes the host ask the device how many there are. The
-collator knows them (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on
-their way, last by a hook on the model: whether they are those of the collator is looked at here, where they arrive.
+TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
+(`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
+hook on the model: whether they are still the collator's is looked at here, where they arrive.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ChosenLoss(ModelOutput):
     """Result of the forward for a batch with `loss_positions`.
 
     Args:
-        total, log_probs, entropy, is_top1: as of `HeadLoss`.
+        total, log_probs, entropy, is_top1: see `HeadLoss`.
         aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
             static one with room for several micro-batches.
-        positions: (N,) int64, where the labels were not those of the collator; None where they were.
+        positions: (N,) int64, where the labels are not the collator's any more; None where they are.
     """
 
     total: Tensor | None = None
@@ -111,7 +111,7 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _inside(forward: Any) -> Any:
-    """Return the forward inside of one: a second trainer of a model lays TRL's, and its own, around what is there."""
+    """Return the forward inside of one: a second trainer of a model lays TRL's and its own around what it finds."""
     function = getattr(forward, "__func__", forward)
     cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return cells.get("original_forward") or getattr(forward, "__wrapped__", None)
@@ -193,7 +193,7 @@ def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
 
 
 def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; asks the device.
+    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; synchronises.
 
     Raises:
         ValueError: labels of another shape than the tokens.

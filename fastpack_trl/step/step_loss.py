@@ -24,7 +24,7 @@ class StepLoss(NamedTuple):
     loss_tokens: list[int]
     """Tokens of each part with a loss; empty for a static batch, where only the host knows (`PackedBatch.parts`)."""
     edited: bool
-    """Whether the labels were not those of the collator."""
+    """Whether the labels are not the collator's any more."""
 
 
 def step_loss(
@@ -68,7 +68,7 @@ def step_loss(
         # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
         items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), accumulation_steps
         if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
-            # The count is that of every rank, and DDP takes the mean of the gradients over ranks.
+            # All ranks are counted, and DDP takes the mean of the gradients over ranks.
             ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
 
     def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
@@ -96,7 +96,7 @@ class _Split:
     """The micro-batches of a row, to which the positions of `outputs` belong.
 
     Attributes:
-        sizes: positions of each; empty for a static batch. Asks the device only after an edit of the labels.
+        sizes: positions of each; empty for a static batch. Synchronises only after an edit of the labels.
         is_one: the row is a micro-batch by itself.
     """
 
@@ -140,7 +140,7 @@ class _Split:
 
 
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """Read the result of TRL's forward at the positions with a loss; asks the device."""
+    """Read the result of TRL's forward at the positions with a loss; synchronises."""
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp().detach()
