@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.one_line import in_one_line
-from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
+from fastpack_trl.kernels.dequantise import dequantise_4bit
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import make_record, write_json
 from fastpack_trl.measure.rounds import take_turns
@@ -69,7 +69,7 @@ def measure(
 def _row(
     name: str, shape: tuple[int, int], tokens: int, rounds: int, nested: bool, device: str, seed: int
 ) -> dict[str, Any]:
-    from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     torch.manual_seed(seed)
     values = shape[0] * shape[1]
@@ -80,12 +80,7 @@ def _row(
         )
         for _ in range(count)
     ]
-    code = get_4bit_type("nf4", device=device)
-
-    def ours(packed: Tensor, state: Any) -> Tensor:
-        return dequantise_4bit(packed, state) if device == "cuda" else dequantise_4bit_torch(packed, state, code)
-
-    dense = {STOCK: dequantize_4bit, OURS: ours}
+    dense = {STOCK: dequantize_4bit, OURS: dequantise_4bit}
     assert torch.equal(*[make(*weights[0]) for make in dense.values()]), f"{name}: the sides differ"
     if tokens:
         x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=device)

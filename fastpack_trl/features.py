@@ -19,8 +19,7 @@ from fastpack_trl.capture.graphs import capture
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
 from fastpack_trl.checkpointing.retry import retry
-from fastpack_trl.compile.layer_compile import layer_compile
-from fastpack_trl.compile.workers import start_workers
+from fastpack_trl.compile.layer_compile import layer_compile, start_workers
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.lora.lora import lora

@@ -1,7 +1,13 @@
-"""The compiled function of a layer: inside or outside of the checkpoint, with sizes that change per row left open."""
+"""The compiled function of a layer: inside or outside of the checkpoint, with sizes that change per row left open.
+
+transformers' hooks record outputs inside of a layer (router logits): a hook appends to a list that it finds through a
+context variable, which torch cannot trace. transformers' own variable becomes a plain attribute while something is
+compiled; here it holds a dictionary of this one layer, and what was recorded leaves the compiled function as outputs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastpack_trl.compile import recorded
 from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
+from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 # Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
 _UNREAD = frozenset(to_transformers_kwargs(PackedBatch.from_lengths((1,)))) - {"position_ids"}
 # torch's plain checkpoint may be compiled; a further keyword could mean that somebody watches it at run time.
 _PLAIN_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"})
+# None: recorded in another way; such a layer is compiled if torch can trace it.
+_recorder: Any = found("transformers.utils.output_capturing._active_collector")
+# Recorded inside of a layer; layers and attentions themselves are recorded around the compiled function.
+_RECORDED = frozenset({"router_logits"})
+
+Recorded = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +47,9 @@ class LayerCall:
     """Positional arguments after the hidden states."""
     kwargs: dict[str, Any]
     names: tuple[str, ...]
-    """Outputs to be recorded inside of the layer (`recorded.py`)."""
+    """Outputs to be recorded inside of the layer."""
     hooks_outside: bool = False
-    """The hooks of the layer have run when this is called: those of FSDP 2 gather its parameters."""
+    """The hooks of the layer have run when this is called: FSDP 2 has gathered its parameters."""
 
     @property
     def place(self) -> str:
@@ -72,12 +84,12 @@ class CompiledLayer:
         # graph for rows of less than 65, 128 and 257 tokens each.
         options = {"shape_padding": False} if backend == "inductor" else None
         compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True, options=options)
-        self._layer = _floats_as_constants(compiled(_separate_code(_run_layer, name)))
-        with_checkpoint = compiled(_separate_code(_run_checkpointed, f"{name}_checkpointed"))
-        self._with_checkpoint = _floats_as_constants(with_checkpoint)
+        self._layer, self._with_checkpoint = (
+            _floats_as_constants(compiled(_separate_code(_run, each))) for each in (name, f"{name}_checkpointed")
+        )
         self._traced: set[str] = set()
 
-    def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
+    def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
         """Run `call` with other hidden states; the layer's output, and what was recorded."""
         _mark_dynamic(hidden, call.kwargs)
         place = call.place
@@ -85,12 +97,10 @@ class CompiledLayer:
             self._traced.add(place)
             _mark_constant(call, hidden)
         forward = _forward_of(call, checkpointed=place != "alone")
-        if place == "outside":
-            return self._with_checkpoint(
-                call.names, call.checkpoint, forward, call.layer, hidden, call.rest, call.kwargs
-            )
-        run = partial(self._layer, call.names, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
-        return run(hidden) if place == "alone" else call.checkpoint(run, hidden)
+        around = call.checkpoint if place == "outside" else None
+        compiled = self._layer if around is None else self._with_checkpoint
+        run = partial(compiled, call.names, around, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
+        return call.checkpoint(run, hidden) if place == "inside" else run(hidden)
 
 
 def packed_call(
@@ -107,9 +117,10 @@ def packed_call(
     # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
         return None
-    names = recorded.asked_for()
+    asked = _recorder.get() if _recorder is not None else None
+    names = tuple(asked or ())
     per_document = hidden.device.type != "cpu" and getattr(packed, "calls_per_document", False)
-    if per_document or not recorded.KNOWN.issuperset(names):
+    if per_document or not _RECORDED.issuperset(names):
         return None
     if not hidden.requires_grad:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
@@ -118,6 +129,23 @@ def packed_call(
         hidden = hidden.detach().requires_grad_()
     read = {name: value for name, value in kwargs.items() if name not in _UNREAD}
     return LayerCall(layer, checkpoint, hidden, args[1:], read, names, hooks_outside)
+
+
+def hand_over(recorded: Recorded) -> None:
+    """Give what a compiled layer recorded to the model's caller."""
+    for name, values in recorded.items():
+        _recorder.get()[name].extend(values)
+
+
+@contextlib.contextmanager
+def nothing_recorded() -> Iterator[None]:
+    """Keep outputs of layers that run in this context out of the model's output."""
+    token = _recorder.set(None) if _recorder is not None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _recorder.reset(token)
 
 
 def is_plain(checkpoint: Any) -> bool:
@@ -158,13 +186,7 @@ def _floats_as_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _run_layer(
-    names: tuple[str, ...], forward: Any, layer: Any, hidden: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, recorded.Recorded]:
-    return recorded.recording(names, partial(forward, layer, **kwargs), hidden, *rest)
-
-
-def _run_checkpointed(
+def _run(
     names: tuple[str, ...],
     checkpoint: Any,
     forward: Any,
@@ -172,8 +194,18 @@ def _run_checkpointed(
     hidden: Tensor,
     rest: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, recorded.Recorded]:
-    return recorded.recording(names, checkpoint, partial(forward, layer, **kwargs), hidden, *rest)
+) -> tuple[Any, Recorded]:
+    """Return the output of the layer, and what was recorded in it."""
+    run = partial(forward, layer, **kwargs)
+    if checkpoint is not None:
+        run = partial(checkpoint, run)
+    recorded: Recorded = {name: [] for name in names}
+    if _recorder is None:
+        return run(hidden, *rest), recorded
+    token = _recorder.set(recorded)  # only in graphs: elsewhere other threads would see the dictionary
+    out = run(hidden, *rest)
+    _recorder.reset(token)
+    return out, recorded
 
 
 def _not_compiled(function: Any, *args: Any) -> Any:
@@ -209,7 +241,7 @@ def _mark_dynamic(hidden: Tensor, kwargs: dict[str, Any]) -> None:
     tokens = hidden.shape[1]
     torch._dynamo.maybe_mark_dynamic(hidden, 1)
     for name, value in kwargs.items():
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if hasattr(tensor, "_dynamo_weak_dynamic_indices"):
                 continue  # shared by the layers: marked once
             for dim, length in enumerate(tensor.shape):
@@ -227,7 +259,7 @@ def _mark_constant(call: LayerCall, hidden: Tensor) -> None:
     for dim in (0, 2):
         mark(hidden, dim)
     for name, value in call.kwargs.items():
-        for tensor in _tensors(value) if name != "packed_layer" else ():
+        for tensor in tensors_in(value) if name != "packed_layer" else ():
             for dim in range(tensor.ndim):
                 if dim not in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
                     mark(tensor, dim)
@@ -238,9 +270,10 @@ def _mark_constant(call: LayerCall, hidden: Tensor) -> None:
             mark(cast.b)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

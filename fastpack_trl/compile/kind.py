@@ -6,24 +6,38 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fastpack_trl.compile import recorded
-from fastpack_trl.compile.graph import CompiledLayer, LayerCall, hooks_active, packed_call
-from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.trial import LayerRun, median_times, step, undisturbed
+from fastpack_trl.compile.graph import (
+    CompiledLayer,
+    LayerCall,
+    Recorded,
+    hand_over,
+    hooks_active,
+    nothing_recorded,
+    packed_call,
+    tensors_in,
+)
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
+from fastpack_trl.measure.rounds import take_turns, timed
+from fastpack_trl.measure.timing import Clock, clock_of
+from fastpack_trl.model.aside import buffers_kept
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 from fastpack_trl.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+LayerRun = Callable[..., Any]
+"""Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 COMPILE_SECONDS = 8.0
 """Seconds that one kind of layer is taken to compile, before it is known.
@@ -34,50 +48,23 @@ made of the traced graph.
 """
 _MOST_ASKED = 20
 """Steps after which a kind is left eager of which no process had a packed row."""
+_ROUNDS = 5
 MOST_SAVED = 0.4
 """Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
 
 
-class Settings:
-    """Settings for compiling the layers of one model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the kinds of one model share; see `compiled_layers`."""
 
-    Args:
-        backend: of `torch.compile`.
-        measured: compiled and eager are timed, and the faster one is taken.
-        on_change: called whenever a kind was decided.
-        verbose: print one line per compilation to stderr.
-        hooked: layers that run as they are for a hook of the user.
-        left: returns what is left of the run; None: compile whatever is left.
-        early: returns whether it is too early to decide.
-        together: several processes weigh together, between steps (`LayerKind.agree`).
-        hooks_outside: the layers' own forwards are compiled, beneath their hooks.
-    """
-
-    def __init__(
-        self,
-        backend: str | Callable[..., Any],
-        measured: bool,
-        on_change: Callable[[], None],
-        verbose: bool,
-        hooked: HookedLayers,
-        left: Callable[[], StepsLeft] | None,
-        early: Callable[[], bool],
-        together: bool = False,
-        hooks_outside: bool = False,
-    ) -> None:
-        import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
-
-        self.backend = backend
-        self.measured = measured
-        self.on_change = on_change
-        self.verbose = verbose
-        self.hooked = hooked
-        self.left = left
-        self.early = early
-        self.together = together
-        self.hooks_outside = hooks_outside
-        limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
-        self.compile_errors: tuple[type[Exception], ...] = (exc.TorchDynamoException, limit, OSError)
+    backend: str | Callable[..., Any]
+    measure: bool
+    left: Callable[[], StepsLeft] | None
+    early: Callable[[], bool] | None
+    together: bool
+    hooks_outside: bool
+    on_change: Callable[[], None]
+    verbose: bool
 
     def say(self, text: str, end: str = "\n") -> None:
         if self.verbose:
@@ -98,17 +85,20 @@ class LayerKind:
         weighing: how far the processes have agreed; None where each decides for itself.
     """
 
-    def __init__(self, layers: list[nn.Module], settings: Settings) -> None:
+    def __init__(self, layers: list[nn.Module], options: Options) -> None:
+        import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
+
         self.name = type(layers[0]).__name__
         self.members = layers
         self.path = "pending"
         self.reason = ""
         self.seconds = self.deciding = 0.0
         self.unpaid = False
-        self.weighing = _Weighing() if settings.together else None
-        self._settings = settings
+        self.weighing = _Weighing() if options.together else None
+        self._options = options
         self._tried: set[str] = set()
         self._graph: CompiledLayer | None = None
+        self._compile_errors = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit, OSError)
 
     def run(self, layer: Any, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer of this kind.
@@ -119,14 +109,12 @@ class LayerKind:
             stock: the layer as it is; called with the hidden states.
             args, kwargs: of the layer.
         """
-        if self.path == "eager" or layer in self._settings.hooked:
-            return stock(*args[:1])
-        call = packed_call(layer, checkpoint, args, kwargs, hooks_outside=self._settings.hooks_outside)
+        call = packed_call(layer, checkpoint, args, kwargs, hooks_outside=self._options.hooks_outside)
         if call is None:
             return stock(*args[:1])
         place = call.place
         if place not in self._tried:
-            if self._settings.early():
+            if self._options.early is not None and self._options.early():
                 return stock(args[0])
             if self.weighing is not None and not self.weighing.pays:
                 self._time_eager(call, stock)
@@ -137,17 +125,17 @@ class LayerKind:
                 return stock(args[0])
         try:
             output, records = self._compiled(call, call.hidden)
-        except self._settings.compile_errors as error:
+        except self._compile_errors as error:
             # Raised while a new shape or type was compiled, before anything ran.
             close_frames(error)
             self._give_up(error)
             return stock(args[0])
-        recorded.hand_over(records)
+        hand_over(records)
         return output
 
-    def _compiled(self, call: LayerCall, hidden: Tensor) -> tuple[Any, recorded.Recorded]:
+    def _compiled(self, call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
         if self._graph is None:  # only now: `torch.compile` itself fails where Inductor's cache cannot be written
-            self._graph = CompiledLayer(self.name, self._settings.backend)
+            self._graph = CompiledLayer(self.name, self._options.backend)
         return self._graph(call, hidden)
 
     def _decide(self, call: LayerCall, stock: LayerRun) -> None:
@@ -155,45 +143,44 @@ class LayerKind:
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
-        start, first, trial = time.perf_counter(), self.path == "pending", call.for_trial()
+        first, trial = self.path == "pending", call.for_trial()
         paths: dict[str, LayerRun] = {"eager": stock if trial is call else trial.eagerly}
-        with undisturbed(call.layer, call.hidden.device, hooks_active()), recorded.nothing_recorded():
+        with self._beside_the_run(call):
             if not first or self._pays(paths, call):
                 paths["compiled"] = partial(self._compiled, trial)
-                measured = self._settings.measured and first and not (self.weighing and self.weighing.agreed)
+                measured = self._options.measure and first and not (self.weighing and self.weighing.agreed)
                 if self._compile(paths["compiled"], call) and measured:
                     self._choose(paths, call)
+        self._options.on_change()
+
+    @contextmanager
+    def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
+        start = time.perf_counter()
+        with _undisturbed(call):
+            yield
         self.deciding += time.perf_counter() - start
-        self._settings.on_change()
 
     def _time_eager(self, call: LayerCall, stock: LayerRun) -> None:
         """Time an eager layer step, once, for the next `agree`."""
         assert self.weighing is not None
-        if self.weighing.eager >= 0:
-            return
-        start, trial = time.perf_counter(), call.for_trial()
-        with undisturbed(call.layer, call.hidden.device, hooks_active()), recorded.nothing_recorded():
-            try:
-                run = stock if trial is call else trial.eagerly
-                self.weighing.eager = median_times({"eager": run}, call.hidden, call.layer)["eager"]
-            except FAILURES as error:  # the compiled step will tell
-                close_frames(error)
-                self.weighing.eager = math.inf
-        self.deciding += time.perf_counter() - start
+        if self.weighing.eager < 0:
+            trial = call.for_trial()
+            with self._beside_the_run(call):
+                self.weighing.eager = _seconds({"eager": stock if trial is call else trial.eagerly}, call)
 
     def agree(self, ranks: Ranks) -> None:
         """Take the next step of the decision with all processes: each calls this between the same two steps.
 
         The slowest of them is what the others wait for, so its times count.
         """
-        weighing, settings = self.weighing, self._settings
+        weighing, options = self.weighing, self._options
         assert weighing is not None
-        assert settings.left is not None
-        left = settings.left()
+        assert options.left is not None
+        left = options.left()
         eager, compiled, rows = ranks.most([weighing.eager, weighing.compiled, left.rows])
         weighing.asked += 1
         if not weighing.pays and eager >= 0:
-            weighing.pays = eager == math.inf or self._pays_off(eager, left._replace(rows=int(rows)), "")
+            weighing.pays = self._pays_off(eager, left._replace(rows=int(rows)), "")
             weighing.agreed = not weighing.pays
         elif weighing.pays and compiled >= 0:
             weighing.agreed = True
@@ -204,20 +191,17 @@ class LayerKind:
         elif weighing.asked > _MOST_ASKED:
             weighing.agreed = True
             self._give_up(f"no packed row in {_MOST_ASKED} steps")
-        settings.on_change()
+        options.on_change()
 
     def _pays(self, paths: dict[str, LayerRun], call: LayerCall) -> bool:
         """Return whether the steps that are left can pay for compiling, by an eager layer step; said where not."""
-        if self._settings.left is None or self.weighing is not None:
+        if self._options.left is None or self.weighing is not None:
             return True
-        try:
-            eager = median_times(paths, call.hidden, call.layer)["eager"]
-        except FAILURES as error:  # the compiled step will tell
-            close_frames(error)
-            return True
-        return self._pays_off(eager, self._settings.left(), f" {_per_row(call)}")
+        return self._pays_off(_seconds(paths, call), self._options.left(), f" {_per_row(call)}")
 
     def _pays_off(self, eager: float, left: StepsLeft, of_what: str) -> bool:
+        if eager == math.inf:  # the compiled step will tell
+            return True
         cost = StartUpCost(COMPILE_SECONDS, MOST_SAVED * eager * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
@@ -226,31 +210,31 @@ class LayerKind:
             f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
             f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms{of_what}"
         )
-        self._settings.say(f"layer_compile: {self.reason}")
+        self._options.say(f"layer_compile: {self.reason}")
         return False
 
     def _compile(self, compiled: LayerRun, call: LayerCall) -> bool:
-        settings = self._settings
-        settings.say(f"layer_compile: compiling {self.name} ...", end=" ")
+        options = self._options
+        options.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
-            seconds = step(compiled, call.hidden, call.layer)
-        except FAILURES + settings.compile_errors as error:
+            seconds = _step_time(compiled, call)
+        except FAILURES + self._compile_errors as error:
             close_frames(error)
-            settings.say("failed")
+            options.say("failed")
             self._give_up(error)
             return False
         except BaseException:
-            settings.say("stopped")
+            options.say("stopped")
             raise
-        settings.say(f"{seconds:.1f} s")
+        options.say(f"{seconds:.1f} s")
         self.seconds += seconds
-        self.path = settings.backend if isinstance(settings.backend, str) else "compiled"
+        self.path = options.backend if isinstance(options.backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
         return True
 
     def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
         """Take the fastest."""
-        times = median_times(paths, call.hidden, call.layer)
+        times = median_times(paths, call)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
         self.reason += f"; {seen} {_per_row(call)}"
         if self.weighing is not None:
@@ -265,7 +249,7 @@ class LayerKind:
         said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
         self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
-        self._settings.on_change()
+        self._options.on_change()
 
 
 @dataclass(slots=True)
@@ -282,6 +266,15 @@ class _Weighing:
     asked: int = 0
 
 
+def _seconds(paths: dict[str, LayerRun], call: LayerCall) -> float:
+    """Return the seconds of an eager layer step; infinite where it failed."""
+    try:
+        return median_times(paths, call)["eager"]
+    except FAILURES as error:
+        close_frames(error)
+        return math.inf
+
+
 def _per_row(call: LayerCall) -> str:
     return f"per layer and row of {call.hidden.shape[1]:,} tokens"
 
@@ -294,3 +287,55 @@ def _first_lines(error: BaseException) -> str:
     if isinstance(first_cause(error), OSError) or "[Errno" in said:
         said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
     return said
+
+
+@contextmanager
+def _undisturbed(call: LayerCall) -> Iterator[None]:
+    """Restore random state and buffers afterwards; outputs are not recorded, and no saved-tensor hook sees a tensor."""
+    device = call.hidden.device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(buffers_kept(call.layer))
+        stack.enter_context(nothing_recorded())
+        if hooks_active():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield
+
+
+def _step_time(run: LayerRun, call: LayerCall) -> float:
+    """Return the seconds of one forward and backward."""
+    return timed(partial(_differentiate, run, call), _clock(call))[1]
+
+
+def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
+    """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
+    sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
+    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call), loud=FAILURES)
+    return {name: rounds.time(name).median for name in paths}
+
+
+def _clock(call: LayerCall) -> Clock:
+    return clock_of(call.hidden.device.type, call.hidden.device)
+
+
+def _differentiate(run: LayerRun, call: LayerCall) -> None:
+    """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
+    hidden = call.hidden.detach().requires_grad_()
+    roots = [tensor for tensor in tensors_in(run(hidden)) if tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
+
+
+def _trained(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield what a step trains, as the layer reads it.
+
+    Where adapters were cast together for the whole model (`apply_lora`) those casts stand for them: a gradient of the
+    parameters would go through a graph that is not this layer's, and the run still needs it.
+    """
+    casts = [cast for module in layer.modules() if (cast := getattr(module, "fastpack_cast", None)) is not None]
+    made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
+    for cast in casts:
+        yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
+    # A hook on a parameter would see each gradient that is asked for.
+    parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)
+    yield from (p for p in parameters if id(p) not in made)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.upstream import found
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
 
@@ -72,3 +73,19 @@ def _reasons(run: Run) -> Iterator[object]:
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"
     yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"
+
+
+def start_workers(run: Run) -> None:
+    """Start the processes to which Inductor gives its Triton kernels, where layers of this run may be compiled.
+
+    They import torch first, which takes seconds; kernels that come before are compiled one after the other in this
+    process. torch starts them when it has traced the first graph, so here they get ready beside the packing proof and
+    the plan. Nothing is started twice, and torch's own settings hold (``TORCH_WARM_POOL=0``,
+    ``TORCHINDUCTOR_COMPILE_THREADS=1``).
+    """
+    if run.device.type != "cuda" or why_not(run):  # other devices compile no Triton
+        return
+    start = found("torch._inductor.async_compile.maybe_warm_pool")
+    if start is not None:
+        with suppress(OSError):  # no further process can be started: torch finds out by itself
+            start()

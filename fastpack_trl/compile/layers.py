@@ -12,21 +12,21 @@ below it in 5.23; so that function is wrapped as well (`model.checkpoint_seam`).
 with the layer (what is computed again is then chosen per operator, and fused), unless it is not torch's plain one or
 saved-tensor hooks are around it: offloading needs the checkpoint at run time, and what it runs is compiled instead.
 
-Under FSDP 2 the hooks of a layer gather its parameters before it runs and part them again afterwards. They stay outside
-of the compiled function: there the layer gets a ``forward`` of its own (`_CallInHooks`), in the slot's place.
+Under FSDP 2 the hooks of a layer gather its parameters before it runs and shard them again afterwards. They stay
+outside of the compiled function: there the layer gets a ``forward`` of its own (`_Call`), in the slot's place.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fastpack_trl.compile.hooked import HookedLayers
-from fastpack_trl.compile.kind import LayerKind, Settings
+from fastpack_trl.compile.kind import LayerKind, LayerRun, Options
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.checkpoint_seam import (
     Nesting,
@@ -36,29 +36,58 @@ from fastpack_trl.model.checkpoint_seam import (
     stock_checkpoint,
 )
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
+from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
+
+logger = logging.getLogger(__name__)
 
 
 class CompiledLayers:
     """The compiled layers of one model, as `compiled_layers` yields them.
 
+    A layer with a hook of the user runs as it is while the hook is there: torch would bake the hooks of the first layer
+    into the graph that all layers of a kind share, and see none that comes later: its guards leave hooks out.
+
     Attributes:
         kinds: one `LayerKind` per kind of decoder layer, with its path, its reason and the seconds of compilation.
-        hooked: layers that run as they are for a hook of the user.
         waits: what has to pass before any kind is decided, as `reason` says it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, names: Mapping[nn.Module, str], on_change: Callable[[CompiledLayers], None] | None, waits: str
+    ) -> None:
         self.kinds: list[LayerKind] = []
-        self.waits = ""
-        self.hooked = HookedLayers({}, lambda: None)
+        self.waits = waits
+        self._watches = {layer: HookWatch(layer, name) for layer, name in names.items()}
+        self._on_change = on_change
+        self._said: set[str] = set()
+
+    def changed(self) -> None:
+        """Say that a kind was decided, or that a layer got its first hook or lost its last."""
+        if self._on_change is not None:
+            self._on_change(self)
+
+    def is_hooked(self, layer: nn.Module) -> bool:
+        """Return whether a hook of the user reaches into a layer: asked before each call of it."""
+        watch = self._watches[layer]
+        before, found = watch.found, watch.look()
+        if found != before:
+            what = found.partition(" on ")[0]
+            if what and what not in self._said:
+                self._said.add(what)
+                logger.warning(
+                    f"layer_compile: {found}: layers that it reaches run eager while it is there; remove it to have "
+                    "them compiled, or set layer_compile='off'"
+                )
+            self.changed()
+        return bool(found)
 
     @property
     def path(self) -> str:
         """Return the paths in use, e.g. ``inductor`` or ``eager, inductor``."""
-        paths = {kind.path for kind in self.kinds if kind.path == "eager" or not all(self.hooked.on(kind.members))}
+        paths = {kind.path for kind in self.kinds if kind.path == "eager" or not all(self._found(kind))}
         return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
 
     @property
@@ -83,15 +112,18 @@ class CompiledLayers:
         return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
 
     def agree(self, ranks: Ranks) -> None:
-        """Go on with what is weighed together; see `LayerKind.agree`."""
+        """Take the next step of the decisions that all processes take together; see `LayerKind.agree`."""
         for kind in self.kinds:
             if kind.weighing is not None and not kind.weighing.agreed:
                 kind.agree(ranks)
 
+    def _found(self, kind: LayerKind) -> list[str]:
+        """Return the hook that each layer had when it ran last; empty for none."""
+        return [self._watches[layer].found for layer in kind.members]
+
     def _hooked(self) -> list[str]:
         """Return the hook of each layer that would be compiled without it."""
-        layers = [layer for kind in self.kinds if kind.path != "eager" for layer in kind.members]
-        return list(filter(None, self.hooked.on(layers)))
+        return [found for kind in self.kinds if kind.path != "eager" for found in self._found(kind) if found]
 
 
 @contextlib.contextmanager
@@ -127,8 +159,8 @@ def compiled_layers(
         model: a transformers causal language model, plain or inside PEFT.
         measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
             Costs some fifteen layer steps.
-        left: returns what is left of the run: layers are then compiled only where it
-            can be paid back (`measure.payback`), by an eager layer step that is timed before. None: whatever is left.
+        left: returns the steps left of the run: layers are then compiled only where it can be paid back
+            (`measure.payback`), by an eager layer step that is timed before. None: however many are left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
         together: several processes weigh together: `CompiledLayers.agree` is called between steps, by each of them.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
@@ -142,27 +174,21 @@ def compiled_layers(
     layers = decoder_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
-    handle = CompiledLayers()
-    changed = (lambda: None) if on_change is None else partial(on_change, handle)
-    names = {module: name for name, module in model.named_modules()}
-    handle.hooked = HookedLayers({layer: names[layer] for layer in layers}, changed)
-    settings = Settings(
-        _backend, measure, changed, verbose, handle.hooked, left, early or (lambda: False),
-        together, hooks_outside,
+    names = {module: name for name, module in model.named_modules() if module in layers}
+    handle = CompiledLayers(names, on_change, ", after the first step" if early is not None else "")
+    options = Options(
+        backend=_backend, measure=measure, left=left, early=early, together=together, hooks_outside=hooks_outside,
+        on_change=handle.changed, verbose=verbose,
     )  # fmt: skip
-    handle.waits = ", after the first step" if early is not None else ""
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already
             groups.setdefault(_structure(layer), []).append(layer)
-    calls: list[_Call] = []
-    for group in groups.values():
-        kind = LayerKind(group, settings)
-        handle.kinds.append(kind)
-        calls += [(_CallInHooks if hooks_outside else _Call)(layer, kind) for layer in group]
+    handle.kinds = [LayerKind(group, options) for group in groups.values()]
     with contextlib.ExitStack() as stack:
-        for call in calls:
-            stack.enter_context(call.installed())
+        for kind in handle.kinds:
+            for layer in kind.members:
+                stack.enter_context(_Call(layer, kind, handle, hooks_outside).installed())
         yield handle
 
 
@@ -181,62 +207,48 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def _structure(layer: nn.Module) -> Any:
     """Return what a graph depends on beside shapes: the classes of the modules and the windows of the attentions."""
-    windows = (window_of(module) for module in attention_modules_of(layer))
-    return tuple(type(module) for module in layer.modules()), tuple(windows)
-
-
-def attention_modules_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of one layer that have a window to be asked for."""
-    return [module for module in layer.modules() if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    modules = list(layer.modules())
+    windows = [window_of(module) for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    return tuple(map(type, modules)), tuple(windows)
 
 
 class _Call:
-    """A layer's `_compiled_call_impl`, and its checkpoint function while it is checkpointed."""
+    """What runs in place of a layer's call, and in its checkpoint.
 
-    def __init__(self, layer: Any, kind: LayerKind) -> None:
-        self.layer = layer
-        self.kind = kind
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        in_checkpoint = checkpoint_wrapped(self.layer, self.checkpointed, Nesting.COMPILE)
-        with attribute_set(self.layer, "_compiled_call_impl", self), in_checkpoint:
-            yield
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.layer._call_impl, args, kwargs)
-
-    def _run(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer = self.layer
-        if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            return stock(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
-        return self.kind.run(layer, None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
-
-    def checkpointed(self, inner: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer compiled, inside of its checkpoint or with it."""
-        keywords = layer_keywords(function) if isinstance(self.layer, GradientCheckpointingLayer) else {}
-        if kwargs or not keywords:
-            return inner(function, *args, **kwargs)
-        stock = stock_checkpoint(self.layer)
-        return self.kind.run(self.layer, stock, lambda *hidden: inner(function, *hidden, *args[1:]), args, keywords)
-
-
-class _CallInHooks(_Call):
-    """A layer's own ``forward``, which torch calls between the hooks; no copy travels with it: FSDP allows none.
-
-    Its class is looked up in each call: FSDP gives the layer another one meanwhile.
+    With `hooks_outside` it is the layer's own ``forward``, which torch calls between the hooks; no copy travels with
+    it: FSDP allows none, and gives the layer another class meanwhile, so that the class is looked up in each call.
     """
 
+    def __init__(self, layer: Any, kind: LayerKind, layers: CompiledLayers, hooks_outside: bool) -> None:
+        self._layer, self._kind, self._layers, self._hooks_outside = layer, kind, layers, hooks_outside
+        # Else a checkpoint runs what stands in the layer's place.
+        self._in_checkpoint = checkpoints_inside_hooks() or not hooks_outside
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        slot = "forward" if self._hooks_outside else "_compiled_call_impl"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute_set(self.layer, "forward", self))
-            if checkpoints_inside_hooks():  # else a checkpoint runs what is here
-                stack.enter_context(checkpoint_wrapped(self.layer, self.checkpointed, Nesting.COMPILE))
+            stack.enter_context(attribute_set(self._layer, slot, self))
+            if self._in_checkpoint:
+                stack.enter_context(checkpoint_wrapped(self._layer, self._checkpointed, Nesting.COMPILE))
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stock = partial(type(self.layer).forward, self.layer)
-        if checkpoints_inside_hooks():
-            return self._run(stock, args, kwargs)
-        return self.kind.run(self.layer, None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
+        layer = self._layer
+        stock = partial(type(layer).forward, layer) if self._hooks_outside else layer._call_impl
+        if self._in_checkpoint and getattr(layer, "gradient_checkpointing", False) and layer.training:
+            return stock(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
+        return self._run(None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
+
+    def _checkpointed(self, inner: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer compiled, inside of its checkpoint or with it."""
+        keywords = layer_keywords(function) if isinstance(self._layer, GradientCheckpointingLayer) else {}
+        if kwargs or not keywords:
+            return inner(function, *args, **kwargs)
+        checkpoint = stock_checkpoint(self._layer)
+        return self._run(checkpoint, lambda *hidden: inner(function, *hidden, *args[1:]), args, keywords)
+
+    def _run(self, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._kind.path == "eager" or self._layers.is_hooked(self._layer):
+            return stock(*args[:1])
+        return self._kind.run(self._layer, checkpoint, stock, args, kwargs)

@@ -39,19 +39,6 @@ def combine(
         from fastpack_trl.kernels.combine_triton import combine_triton
 
         return combine_triton(rows_sh, inverse_tk, weights_tk, bias_eh=bias_eh, ids_tk=ids_tk, dtype=dtype)
-    return combine_torch(rows_sh, inverse_tk, weights_tk, bias_eh=bias_eh, ids_tk=ids_tk, dtype=dtype)
-
-
-def combine_torch(
-    rows_sh: Tensor,
-    inverse_tk: Tensor,
-    weights_tk: Tensor | None = None,
-    *,
-    bias_eh: Tensor | None = None,
-    ids_tk: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute `combine` in plain torch."""
     dtype = dtype or rows_sh.dtype
     if (weights_tk is None or weights_tk.dtype == rows_sh.dtype) and dtype == rows_sh.dtype:
         # Gather and sum in one; rounds once.
@@ -75,10 +62,5 @@ def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor
         from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton
 
         return bias_weight_grad_triton(grad_th, bias_eh, ids_tk)
-    return bias_weight_grad_torch(grad_th, bias_eh, ids_tk)
-
-
-def bias_weight_grad_torch(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """Compute `bias_weight_grad` in plain torch."""
     wide = torch.promote_types(grad_th.dtype, torch.float32)
     return (grad_th @ bias_eh.t()).gather(1, ids_tk.long()).to(wide)

@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `fastpack_trl.kernels.combine`: each output row is written once, summed in fp32 in a fixed order.
-
-Imported only where a kernel runs: Triton decides on import whether it compiles or interprets.
-"""
+"""Triton kernels of `fastpack_trl.kernels.combine`: each output row is written once, summed in fp32 in fixed order."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> Scales:
-        """Return those of bitsandbytes' `QuantState`, by reference."""
+        """Return the tensors of bitsandbytes' `QuantState`, by reference."""
         if not state.nested:
             return cls(state.absmax)
         return cls(state.absmax, state.state2.absmax, state.state2.code, state.offset)
@@ -69,24 +69,6 @@ def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, state)
-
-
-def dequantise_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
-    """Compute `dequantise_4bit` in plain torch.
-
-    Args:
-        packed, state: as there.
-        code: (16,) fp32, the value of each half of a byte before scaling.
-    """
-    scales = state.absmax
-    if state.state2 is not None:
-        inner = state.state2
-        scales = inner.code[scales.int()] * inner.absmax.repeat_interleave(inner.blocksize)[: scales.numel()]
-        scales = scales + state.offset
-    stored = packed.contiguous().view(-1).view(torch.uint8)
-    values = code[torch.stack((stored >> 4, stored & 15), dim=1).view(-1).int()][: state.shape.numel()]
-    scales = scales.repeat_interleave(state.blocksize)[: values.numel()]
-    return (values * scales).to(state.dtype).view(state.shape)
 
 
 def _covers(packed: Tensor, state: Any) -> bool:

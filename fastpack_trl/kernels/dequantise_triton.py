@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `fastpack_trl.kernels.dequantise`: scales of scales, scales and values in one pass.
-
-Imported only where the kernel runs: Triton decides on import whether it compiles or interprets.
-"""
+"""Triton kernel of `fastpack_trl.kernels.dequantise`: scales of scales, scales and values in one pass."""
 
 from __future__ import annotations
 
@@ -52,7 +49,12 @@ def _dequantise_kernel(
 
 
 def dequantise_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
-    """Compute `dequantise_4bit_torch` in one kernel."""
+    """Compute `dequantise_4bit` in one kernel.
+
+    Args:
+        packed, state: as there.
+        code: (16,) fp32, the value of each half of a byte before scaling.
+    """
     stored = packed.contiguous().view(-1).view(torch.uint8)
     out = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
     inner = state.state2

@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `fastpack_trl.kernels.fp8`: largest magnitude, scale and cast in one pass; bytes transposed.
-
-Imported only where a kernel runs: Triton decides on import whether it compiles or interprets.
-"""
+"""Triton kernels of `fastpack_trl.kernels.fp8`: largest magnitude, scale and cast in one pass; bytes transposed."""
 
 from __future__ import annotations
 

@@ -30,11 +30,6 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
         from fastpack_trl.kernels.gate_triton import gate_forward_triton
 
         return gate_forward_triton(h_sf, bias_ef, expert_s, gate)
-    return gate_forward_torch(h_sf, bias_ef, expert_s, gate)
-
-
-def gate_forward_torch(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate) -> Tensor:
-    """Compute `gate_forward` in plain torch."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
     if gate.function is not None:
         return gate.function(h_sf)
@@ -63,13 +58,6 @@ def gate_backward(
         from fastpack_trl.kernels.gate_triton import gate_backward_triton
 
         return gate_backward_triton(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
-    return gate_backward_torch(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
-
-
-def gate_backward_torch(
-    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `gate_backward` in plain torch."""
     h_sf = _with_bias(h_sf, bias_ef, expert_s)
     weight = weight_s.unsqueeze(1)
     if gate.function is not None:

@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `fastpack_trl.kernels.gate`: bias and gate in one pass over the pre-activation, in fp32 inside.
-
-Imported only where a kernel runs: Triton decides on import whether it compiles or interprets.
-"""
+"""Triton kernels of `fastpack_trl.kernels.gate`: bias and gate in one pass over the pre-activation, in fp32 inside."""
 
 from __future__ import annotations
 

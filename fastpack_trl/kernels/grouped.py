@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
-_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from fastpack_trl.kernels._triton import DTYPES
+
 _ON_DEVICE = (9, 10)
 """Major compute capabilities on which torch's kernel for bf16 reads its offsets itself; elsewhere torch loops."""
 ALIGNMENT = 16
@@ -25,7 +27,7 @@ Offsets: TypeAlias = Tensor | tuple[int, ...]
 
 
 def reads_offsets(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch's grouped GEMM asks the device for its offsets: not in bf16 on Hopper and Blackwell."""
+    """Return whether torch's grouped GEMM reads its offsets on the host: not in bf16 on Hopper and Blackwell."""
     return device.type == "cuda" and not (
         dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in _ON_DEVICE
     )
@@ -50,7 +52,7 @@ def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Offsets) -> Tensor:
     if not x_sk.shape[0]:
         return x_sk.new_empty(0, weight_ekn.shape[2])
     if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, weight_ekn):
-        return cast("Tensor", _torch_grouped_mm(x_sk, weight_ekn, offsets_e))
+        return F.grouped_mm(x_sk, weight_ekn, offs=offsets_e)
     out = x_sk.new_empty(x_sk.shape[0], weight_ekn.shape[2])
     for expert, (start, end) in enumerate(_bounds(offsets_e)):
         torch.mm(x_sk[start:end], weight_ekn[expert], out=out[start:end])
@@ -68,7 +70,7 @@ def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Offsets) -> Tensor:
     if not x_sk.shape[0]:
         return x_sk.new_zeros(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
     if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, y_sn):
-        return cast("Tensor", _torch_grouped_mm(x_sk.t(), y_sn, offsets_e))
+        return F.grouped_mm(x_sk.t(), y_sn, offs=offsets_e)
     out = x_sk.new_empty(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
     for expert, (start, end) in enumerate(_bounds(offsets_e)):
         torch.mm(x_sk[start:end].t(), y_sn[start:end], out=out[expert])
@@ -84,7 +86,7 @@ def grouped_sum(x_sn: Tensor, offsets_e: Offsets, weights_s: Tensor | None = Non
 
 
 def _torch_takes(a: Tensor, b: Tensor) -> bool:
-    return a.dtype in _GROUPED_DTYPES and all(
+    return a.dtype in DTYPES and all(
         stride * tensor.element_size() % ALIGNMENT == 0
         for tensor in (a, b)
         for stride in tensor.stride()
@@ -92,12 +94,7 @@ def _torch_takes(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _torch_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    public = getattr(torch.nn.functional, "grouped_mm", None)
-    return public(a, b, offs=offsets) if public is not None else torch._grouped_mm(a, b, offs=offsets)
-
-
 def _bounds(offsets_e: Offsets) -> list[tuple[int, int]]:
-    # A tensor asks the device: only fp64 and unaligned shapes come here with one.
+    # A tensor is read on the host: only fp64 and unaligned shapes come here with one.
     ends = offsets_e.tolist() if isinstance(offsets_e, Tensor) else offsets_e
     return list(zip([0, *ends], ends, strict=False))

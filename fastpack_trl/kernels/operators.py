@@ -27,11 +27,6 @@ _SCHEMA = {
 }  # fmt: skip
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    """Return the operator signature of a function with annotated tensors and constants that changes none of them."""
-    return str(torch.library.infer_schema(function, mutates_args=()))
-
-
 def arguments_of(fields: type[Any], prefix: str = "") -> str:
     """Return the annotated fields of a class as arguments of a signature: ``Tensor query, Tensor? sinks, float scale``.
 
@@ -54,7 +49,7 @@ def operator(
         signature: ``(Tensor x, int n) -> Tensor``; read from the annotations where it is not given.
     """
     name = function.__name__
-    _library.define(name + (signature or signature_of(function)))
+    _library.define(name + (signature or torch.library.infer_schema(function, mutates_args=())))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     packet = getattr(torch.ops.fastpack, name)

@@ -201,7 +201,6 @@ TABLE: tuple[Upstream, ...] = (
         ("transformers.utils.output_capturing._active_collector",), ("compile",),
         "a layer that records router logits is compiled where torch can trace it",
     ),
-    Upstream(("torch._grouped_mm",), ("kernels",), "only asked where torch.nn.functional has no grouped_mm"),
     Upstream(
         _all("torch.ops.aten",
              "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.kernels.head_tiles import TorchTiles, TritonTiles
 from fastpack_trl.model.upstream import found
-from fastpack_trl.step import plain_tile
 
 ChunkedLogProbFunction = found("trl.kernels.ChunkedLogProbFunction")
 chunked_logprob = found("trl.kernels.chunked_logprob")
@@ -42,7 +42,6 @@ _BACKWARD = (
     "tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols",
     "logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE",
 )  # fmt: skip
-_NO_STATISTICS = {"HAS_LOG_SUM_SQ_PROBS": False, "HAS_MEAN_LOGITS": False}
 
 
 class HeadLoss(NamedTuple):
@@ -63,7 +62,7 @@ class HeadLoss(NamedTuple):
 
 def missing_tile_functions() -> str:
     """Return the functions on tiles that `head_loss` uses and the installed TRL lacks; empty if all are there."""
-    # A kernel cannot be asked for its parameters where Triton is missing: those of its twin in torch stand for them.
+    # Where Triton is missing a kernel does not show its parameters; its twin in torch has the same ones.
     for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
         function = getattr(chunked_logprob, name, None)
         if function is None or tuple(inspect.signature(function).parameters) != parameters:
@@ -88,7 +87,7 @@ def head_loss(
     """Return the sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
 
     The gradients are made in the forward pass and only scaled in the backward pass, which may therefore run once.
-    Asks the device nothing. Compiled code calls it as one opaque operation.
+    Never synchronises. Compiled code calls it as one opaque operation.
 
     Args:
         hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.
@@ -108,15 +107,22 @@ def head_loss(
         RuntimeError: in a second backward pass through the same graph.
     """
     _check(loss_type)
-    differentiable = torch.is_grad_enabled()
-    rows = 1
-    if tile_elements is None and chunked_logprob._use_triton(hidden.device):
+    differentiable, vocabulary = torch.is_grad_enabled(), weight.shape[0]
+    tiles: TorchTiles | TritonTiles
+    if chunked_logprob._use_triton(hidden.device):
+        tiles = TritonTiles(
+            logit_scale, softcap, forward=chunked_logprob._forward_kernel, backward=chunked_logprob._backward_kernel,
+            block_size=chunked_logprob._BLOCK_SIZE,
+        )  # fmt: skip
         # A trained weight gets its gradient added once per tile: fewer, larger tiles.
-        tile_elements = TILE_ELEMENTS * (2 if differentiable and weight.requires_grad else 1)
-    elif tile_elements is None:
-        tile_elements, rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
-    options = _Options(loss_type, logit_scale, softcap, differentiable, max(rows, tile_elements // weight.shape[0]))
-    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, mask, options))
+        elements, least_rows = TILE_ELEMENTS * (2 if differentiable and weight.requires_grad else 1), 1
+    else:
+        tiles = TorchTiles(logit_scale, softcap)
+        elements, least_rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
+    rows = max(least_rows, elements // vocabulary) if tile_elements is None else max(1, tile_elements // vocabulary)
+    return HeadLoss(
+        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, loss_type, differentiable, tiles, rows)
+    )
 
 
 def reference_head_loss(
@@ -148,27 +154,6 @@ def _check(loss_type: str) -> None:
         raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
 
 
-class _Options(NamedTuple):
-    loss_type: str
-    logit_scale: float
-    softcap: float | None
-    differentiable: bool
-    tile_rows: int
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What makes logits of products."""
-        return {"logit_scale": self.logit_scale, "softcap": self.softcap}
-
-    @property
-    def of_kernels(self) -> dict[str, Any]:
-        """Keywords of TRL's kernels on tiles."""
-        return {
-            "logit_scale": self.logit_scale, "softcap": self.softcap or 1.0, "inv_t": 1.0,
-            "HAS_SOFTCAP": self.softcap is not None, "BLOCK_SIZE": chunked_logprob._BLOCK_SIZE,
-        }  # fmt: skip
-
-
 class _HeadLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -178,13 +163,15 @@ class _HeadLossFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         mask: Tensor | None,
-        options: _Options,
+        loss_type: str,
+        differentiable: bool,
+        tiles: TorchTiles | TritonTiles,
+        tile_rows: int,
     ) -> tuple[Tensor, ...]:
         device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
-        on, off = torch.is_autocast_enabled(device.type), hidden.dtype
-        dtype = torch.get_autocast_dtype(device.type) if on else off
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
         # Under `no_grad` a trained weight still says that it needs a gradient.
-        wants = [options.differentiable and needed for needed in ctx.needs_input_grad[:3]]
+        wants = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
         fp32 = {"device": device, "dtype": torch.float32}
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight = torch.zeros(weight.shape, **fp32) if wants[1] else None
@@ -192,30 +179,30 @@ class _HeadLossFunction(torch.autograd.Function):
         log_probs, entropy = torch.empty(count, **fp32), torch.empty(count, **fp32)
         is_top1 = torch.empty(count, device=device, dtype=torch.bool)
         total = torch.zeros((), **fp32)
-        height = min(count, options.tile_rows)
+        height = min(count, tile_rows)
         stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        tiles = torch.empty(height, stride, device=device, dtype=dtype)[:, :vocabulary]
+        buffer = torch.empty(height, stride, device=device, dtype=dtype)[:, :vocabulary]
         sums = torch.empty(height, hidden.shape[1], **fp32) if wants[0] else None
         slices, masked = _slices(weight, dtype), ~mask if mask is not None else None
-        for start in range(0, count, options.tile_rows):
-            rows = slice(start, min(start + options.tile_rows, count))
-            inputs, tile = hidden[rows].to(dtype), tiles[: rows.stop - start]
+        for start in range(0, count, tile_rows):
+            rows = slice(start, min(start + tile_rows, count))
+            inputs, tile = hidden[rows].to(dtype), buffer[: rows.stop - start]
             for columns in slices:
                 torch.mm(inputs, weight[columns].to(dtype).t(), out=tile[:, columns])
             if bias is not None:
                 tile.add_(bias.to(dtype))
-            folded = _fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows], options)
+            folded = tiles.fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows])
             if masked is not None:
                 for figures in (log_probs, entropy, is_top1):
                     figures[rows].masked_fill_(masked[rows], 0)
             # Gradient of the sum of the losses with respect to each log-probability.
-            factors = -log_probs[rows].exp() if options.loss_type == "dft" else torch.full_like(log_probs[rows], -1.0)
+            factors = -log_probs[rows].exp() if loss_type == "dft" else torch.full_like(log_probs[rows], -1.0)
             if masked is not None:
                 factors.masked_fill_(masked[rows], 0)
             total += (factors * log_probs[rows]).sum()
             if not any(wants):
                 continue
-            _differentiate(tile, targets[rows], folded, factors, options)
+            tiles.differentiate(tile, targets[rows], folded, factors)
             if grad_hidden is not None and sums is not None:
                 part = sums[: rows.stop - start].zero_()
                 for columns in slices:
@@ -244,7 +231,7 @@ class _HeadLossFunction(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )  # fmt: skip
-        return (*scaled, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
 def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
@@ -252,37 +239,3 @@ def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
     fused = weight.dtype == dtype and (dtype == torch.float32 or chunked_logprob._use_triton(weight.device))
     width = weight.shape[0] if fused else VOCABULARY_SLICE
     return [slice(start, min(start + width, weight.shape[0])) for start in range(0, weight.shape[0], width)]
-
-
-def _fold(
-    tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor, options: _Options
-) -> Tensor:
-    """Write the figures of a (n, V) tile of products to the outputs of its rows; return what `_differentiate` needs."""
-    if not chunked_logprob._use_triton(tile.device):
-        return plain_tile.fold(tile, targets, log_probs, entropy, is_top1, **options.shape)
-    count, vocabulary = tile.shape
-    sums = torch.zeros(5, count, device=tile.device, dtype=torch.float32)
-    largest = torch.full((2, count), -torch.inf, device=tile.device, dtype=torch.float32)
-    (sum_exp, x_sum_exp, sq_sum_exp, z_sum, target_logit), (running_max, max_before_target) = sums, largest
-    chunked_logprob._forward_kernel[(count,)](
-        tile, tile.stride(0), targets, running_max, sum_exp, x_sum_exp, sq_sum_exp, z_sum, max_before_target,
-        target_logit, 0, vocabulary, HAS_ENTROPY=True, HAS_IS_TOP1=True, **_NO_STATISTICS, **options.of_kernels,
-    )  # fmt: skip
-    log_z = running_max + sum_exp.log()
-    torch.sub(target_logit, log_z, out=log_probs)
-    torch.sub(log_z, x_sum_exp / sum_exp, out=entropy)
-    torch.logical_and(target_logit >= running_max, target_logit > max_before_target, out=is_top1)
-    return log_z
-
-
-def _differentiate(tile: Tensor, targets: Tensor, folded: Tensor, factors: Tensor, options: _Options) -> None:
-    """Turn a tile of products into the gradient with respect to them, in place."""
-    if not chunked_logprob._use_triton(tile.device):
-        plain_tile.differentiate(tile, targets, folded, factors, logit_scale=options.logit_scale)
-        return
-    count, vocabulary = tile.shape
-    blocks = -(-vocabulary // chunked_logprob._BLOCK_SIZE)
-    chunked_logprob._backward_kernel[(count, blocks)](
-        tile, tile.stride(0), targets, folded, folded, factors, folded, 0, vocabulary,
-        HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options.of_kernels,
-    )  # fmt: skip

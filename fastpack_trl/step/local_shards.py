@@ -112,15 +112,15 @@ def _over_local(optimizer: Any, trained: list[nn.Parameter]) -> Iterator[None]:
     # Not the pieces themselves, which would keep the gradients.
     own = [piece.detach() for piece in pieces(trained)]
     values = iter(pieces([value for parameter in trained for value in state[parameter].values()]))
-    parted: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    local_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for parameter, tensor, gradient in zip(trained, own, pieces([p.grad for p in trained]), strict=True):
         tensor.grad = gradient
-        parted[tensor] = {name: next(values) for name in state[parameter]}
+        local_state[tensor] = {name: next(values) for name in state[parameter]}
     left = iter(own)
     try:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = [next(left) for parameter in parameters if parameter.grad is not None]
-        optimizer.state = parted
+        optimizer.state = local_state
         yield
     finally:
         optimizer.state = state

@@ -1,8 +1,8 @@
 """The loss of `FastSFTTrainer` at the positions that the collator chose: a forward laid around TRL's.
 
-TRL selects the positions with a loss by a boolean mask, which makes the host ask the device how many there are. The
-collator knows them (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on
-their way, last by a hook on the model: whether they are those of the collator is looked at here, where they arrive.
+TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
+(`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
+hook on the model: whether they are still the collator's is looked at here, where they arrive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
-from fastpack_trl.step.load_balancing import experts_named, load_balancing_loss, load_balancing_losses
+from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
 _CONSTANTS = ("temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr")
 _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
@@ -34,13 +34,10 @@ class ChosenLoss(ModelOutput):
     """Result of the forward for a batch with `loss_positions`.
 
     Args:
-        total: () fp32, sum of the losses of the N positions, with gradient.
-        log_probs: (N,) fp32.
-        entropy: (N,) fp32, in nats.
-        is_top1: (N,) bool. Masked positions of a static batch have 0, 0 and False.
+        total, log_probs, entropy, is_top1: see `HeadLoss`.
         aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
             static one with room for several micro-batches.
-        positions: (N,) int64, where the labels were not those of the collator; None where they were.
+        positions: (N,) int64, where the labels are not the collator's any more; None where they are.
     """
 
     total: Tensor | None = None
@@ -64,12 +61,12 @@ class LossForward:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._stock: Any = model.forward
-        constants = lacks("sync_free") or _read_constants(self._stock)
-        self.missing = constants if isinstance(constants, str) else ""
-        if isinstance(constants, str):
+        constants, why_not = _read_constants(self._stock)
+        self.missing = lacks("sync_free") or why_not
+        if self.missing:
             return
         self._lacks_tiles = missing_tile_functions()
-        self._function = _around(_knowing_experts(self._stock.__func__), constants, self._lacks_tiles)
+        self._function = _around(self._stock.__func__, constants, self._lacks_tiles)
         model.forward = types.MethodType(self._function, model)
 
     @property
@@ -114,41 +111,28 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _inside(forward: Any) -> Any:
-    """Return the forward inside of one: a second trainer of a model lays TRL's, and its own, around what is there."""
+    """Return the forward inside of one: a second trainer of a model lays TRL's and its own around what it finds."""
     function = getattr(forward, "__func__", forward)
     cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return cells.get("original_forward") or getattr(forward, "__wrapped__", None)
 
 
-def _read_constants(forward: Any) -> dict[str, Any] | str:
-    """Return the numbers that TRL's forward holds in its closure, or what is missing."""
+def _read_constants(forward: Any) -> tuple[dict[str, Any], str]:
+    """Return what TRL's forward holds in its closure, and why that cannot be used; empty where it can."""
     function = getattr(forward, "__func__", None)
     found = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
     lacks = [name for name in (*_CONSTANTS, "text_config") if name not in found]
     if lacks:
-        return f"trl's fused head has no {', '.join(lacks)} in its closure"
+        return found, f"trl's fused head has no {', '.join(lacks)} in its closure"
     if found["temperature"] != 1.0 or found["cast_lm_head_to_fp32"]:
-        return "trl's fused head was set up with a temperature or in fp32"
-    return found
-
-
-def _knowing_experts(forward: Any) -> Any:
-    """Return TRL's forward, able to read the number of experts of every family."""
-    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-    config = cells["text_config"].cell_contents
-    if (named := experts_named(config)) is config:
-        return forward
-    cells["text_config"] = types.CellType(named)
-    same = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values())
-    )
-    same.__kwdefaults__ = forward.__kwdefaults__
-    return functools.update_wrapper(same, forward)
+        return found, "trl's fused head was set up with a temperature or in fp32"
+    return found, ""
 
 
 def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
+    knowing_experts = experts_named(text_config)
     compute: Callable[..., HeadLoss] = functools.partial(
         reference_head_loss if lacks_tiles else head_loss,
         logit_scale=constants["logit_scale"],
@@ -165,11 +149,11 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
     ) -> Any:
         labels: Any = kwargs.get("labels")
         shift_labels: Tensor | None = kwargs.get("shift_labels")
-        if loss_batch is None:
-            return stock(self, *args, **kwargs)
-        if labels is None and shift_labels is None:
-            kwargs["fused_lm_head"] = True  # taken out on the way: TRL's own says so
-            return stock(self, *args, **kwargs)
+        if loss_batch is None or (labels is None and shift_labels is None):
+            if loss_batch is not None:
+                kwargs["fused_lm_head"] = True  # taken out on the way: TRL's own says so
+            with knowing_experts():
+                return stock(self, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_STOCK} | {"use_cache": False}
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -183,40 +167,33 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         if shift_labels is not None or not loss_batch.counts(labels) or hidden.shape[:2] != labels.shape:
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited = positions
-        hidden = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(hidden, *map(_whole, head), next_tokens, mask=mask, loss_type=loss_type)
-        aux_loss = None
-        if kwargs.get("output_router_logits"):
-            aux_loss = _balancing(outputs.router_logits, text_config.num_experts_per_tok, loss_batch)
-            if not isinstance(aux_loss, Tensor):  # 0, as in stock: this model records no router logits
-                aux_loss = loss.total.new_zeros(_num_parts(loss_batch) or ())
+        chosen = hidden.flatten(0, 1).index_select(0, positions)
+        loss = compute(chosen, *map(_whole, head), next_tokens, mask=mask, loss_type=loss_type)
+        asked = kwargs.get("output_router_logits")
+        aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
 
     return forward
 
 
-def _balancing(router_logits: Any, top_k: int, batch: PackedBatch) -> Tensor | int:
-    """Return the load-balancing loss of a row, or of each micro-batch in it; padding and tails do not count."""
-    if batch.part_bounds is None:
-        if batch.parts:
-            return load_balancing_losses(router_logits, top_k, [part.tokens for part in batch.parts])
-        return load_balancing_loss(router_logits, top_k=top_k, rows=batch.total_tokens - batch.num_padding)
-    if _num_parts(batch):
-        return load_balancing_losses(router_logits, top_k, batch.part_bounds)
-    # The same by the function that keeps nothing but the logits.
-    counted = torch.arange(batch.total_tokens, device=batch.device) < batch.part_bounds[1]
-    return load_balancing_loss(router_logits, top_k=top_k, attention_mask=counted)
-
-
-def _num_parts(batch: PackedBatch) -> int:
-    """Count the micro-batches that a merged row has, or a static one has room for; 0 for a row by itself."""
-    if batch.part_bounds is None:
-        return len(batch.parts)
-    return len(batch.part_bounds) - 1 if len(batch.part_bounds) > 2 else 0
+def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
+    """Return the load-balancing loss of each micro-batch in a row, () of one by itself; padding does not count."""
+    parts: Sequence[int] | Tensor
+    if batch.part_bounds is not None:
+        parts, count = batch.part_bounds, len(batch.part_bounds) - 1
+        by_itself = count == 1
+    else:
+        length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
+        parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
+        count, by_itself = len(parts), not batch.parts
+    losses = load_balancing_losses(outputs.router_logits, top_k, parts)
+    if losses is None:  # this model records no router logits
+        losses = torch.zeros(count, device=outputs.last_hidden_state.device)
+    return losses[0] if by_itself else losses
 
 
 def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; asks the device.
+    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; synchronises.
 
     Raises:
         ValueError: labels of another shape than the tokens.

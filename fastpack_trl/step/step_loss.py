@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from trl import SFTTrainer
 
-from fastpack_trl.packing.packed_batch import PackedBatch, Part
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.step.loss import ChosenLoss, ends
 
 
@@ -25,7 +24,7 @@ class StepLoss(NamedTuple):
     loss_tokens: list[int]
     """Tokens of each part with a loss; empty for a static batch, where only the host knows (`PackedBatch.parts`)."""
     edited: bool
-    """Whether the labels were not those of the collator."""
+    """Whether the labels are not the collator's any more."""
 
 
 def step_loss(
@@ -64,14 +63,13 @@ def step_loss(
     items: Any
     ranks = 1
     if num_items_in_batch is None:
-        items = split.count()
+        items, steps = split.count(), 1
     else:
-        items = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
+        items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), accumulation_steps
         if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
-            # The count is that of every rank, and DDP takes the mean of the gradients over ranks.
+            # All ranks are counted, and DDP takes the mean of the gradients over ranks.
             ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
-    # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
-    steps = accumulation_steps if num_items_in_batch is not None else 1
 
     def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
         loss = total / items
@@ -95,22 +93,33 @@ def step_loss(
 
 
 class _Split:
-    """The micro-batches of a row, to which the positions of `outputs` belong."""
+    """The micro-batches of a row, to which the positions of `outputs` belong.
+
+    Attributes:
+        sizes: positions of each; empty for a static batch. Synchronises only after an edit of the labels.
+        is_one: the row is a micro-batch by itself.
+    """
 
     def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
-        assert outputs.entropy is not None
         self.sizes: list[int] = []
-        self._members: Tensor | None = None
-        self._mask: Tensor | None = None
-        if batch is None or batch.part_bounds is None:
-            self.sizes = _loss_tokens(() if batch is None else batch.parts, outputs)
-            self.is_one = batch is None or not batch.parts
+        self._members = self._mask = None
+        if batch is not None and batch.part_bounds is not None:
+            bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
+            self.is_one = bounds.numel() == 2
+            if not self.is_one:
+                self._members = (bounds[:-1] <= positions) & (positions < bounds[1:])
             return
-        assert batch.loss_positions is not None
-        bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
-        self.is_one = bounds.numel() == 2
-        if not self.is_one:
-            self._members = (bounds[:-1] <= positions) & (positions < bounds[1:])
+        parts = () if batch is None else batch.parts
+        self.is_one = not parts
+        if not parts:
+            assert outputs.entropy is not None
+            self.sizes = [outputs.entropy.numel()]
+        elif outputs.positions is None:
+            self.sizes = [part.loss_tokens for part in parts]
+        else:
+            bounds = torch.tensor(ends(parts), device=outputs.positions.device)
+            part_of = torch.bucketize(outputs.positions, bounds, right=True)
+            self.sizes = part_of.bincount(minlength=len(parts)).tolist()
 
     def count(self) -> Tensor | int:
         """Return the positions that the loss counts in the whole row, at least 1."""
@@ -130,28 +139,11 @@ class _Split:
         return torch.where(self._members, figures, 0).sum(dim=1, dtype=torch.float32)
 
 
-def _loss_tokens(parts: Sequence[Part], outputs: ChosenLoss) -> list[int]:
-    """Count the positions of `outputs` in each micro-batch of the row; asks the device only after an edit."""
-    assert outputs.entropy is not None
-    if not parts:
-        return [outputs.entropy.numel()]
-    if outputs.positions is None:
-        return [part.loss_tokens for part in parts]
-    bounds = torch.tensor(ends(parts), device=outputs.positions.device)
-    sizes: list[int] = torch.bucketize(outputs.positions, bounds, right=True).bincount(minlength=len(bounds)).tolist()
-    return sizes
-
-
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """Read the result of TRL's forward at the positions with a loss; asks the device."""
+    """Read the result of TRL's forward at the positions with a loss; synchronises."""
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp().detach()
     mask = outputs.label_mask
-    return ChosenLoss(
-        losses.sum(),
-        outputs.log_probs.detach()[mask],
-        outputs.entropy.detach()[mask],
-        outputs.is_top1[mask],
-        outputs.aux_loss,
-    )
+    entropy, is_top1 = outputs.entropy.detach()[mask], outputs.is_top1[mask]
+    return ChosenLoss(losses.sum(), outputs.log_probs.detach()[mask], entropy, is_top1, outputs.aux_loss)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from compile_material import Counting
 from offload_material import LAYERS
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings, train
 from transformers import TrainerCallback
@@ -51,9 +50,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     seen: list[list[str]] = []
     times = kinds.median_times
 
-    def watched(paths: Any, hidden: Tensor, layer: Any) -> dict[str, float]:
-        seen.append([*paths, f"checkpointed: {layer.gradient_checkpointing}"])
-        return times(paths, hidden, layer) | ({"compiled": 0.0} if "compiled" in paths else {})
+    def watched(paths: Any, call: Any) -> dict[str, float]:
+        seen.append([*paths, f"checkpointed: {call.layer.gradient_checkpointing}"])
+        return times(paths, call) | ({"compiled": 0.0} if "compiled" in paths else {})
 
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
     monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)

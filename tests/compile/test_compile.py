@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,6 +18,8 @@ from compile_material import (
     attributes,
     cast_adapters,
     checkpoint,
+    compile_with,
+    compiled,
     cuda_model,
     cuda_row,
     loss_of,
@@ -26,7 +29,7 @@ from compile_material import (
     stop,
 )
 from torch import Tensor, nn
-from trainer_material import train
+from trainer_material import assert_same_log, both, train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -36,34 +39,34 @@ from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_chec
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.graph import packed_call
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import read_features
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import tiny_model
 
 
 @pytest.mark.parametrize(
-    ("lora", "checkpointing", "implementation"),
-    [(False, False, "sdpa"), (True, False, "per_document"), (True, True, "per_document")],
-)
-def test_one_graph_for_thirty_rows(lora: bool, checkpointing: bool, implementation: str) -> None:
-    """Rows of other lengths, documents of other lengths and numbers, the first layer over frozen embeddings."""
+    ("family", "lora", "checkpointing", "attention", "graphs"),
+    [
+        ("llama", False, False, "sdpa", 1), ("llama", True, False, "per_document", 1),
+        ("llama", True, True, "per_document", 1), ("gemma3_text", True, False, None, 2),
+        ("gpt_oss", False, False, None, 2),
+    ],
+)  # fmt: skip
+def test_one_graph_per_window_for_thirty_rows(
+    family: str, lora: bool, checkpointing: bool, attention: str | None, graphs: int
+) -> None:
+    """Rows of other lengths, documents of other lengths and numbers, the first layer over frozen embeddings.
+
+    Also where no document of a row is longer than the window, and the other way round.
+    """
     backend = Counting(differentiate=checkpointing or not lora)
-    model = make("llama", lora=lora, checkpointing=checkpointing)
-    with packed_attention(model, implementation), compiled_layers(model, verbose=False, _backend=backend) as layers:
+    model = make(family, lora=lora, checkpointing=checkpointing)
+    with compiled(model, backend, attention=attention) as layers:
         for seed in range(30):
-            one_step(model, *row(seed))
-    assert (backend.graphs, layers.path) == (1, "compiled"), layers.reason
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
-def test_one_graph_per_window(family: str) -> None:
-    """Also where no document of a row is longer than the window, and the other way round."""
-    backend = Counting()
-    model = make(family, lora=family == "gemma3_text")
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
-        for seed in range(30):
-            one_step(model, *row(seed, longest=4 if seed % 2 else 30))
-    assert (backend.graphs, layers.path, len(layers.kinds)) == (2, "compiled", 2), layers.reason
+            one_step(model, *row(seed, longest=4 if graphs > 1 and seed % 2 else 30))
+    assert (backend.graphs, layers.path, len(layers.kinds)) == (graphs, "compiled", graphs), layers.reason
 
 
 def test_a_document_that_the_kernel_cannot_index_runs_eager() -> None:
@@ -82,7 +85,7 @@ def test_layers_are_as_before_afterwards_also_after_an_exception() -> None:
     model = make("llama", checkpointing=True)
     before = attributes(model)
     with pytest.raises(KeyboardInterrupt):
-        with packed_attention(model), compiled_layers(model, verbose=False, _backend=Counting()) as layers:
+        with compiled(model) as layers:
             keys = list(model.state_dict())
             one_step(model, *row(0))
             assert layers.path == "compiled"
@@ -94,7 +97,7 @@ def test_layers_are_as_before_afterwards_also_after_an_exception() -> None:
 
 def test_checkpointing_switched_on_or_off_inside_is_kept() -> None:
     model, backend = make("llama"), Counting()
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+    with compiled(model, backend) as layers:
         expected = one_step(model, *row(0))
         checkpoint(model)
         # Where the checkpoint is above the call of a layer (transformers 5.17) it is seen in the first step after.
@@ -190,27 +193,16 @@ def test_more_graphs_than_the_limit_run_eager(caplog: pytest.LogCaptureFixture) 
 
     for layer in decoder_layers(model):
         layer.mlp.forward = MethodType(scaled, layer.mlp)
+    with torch._dynamo.config.patch(recompile_limit=2), compiled(model) as layers:
+        for count, one in enumerate(data):
+            for layer in decoder_layers(model):
+                layer.mlp.factor = count + 2
+            actual = one_step(model, *one)
     with packed_attention(model):
-        with torch._dynamo.config.patch(recompile_limit=2):
-            with compiled_layers(model, verbose=False, _backend=Counting()) as layers:
-                for count, one in enumerate(data):
-                    for layer in decoder_layers(model):
-                        layer.mlp.factor = count + 2
-                    actual = one_step(model, *one)
         torch.testing.assert_close(actual, one_step(model, *data[-1]))
     assert layers.path == "eager"
     assert "ecompile" in layers.reason
     assert sum("layer_compile" in record.message for record in caplog.records) == 1
-
-
-def test_the_random_state_is_not_moved_by_a_trial() -> None:
-    model = make("llama", attention_dropout=0.0)
-    state = torch.get_rng_state()
-    with packed_attention(model), compiled_layers(model, measure=True, verbose=False, _backend=Counting()) as layers:
-        one_step(model, *row(0))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "eager" in layers.reason
-    assert "ms" in layers.reason
 
 
 class Called(nn.Module):
@@ -226,14 +218,23 @@ class Called(nn.Module):
         return self.layer(hidden)
 
 
-def test_the_buffers_of_a_layer_are_not_moved_by_a_trial() -> None:
-    model = make("llama")
+@pytest.mark.parametrize("options", [{"measure": True}, {"left": lambda: StepsLeft(1, 1)}], ids=["both", "eager"])
+def test_a_trial_moves_neither_random_state_nor_buffers_nor_gradients(options: dict[str, Any]) -> None:
+    model = make("llama", lora=True, checkpointing="left" in options)
     for layer in decoder_layers(model):
         layer.mlp = Called(layer.mlp)
-    with packed_attention(model), compiled_layers(model, measure=True, verbose=False, _backend=Counting()) as layers:
-        one_step(model, *row(0))
-    assert "ms" in layers.reason
-    assert {float(layer.mlp.calls) for layer in decoder_layers(model)} == {1.0}
+    with packed_attention(model):
+        expected = one_step(model, *row(0))
+    calls = [2 * layer.mlp.calls for layer in decoder_layers(model)]
+    state = torch.get_rng_state()
+    with compiled(model, **options) as layers:
+        actual = one_step(model, *row(0))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [layer.mlp.calls for layer in decoder_layers(model)] == calls
+    assert "eager" in layers.reason
+    assert " ms " in layers.reason
+    assert layers.unpaid == ("left" in options)
+    torch.testing.assert_close(actual, expected, **{"rtol": 0, "atol": 0} if layers.unpaid else {})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -247,7 +248,7 @@ def test_saved_tensor_hooks_see_the_layers_of_the_step_only(checkpointing: bool)
         return tensor
 
     counts = []
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+    with compiled(model, backend) as layers:
         for seed in range(3):
             packed_tensors.clear()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -259,29 +260,56 @@ def test_saved_tensor_hooks_see_the_layers_of_the_step_only(checkpointing: bool)
     assert len(set(counts)) == 1
 
 
-@pytest.mark.parametrize("first", ["offload", "compile"])
-def test_offloaded_checkpoints_run_compiled_layers_whoever_was_first(first: str) -> None:
-    model, backend = make("llama", lora=True, checkpointing=True), Counting()
-    before = attributes(model)
-
-    def offloaded() -> Any:
-        layers = checkpointed_layers(model)
-        return offload_checkpoints(layers, offload_budget_gib=1.0, min_bytes=1, streams=HostStreams)
-
+@pytest.mark.parametrize(
+    ("family", "order"),
+    [
+        ("llama", "offload compile"), ("llama", "compile offload"), ("qwen3_moe", "moe compile"),
+        ("qwen3_moe", "compile moe offload"),
+    ],
+)  # fmt: skip
+def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, order: str) -> None:
+    model, backend = make(family, lora=family == "llama", checkpointing=True), Counting(differentiate=True)
+    before, data = attributes(model), [row(seed) for seed in range(3)]
+    wrappers: dict[str, Callable[[], Any]] = {
+        "offload": lambda: offload_checkpoints(
+            checkpointed_layers(model), offload_budget_gib=1.0, min_bytes=1, streams=HostStreams
+        ),
+        "compile": lambda: compiled_layers(model, verbose=False, _backend=backend),
+        "moe": lambda: apply_moe(model, check_plans=True),
+    }
     with packed_attention(model):
-        expected = [one_step(model, *row(seed)) for seed in range(3)]
+        expected = [one_step(model, *one) for one in data]
         with contextlib.ExitStack() as stack:
-            if first == "offload":
-                offload = stack.enter_context(offloaded())
-            layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
-            if first == "compile":
-                offload = stack.enter_context(offloaded())
-            actual = [one_step(model, *row(seed)) for seed in range(3)]
-    torch.testing.assert_close(actual, expected)
-    assert (layers.path, backend.graphs) == ("compiled", 1), layers.reason
-    assert offload.use.most_leased
+            entered = {name: stack.enter_context(wrappers[name]()) for name in order.split()}
+            actual = [one_step(model, *one) for one in data]
+        assert (entered["compile"].path, backend.graphs) == ("compiled", 1), entered["compile"].reason
+        assert "offload" not in entered or entered["offload"].use.most_leased
+    torch.testing.assert_close(actual, expected, **{"rtol": 1e-4, "atol": 1e-6} if family == "qwen3_moe" else {})
     model.zero_grad()
     assert attributes(model) == before
+
+
+@pytest.mark.parametrize("checkpoint_offload", [False, True], ids=["", "offload"])
+def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_offload: bool
+) -> None:
+    graphs = Counting(differentiate=not checkpoint_offload)
+    compile_with(graphs, monkeypatch)
+    fast: dict[str, Any] = {"layer_compile": "on"}
+    if checkpoint_offload:
+        for module in ("checkpoint_offload", "callback"):
+            monkeypatch.setattr(f"fastpack_trl.checkpointing.{module}.offload_unavailable", lambda device: "")
+        monkeypatch.setattr("fastpack_trl.checkpointing.callback.CudaStreams", HostStreams)
+        fast["checkpoint_offload"] = "double_buffer"
+    ours, stock = both(
+        tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, learning_rate=1e-4, fast=fast
+    )
+    assert_same_log(ours, stock, rtol=5e-5, atol=1e-5)
+    report = ours.fastpack_report
+    assert (report["layer_compile"].status, report["layer_compile"].path) == ("on", "compiled"), report.table()
+    assert graphs.graphs, "nothing was compiled"
+    assert report["moe"].status == "on"
+    assert report["checkpoint_offload"].status == ("on" if checkpoint_offload else "off")
 
 
 @pytest.mark.parametrize(
@@ -366,7 +394,7 @@ def test_a_second_graph_in_the_middle_of_a_run_is_traced_like_the_first(checkpoi
     model = make("llama", lora=True, checkpointing=checkpointing)
     scaled = torch.compile(lambda tensor, factor: tensor * factor, backend=users, fullgraph=True)
     before = torch._dynamo.config.specialize_float
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+    with compiled(model, backend) as layers:
         for seed in range(6):
             ids, batch = row(seed)
             with torch.autocast("cpu", torch.bfloat16, enabled=seed > 2):
@@ -394,14 +422,3 @@ def test_cuda_rows_of_long_documents_keep_the_graph_of_the_others(inductor: None
     assert layers.path == "inductor", layers.reason
     assert counters["unique_graphs"] - before == 1
     assert actual.item() == pytest.approx(expected, rel=1e-2)
-
-
-@pytest.mark.cuda
-def test_cuda_auto_measures_and_says_what_it_saw(inductor: None) -> None:
-    model = cuda_model(lora=True, checkpointing=True)
-    with packed_attention(model, compute_dtype=torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
-        with compiled_layers(model, measure=True, verbose=False) as layers:
-            loss_of(model, *cuda_row(0)).backward()
-    assert "compiled" in layers.reason
-    assert "eager" in layers.reason
-    assert "ms per layer" in layers.reason

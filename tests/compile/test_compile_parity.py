@@ -14,7 +14,7 @@ from compile_material import (
     cast_adapters,
     checkpoint,
     compare,
-    errors,
+    compiled,
     four_bit,
     make,
     one_step,
@@ -28,18 +28,9 @@ from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import gradients
 
 
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    [
-        ("llama", False),
-        ("qwen3", True),
-        ("gemma3_text", False),
-        ("phi3", False),
-        ("qwen3_moe", False),
-        ("gpt_oss", False),
-    ],
-)
-def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str, lora: bool) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str) -> None:
+    lora = family == "qwen3"
     compare(make(family, lora=lora, checkpointing=lora), PARTITIONED)
 
 
@@ -47,13 +38,13 @@ def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> No
     """The adapters are cast outside of the layer, anew in each step: a trial must leave that graph to the run."""
     backend, data = Counting(), [row(seed) for seed in range(4)]
     results = []
-    for compiled in (False, True):
+    for with_graph in (False, True):
         model = make("llama", lora=True, checkpointing=True)
         with contextlib.ExitStack() as stack:
             stack.callback(cast_adapters(model, torch.bfloat16).revert)
             stack.enter_context(packed_attention(model, compute_dtype=torch.bfloat16))
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            if compiled:
+            if with_graph:
                 layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
             losses = []
@@ -67,7 +58,7 @@ def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> No
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_moe", True), ("gpt_oss", False)])
 def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool) -> None:
-    model, backend = make(family, checkpointing=checkpointing), Counting()
+    model = make(family, checkpointing=checkpointing)
     ids, batch = row(0)
 
     def run() -> tuple[float, dict[str, Tensor], list[Tensor]]:
@@ -79,8 +70,8 @@ def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool
 
     with packed_attention(model):
         expected = run()
-        with compiled_layers(model, verbose=False, _backend=backend) as layers:
-            actual = run()
+    with compiled(model) as layers:
+        actual = run()
     assert layers.path == "compiled", layers.reason
     assert len(actual[2]) == 2
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -93,26 +84,13 @@ def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, i
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model, exact_model = four_bit(device, dtype)
     checkpoint(model)
-    data = [row(seed) for seed in range(3 if device == "cpu" else 6)]
-    with packed_attention(exact_model, "per_document"):
-        exact = [one_step(exact_model, *one) for one in data]
-
-    def run() -> Tensor:
-        steps = (one_step(model, ids.to(device), batch.to(device)) for ids, batch in data)
-        return torch.stack([errors(step, known) for step, known in zip(steps, exact, strict=True)])
-
+    autocast = None if device == "cpu" else dtype
     with contextlib.ExitStack() as stack:
         if fast:
-            stack.callback(cast_adapters(model, None if device == "cpu" else dtype).revert)
-        stack.enter_context(packed_attention(model, compute_dtype=dtype))
-        stack.enter_context(torch.autocast(device, dtype, enabled=device == "cuda"))
-        eager = run()
+            stack.callback(cast_adapters(model, autocast).revert)
         backend = "inductor" if device == "cuda" else Counting()
-        layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
-        compiled = run()
-    assert layers.path in ("inductor", "compiled"), layers.reason
-    mean_error, mean_budget = (values.square().mean(0).sqrt() for values in (compiled, eager))
-    assert (mean_error <= 2 * mean_budget + torch.finfo(dtype).eps / 2).all(), (mean_error, mean_budget)
+        rows = 3 if device == "cpu" else 6
+        compare(model, backend, device=device, autocast=autocast, rows=rows, reference=exact_model)
 
 
 @pytest.mark.cuda

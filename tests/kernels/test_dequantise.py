@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantised_material import packed_weight
-from triton_cases import run_cases
+from quantised_material import dequantise_4bit_torch, packed_weight
 
 from fastpack_trl.kernels import dequantise
-from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
+from fastpack_trl.kernels.dequantise import dequantise_4bit
 
 functional = pytest.importorskip("bitsandbytes.functional")
-
-CASES = Path(__file__).with_name("triton_dequantise_cases.py")
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +21,6 @@ def uncompiled() -> Iterator[None]:
     """What bitsandbytes computes in Python runs as it stands: it is compiled by default, anew for each shape."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
-    run_cases(CASES, interpret=True)
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_the_kernel_equals_its_twin_and_bitsandbytes_on_cuda() -> None:
-    run_cases(CASES, interpret=False)
 
 
 # Rows of even length that end within a block: bitsandbytes 0.50 gives them wrong scales on a CPU with AVX-512.
@@ -97,7 +78,6 @@ def test_one_kernel_runs_only_where_it_gives_the_bits_of_bitsandbytes(
 
 
 @pytest.mark.cuda
-@needs_cuda
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
     from benchmarks.launches import count_launches
@@ -118,7 +98,6 @@ def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantise, "_proofs", {})
     packed, state = packed_weight((64, 64), "nf4", nested=True, device="cuda")
@@ -132,7 +111,6 @@ def test_a_format_first_met_in_a_cuda_graph_is_left_to_bitsandbytes(monkeypatch:
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_a_format_is_compared_on_the_stream_on_which_bitsandbytes_quantises(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[Any] = []
     monkeypatch.setattr(dequantise, "_proofs", {})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 from fp8_values import KINDS, matrix
@@ -12,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
-from triton_cases import run_cases
 
 from fastpack_trl.kernels.fp8 import (
     LARGEST,
@@ -23,20 +19,6 @@ from fastpack_trl.kernels.fp8 import (
     scaled_product,
     scaled_product_torch,
 )
-
-CASES = Path(__file__).with_name("triton_fp8_cases.py")
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_equal_their_twins_under_the_interpreter() -> None:
-    run_cases(CASES, interpret=True)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_kernels_equal_their_twins_on_cuda() -> None:
-    run_cases(CASES, interpret=False)
-
 
 values = st.floats(-(2.0**100), 2.0**100, width=32) | st.just(float("nan"))
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of 4-bit weights beside its torch twin: run by `test_dequantise.py`, interpreted or on CUDA."""
+"""The Triton kernel of 4-bit weights beside its torch twin: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, get_4bit_type
-from quantised_material import packed_weight
+from quantised_material import dequantise_4bit_torch, packed_weight
 
-from fastpack_trl.kernels.dequantise import dequantise_4bit_torch
 from fastpack_trl.kernels.dequantise_triton import dequantise_4bit_triton
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -1,4 +1,4 @@
-"""The Triton kernels of FP8 beside their torch twins: run by `test_fp8.py`, interpreted or on CUDA."""
+"""The Triton kernels of FP8 beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the experts block beside their torch twins: run by `test_moe_triton.py`, interpreted or on CUDA."""
+"""Triton kernels of the experts block beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from moe_material import GATES, KERNEL_GATES, gate_case, gate_name, norm_of_difference, reference_gate, routed
 
-from fastpack_trl.kernels.combine import bias_weight_grad_torch, combine_torch
+from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
-from fastpack_trl.kernels.gate import gate_backward_torch, gate_forward_torch
+from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.gate_triton import gate_backward_triton, gate_forward_triton
 from fastpack_trl.moe.routing import routing_plan
@@ -24,6 +24,14 @@ def on_device(values: Any) -> list[Any]:
     return [value if value is None else value.to(DEVICE) for value in values]
 
 
+def twin(function: Any, *values: Any, **named: Any) -> Any:
+    """Compute in plain torch: on the CPU, where no kernel runs."""
+    moved = [value.cpu() if isinstance(value, torch.Tensor) else value for value in values]
+    named = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()}
+    found = function(*moved, **named)
+    return found.to(DEVICE) if isinstance(found, torch.Tensor) else on_device(found)
+
+
 @pytest.mark.parametrize("gate", KERNEL_GATES, ids=gate_name)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -31,11 +39,12 @@ def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
     h, table, expert, grad, weight = on_device(gate_case(dtype, bias=bias, rows=11))
     wide = [None if value is None else value.double() for value in (h, table)]
     exact = reference_gate(wide[0], wide[1], expert, gate)
-    found, twin = (run(h, table, expert, gate) for run in (gate_forward_triton, gate_forward_torch))
+    found, plain = gate_forward_triton(h, table, expert, gate), twin(gate_forward, h, table, expert, gate)
     floor = 2 * torch.finfo(dtype).eps  # a device's exponential may be off by two units
-    assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), floor)
-    truth = gate_backward_torch(wide[0], wide[1], expert, gate, grad.double(), weight.double())
-    ours, twins = (run(h, table, expert, gate, grad, weight) for run in (gate_backward_triton, gate_backward_torch))
+    assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(plain, exact), floor)
+    truth = twin(gate_backward, wide[0], wide[1], expert, gate, grad.double(), weight.double())
+    ours = gate_backward_triton(h, table, expert, gate, grad, weight)
+    twins = twin(gate_backward, h, table, expert, gate, grad, weight)
     for mine, other, value in zip(ours, twins, truth, strict=True):
         assert mine.dtype == other.dtype
         assert norm_of_difference(mine, value) <= max(1.1 * norm_of_difference(other, value), floor)
@@ -51,20 +60,19 @@ def test_combine(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | No
     scale = None if weights_dtype is None else weights.to(weights_dtype)
     rows, inverse, scale, table, ids = on_device([rows, plan.inverse, scale, table, ids])
     wide = [None if value is None else value.double() for value in (rows, scale, table)]
-    exact = combine_torch(wide[0], inverse, wide[1], bias_eh=wide[2], ids_tk=ids)
+    exact = twin(combine, wide[0], inverse, wide[1], bias_eh=wide[2], ids_tk=ids)
     for out in (None, torch.float32):
-        found, twin = (
-            run(rows, inverse, scale, bias_eh=table, ids_tk=ids, dtype=out) for run in (combine_triton, combine_torch)
-        )
-        assert found.dtype == twin.dtype
-        assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(twin, exact), torch.finfo(dtype).eps)
+        options = {"bias_eh": table, "ids_tk": ids, "dtype": out}
+        found, plain = combine_triton(rows, inverse, scale, **options), twin(combine, rows, inverse, scale, **options)
+        assert found.dtype == plain.dtype
+        assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(plain, exact), torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_part_of_the_weights_gradient(dtype: torch.dtype) -> None:
     ids, _ = routed(9, 3, 5)
     grad, table, ids = on_device([torch.randn(9, 300).to(dtype), torch.randn(5, 300).to(dtype), ids])
-    exact = bias_weight_grad_torch(grad.double(), table.double(), ids)
+    exact = twin(bias_weight_grad, grad.double(), table.double(), ids)
     assert norm_of_difference(bias_weight_grad_triton(grad, table, ids), exact) <= 1e-6
 
 
@@ -93,11 +101,12 @@ def test_kernels_run_on_the_device_of_their_tensors() -> None:
     """A model over several devices: the current one stays the first."""
     h, table, expert, grad, weight = (value.to("cuda:1") for value in gate_case(torch.float32))
     ids, weights = (value.to("cuda:1") for value in routed(19, 3, 5))
-    a, twin = (run(h, table, expert, GATES[2]) for run in (gate_forward_triton, gate_forward_torch))
-    assert norm_of_difference(a, twin) <= 1e-6
-    ours, twins = (run(h, table, expert, GATES[2], grad, weight) for run in (gate_backward_triton, gate_backward_torch))
-    assert all(norm_of_difference(mine, other) <= 1e-6 for mine, other in zip(ours, twins, strict=True))
+    found = [gate_forward_triton(h, table, expert, GATES[2])]
+    found += gate_backward_triton(h, table, expert, GATES[2], grad, weight)
+    expected = [twin(gate_forward, h, table, expert, GATES[2])]
+    expected += twin(gate_backward, h, table, expert, GATES[2], grad, weight)
     rows, plan = torch.randn(57, 40, device="cuda:1"), routing_plan(ids, 5)
-    found, expected = (run(rows, plan.inverse, weights) for run in (combine_triton, combine_torch))
-    assert norm_of_difference(found, expected) <= 1e-6
+    found.append(combine_triton(rows, plan.inverse, weights))
+    expected.append(twin(combine, rows, plan.inverse, weights))
+    assert all(norm_of_difference(mine.cpu(), other.cpu()) <= 1e-6 for mine, other in zip(found, expected, strict=True))
     assert torch.cuda.current_device() == 0

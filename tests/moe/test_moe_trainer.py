@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from benchmarks.results_folder import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.moe.measured_speed import MEASURED, Gain
-from fastpack_trl.step.load_balancing import load_balancing_loss, load_balancing_losses
+from fastpack_trl.step.load_balancing import load_balancing_losses
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -213,14 +213,18 @@ def _logits(dtype: torch.dtype, layers: int = 3) -> list[Tensor]:
     return [torch.randn(20, 8).to(dtype).requires_grad_() for _ in range(layers)]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
+def _losses(logits: list[Tensor], parts: list[int] | Tensor, top_k: int = 2) -> Tensor:
+    found = load_balancing_losses(tuple(logits), top_k, parts)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("counted", [20, 13], ids=["all", "padded"])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
-def test_auxiliary_loss_and_gradient_equal_stock(top_k: int, masked: bool) -> None:
-    mask = torch.tensor([[1] * 6 + [0] * 4, [1] * 10]) if masked else None
+def test_auxiliary_loss_and_gradient_equal_stock(top_k: int, counted: int) -> None:
     logits = _logits(torch.float32)
-    expected = load_balancing_loss_func(tuple(logits), 8, top_k, mask)
-    found = load_balancing_loss(tuple(logits), 8, top_k, mask)
-    assert isinstance(found, Tensor)
+    expected = load_balancing_loss_func(tuple(logits), 8, top_k, (torch.arange(20) < counted)[None].long())
+    (found,) = _losses(logits, [counted], top_k)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     pairs = zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True)
     for ours, stock in pairs:  # zero for top-k of all experts
@@ -234,17 +238,17 @@ def test_auxiliary_gradient_in_bf16_is_as_exact_as_stocks() -> None:
     chosen = [torch.softmax(layer, -1).topk(2).indices for layer in logits]
     share = torch.stack([torch.nn.functional.one_hot(ids, 8).sum((0, 1)) for ids in chosen]).sum(0).double() / 60
     exact = torch.autograd.grad((share * torch.cat(wide).softmax(-1).mean(0)).sum() * 8, wide)
-    ours = torch.autograd.grad(load_balancing_loss(tuple(logits), 8, 2), logits)  # type: ignore[arg-type]
+    ours = torch.autograd.grad(_losses(logits, [20])[0], logits)
     stock = torch.autograd.grad(load_balancing_loss_func(tuple(logits), 8, 2), logits)
     for mine, theirs, truth in zip(ours, stock, exact, strict=True):
         assert norm_of_difference(mine, truth) <= 1.1 * norm_of_difference(theirs, truth)
 
 
 def test_auxiliary_loss_of_many_layers_is_stacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = tuple(_logits(torch.float32, layers=7))
-    whole = load_balancing_loss(logits, 8, 2)
+    logits = _logits(torch.float32, layers=7)
+    whole = _losses(logits, [20])
     monkeypatch.setattr("fastpack_trl.step.load_balancing._CHUNK", 2 * logits[0].numel())
-    assert float(load_balancing_loss(logits, 8, 2)) == pytest.approx(float(whole), rel=1e-6)
+    torch.testing.assert_close(_losses(logits, [20]), whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("parts", [[20], [7, 13], [5, 1, 8], [6]])
@@ -253,11 +257,9 @@ def test_bounds_on_the_device_give_the_auxiliary_loss_of_each_part(parts: list[i
     """As from lengths on the host, over the tokens that have a part; the others get no gradient."""
     logits, counted = _logits(torch.float32), sum(parts)
     bounds = torch.tensor([0, *parts] + [0] * room).cumsum(0).to(torch.int32)
-    found = load_balancing_losses(tuple(logits), 2, bounds)
+    found = _losses(logits, bounds)
     cut = [layer.detach()[:counted].requires_grad_() for layer in logits]
-    expected = load_balancing_losses(tuple(cut), 2, parts)
-    assert isinstance(found, Tensor)
-    assert isinstance(expected, Tensor)
+    expected = _losses(cut, parts)
     assert torch.equal(found[: len(parts)], expected)
     assert found[len(parts) :].tolist() == [0.0] * room
     weights = torch.arange(1.0, len(found) + 1)
@@ -266,18 +268,6 @@ def test_bounds_on_the_device_give_the_auxiliary_loss_of_each_part(parts: list[i
     for mine, grad in zip(ours, theirs, strict=True):
         assert torch.equal(mine[:counted], grad)
         assert not mine[counted:].any()
-
-
-def test_a_mask_on_the_device_counts_the_rows_before_it() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = _logits(dtype)
-        by_rows = load_balancing_loss(tuple(logits), 8, 2, rows=13)
-        by_mask = load_balancing_loss(tuple(logits), 8, 2, torch.arange(20) < 13)
-        assert isinstance(by_rows, Tensor)
-        assert isinstance(by_mask, Tensor)
-        torch.testing.assert_close(by_mask, by_rows, rtol=1e-6, atol=0)
-        for one, other in zip(torch.autograd.grad(by_mask, logits), torch.autograd.grad(by_rows, logits), strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=1e-8)
 
 
 def test_padding_of_a_packed_row_does_not_count(tmp_path: Path) -> None:

@@ -18,18 +18,17 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus
 from torch import Tensor
-from trainer_material import make_dataset, make_tokenizer
-from trainer_material import settings as arguments
+from trainer_material import make_dataset, prepare
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, to_static
 from fastpack_trl.step.step_loss import StepLoss, step_loss
 from fastpack_trl.step.sync_free import SyncFreeStep
-from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients, tiny_model
+from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 EXPERTS = ("qwen3_moe", "gpt_oss")
@@ -54,17 +53,14 @@ class Figures(NamedTuple):
 
 
 def make_trainer(folder: Path, family: str, lora: bool = False, **more: Any) -> FastSFTTrainer:
-    config = FastSFTConfig(
-        **arguments(folder, packing=True, gradient_accumulation_steps=2) | more, packed_attention="varlen",
-        verify_packing="off", layer_compile="off",
-    )  # fmt: skip
     torch.manual_seed(0)
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-    data = make_dataset("tokens", 12)
-    return FastSFTTrainer(
-        tiny_model(family), args=config, train_dataset=data, eval_dataset=data, processing_class=make_tokenizer(),
-        peft_config=peft_config if lora else None,
+    made: Any = prepare(
+        FastSFTTrainer, folder, family=family, data=make_dataset("tokens", 12), packing=True,
+        fast={"packed_attention": "varlen", "verify_packing": "off", "layer_compile": "off"},
+        trainer={"peft_config": peft_config if lora else None}, **{"gradient_accumulation_steps": 2} | more,
     )  # fmt: skip
+    return made
 
 
 @contextlib.contextmanager

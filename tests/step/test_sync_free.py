@@ -15,10 +15,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, both, figures, prepare, train
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
@@ -75,18 +75,11 @@ def test_no_host_sync_between_two_logs(
     {"family": "qwen3", "trainer": LORA, "pad_to_multiple_of": 16},
 ], ids=str)  # fmt: skip
 def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> None:
-    options = dict(options)
-    fields = options.pop("model", {})
-    base = tiny_model(options["family"], **fields)
-    runs = []
-    for cls, name in ((FastSFTTrainer, "ours"), (SFTTrainer, "stock")):
-        more = {"gradient_checkpointing": False, "data": "prompt_completion", "packing": True} | options
-        if cls is SFTTrainer:
-            more.pop("fast", None)
-        torch.manual_seed(0)
-        runs.append(train(cls, tmp_path / name, **more | {"model": copy.deepcopy(base)}))
-    assert_same_log(runs[0], runs[1])
-    line = runs[0].fastpack_report["sync_free"]
+    fields = {"gradient_checkpointing": False, "data": "prompt_completion", "packing": True} | options
+    model = tiny_model(fields["family"], **fields.pop("model", {}))
+    ours, stock = both(tmp_path, **fields, model=model)
+    assert_same_log(ours, stock)
+    line = ours.fastpack_report["sync_free"]
     assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
 
 
@@ -195,20 +188,13 @@ def test_micro_batches_without_a_loss_are_those_of_stock(tmp_path: Path) -> None
     for row in rows[1:]:
         row["labels"] = row["input_ids"]
     dataset = Dataset.from_list(rows * 6)
-    logs = []
-    for cls in (FastSFTTrainer, SFTTrainer):
-        args = settings(
-            tmp_path, packing=True, max_length=12, per_device_train_batch_size=1, per_device_eval_batch_size=1,
-            gradient_accumulation_steps=2, train_sampling_strategy="sequential", eval_steps=2,
-        )  # fmt: skip
-        trainer = cls(
-            tiny_model("qwen3"), args=SFTConfig(**args), train_dataset=dataset, eval_dataset=dataset.select(range(3)),
-            processing_class=make_tokenizer(),
-        )  # fmt: skip
-        trainer.train()
-        logs.append(trainer)
-    assert_same_log(*logs)
-    assert any(row["entropy"] > 0 for row in figures(logs[0]) if "entropy" in row)
+    ours, stock = both(
+        tmp_path, data=dataset, trainer={"eval_dataset": dataset.select(range(3))}, packing=True, max_length=12,
+        per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=2,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    assert_same_log(ours, stock)
+    assert any(row["entropy"] > 0 for row in figures(ours) if "entropy" in row)
 
 
 def test_an_empty_evaluation_set_ends_as_in_stock(tmp_path: Path) -> None:
@@ -265,10 +251,9 @@ def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tm
     sides = []
     for cls in (FastSFTTrainer, SFTTrainer):
         setter = Sets()
-        args = SFTConfig(**settings(tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no"))
-        setter.trainer = cls(
-            tiny_model("qwen3"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-            callbacks=[setter],
+        setter.trainer = prepare(
+            cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no",
+            trainer={"callbacks": [setter]},
         )  # fmt: skip
         setter.trainer.train()
         sides.append(setter.trainer)
@@ -296,11 +281,8 @@ def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_pat
                 self._metrics["train"]["squared"].append(self._metrics["train"]["mean_token_accuracy"][-1] ** 2)
                 return loss
 
-        reader, args = Reads(), settings(tmp_path, packing=True, logging_steps=2, eval_strategy="no")
-        reader.trainer = Subclass(
-            tiny_model("qwen3"), args=SFTConfig(**args), train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(), callbacks=[reader],
-        )  # fmt: skip
+        reader, options = Reads(), {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
+        reader.trainer = prepare(Subclass, tmp_path, trainer={"callbacks": [reader]}, **options)
         reader.trainer.train()
         assert "squared" in reader.trainer.state.log_history[0]
         seen.append(reader.seen)
@@ -327,10 +309,8 @@ def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3", tie_word_embeddings=False), args=SFTConfig(**settings(tmp_path, packing=True)),
-        train_dataset=make_dataset("tokens"), eval_dataset=make_dataset("tokens", 8), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    model = tiny_model("qwen3", tie_word_embeddings=False)
+    trainer: Any = prepare(FastSFTTrainer, tmp_path, model=model, data="tokens", packing=True)
     with trainer._fastpack_features():
         assert why_stock_loss(trainer.fastpack_run) == ""
         monkeypatch.setitem(*change(trainer))

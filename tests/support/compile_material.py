@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -99,10 +101,16 @@ def errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str
 
 
 def compare(
-    model: Any, backend: Any, *, device: str = "cpu", autocast: torch.dtype | None = None, rows: int = 3
+    model: Any,
+    backend: Any,
+    *,
+    device: str = "cpu",
+    autocast: torch.dtype | None = None,
+    rows: int = 3,
+    reference: Any = None,
 ) -> CompiledLayers:
     """Asserts: compiled is within twice eager's own error against float64, over a few rows."""
-    reference = copy.deepcopy(model).cpu().double()
+    reference = reference if reference is not None else copy.deepcopy(model).cpu().double()
     if isinstance(getattr(reference.config, "_experts_implementation", None), str):
         reference.set_experts_implementation("eager")  # grouped matrix products know no float64
     data = [row(seed) for seed in range(rows)]
@@ -157,6 +165,20 @@ def cast_adapters(model: Any, autocast: torch.dtype | None) -> Any:
     report = apply_lora(model, compute_dtype=autocast)
     assert report.fast, str(report)
     return report
+
+
+@contextlib.contextmanager
+def compiled(model: Any, backend: Any = None, *, attention: str | None = None, **options: Any) -> Iterator[Any]:
+    """Packed attention and compiled layers around steps, as training has them."""
+    given = () if attention is None else (attention,)
+    with packed_attention(model, *given):
+        with compiled_layers(model, verbose=False, _backend=backend or Counting(), **options) as layers:
+            yield layers
+
+
+def compile_with(backend: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let every feature that compiles layers use this backend."""
+    patch.setitem(compiled_layers.__wrapped__.__kwdefaults__, "_backend", backend)  # type: ignore[attr-defined]
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:

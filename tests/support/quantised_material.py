@@ -62,3 +62,16 @@ def packed_weight(
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     packed, state = functional.quantize_4bit(values, blocksize=blocksize, quant_type=kind, compress_statistics=nested)
     return packed, state
+
+
+def dequantise_4bit_torch(packed: torch.Tensor, state: Any, code: torch.Tensor) -> torch.Tensor:
+    """The kernel of 4-bit weights in plain torch; `code`: (16,) fp32, the value of each half of a byte."""
+    scales = state.absmax
+    if state.state2 is not None:
+        inner = state.state2
+        scales = inner.code[scales.int()] * inner.absmax.repeat_interleave(inner.blocksize)[: scales.numel()]
+        scales = scales + state.offset
+    stored = packed.contiguous().view(-1).view(torch.uint8)
+    values = code[torch.stack((stored >> 4, stored & 15), dim=1).view(-1).int()][: state.shape.numel()]
+    scales = scales.repeat_interleave(state.blocksize)[: values.numel()]
+    return (values * scales).to(state.dtype).view(state.shape)

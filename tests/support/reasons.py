@@ -46,7 +46,7 @@ FUNCTIONS = {
     "checkpointing/offload.py": ["offload_unavailable"],
     "compile/layer_compile.py": ["_reasons"],
     "compile/kind.py": ["_decide", "agree", "_pays_off"],
-    "compile/hooked.py": ["_tell"],
+    "compile/layers.py": ["is_hooked"],
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 from pathlib import Path
@@ -65,7 +66,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return base | more
 
 
-def train(
+def prepare(
     cls: type[SFTTrainer],
     folder: Path,
     *,
@@ -76,17 +77,23 @@ def train(
     model: Any = None,
     **more: Any,
 ) -> SFTTrainer:
-    """A short run of `cls`; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
+    """A trainer for a short run; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
     args = settings(folder, **more)
-    config = FastSFTConfig(**args, **fast) if fast else SFTConfig(**args)
-    runner = cls(
+    return cls(
         model if model is not None else tiny_model(family),
-        args=config,
-        train_dataset=data if isinstance(data, Dataset) else make_dataset(data),
-        eval_dataset=data if isinstance(data, Dataset) else make_dataset(data, 8, seed=7),
+        args=FastSFTConfig(**args, **fast) if fast else SFTConfig(**args),
         processing_class=make_tokenizer(),
-        **(trainer or {}),
+        **{
+            "train_dataset": data if isinstance(data, Dataset) else make_dataset(data),
+            "eval_dataset": data if isinstance(data, Dataset) else make_dataset(data, 8, seed=7),
+        }
+        | (trainer or {}),
     )
+
+
+def train(cls: type[SFTTrainer], folder: Path, **options: Any) -> SFTTrainer:
+    """A short run of `prepare`'s trainer."""
+    runner = prepare(cls, folder, **options)
     runner.train()
     return runner
 
@@ -107,7 +114,7 @@ def assert_same_log(ours: SFTTrainer, stock: SFTTrainer, rtol: float = 1e-5, ato
 
 def both(folder: Path, **options: Any) -> tuple[FastSFTTrainer, SFTTrainer]:
     """Ours and stock, from the same weights on the same data."""
-    fast = options.pop("fast", None)
-    ours = train(FastSFTTrainer, folder / "ours", fast=fast, **options)
+    fast, model = options.pop("fast", None), copy.deepcopy(options.get("model"))
+    ours = train(FastSFTTrainer, folder / "ours", fast=fast, **options | {"model": model})
     assert isinstance(ours, FastSFTTrainer)
     return ours, train(SFTTrainer, folder / "stock", **options)
