@@ -39,7 +39,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "features callbacks",
         "trainer",
         "recipe",
-        "bench quickstart",
+        "bench",
+        "quickstart",
         "cli",
         "__main__",
     )

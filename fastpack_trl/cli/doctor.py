@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastpack_trl.errors import UserError, describe, preparing
-from fastpack_trl.recipe.options import add_json, json_file
+from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),

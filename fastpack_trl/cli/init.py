@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.recipe.configs import configs_folder
+from fastpack_trl.recipe.paths import configs_folder
 
 QUICKSTART = "quickstart"
 

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import NonFiniteError, UnsteadyError, UserError, describe, did_you_mean, preparing
-from fastpack_trl.recipe.options import add_json, json_file
-from fastpack_trl.recipe.paths import model_folder
+from fastpack_trl.recipe.paths import add_json, json_file, model_folder
 
 if TYPE_CHECKING:
     from fastpack_trl.attention.proof import PackingProof

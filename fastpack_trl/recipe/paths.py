@@ -1,7 +1,8 @@
-"""Names of models and data: which are local paths, and what was meant where nothing is there."""
+"""Files of the commands: shipped configs, ``--json``, local models and data, and what was meant by a wrong name."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, nearest, shown
@@ -9,6 +10,31 @@ from fastpack_trl.errors import UserError, nearest, shown
 _OF_QUICKSTART = (Path("quickstart-output/model"), Path("quickstart-output/data"))
 """Named in ``configs/quickstart.yaml``, and not there before the command that makes them."""
 _WRITTEN = ("./", "../", "/", "~")
+
+
+def configs_folder() -> Path:
+    """Return the folder of the shipped YAML files: ``configs/`` of a checkout, ``fastpack_trl/configs`` of a wheel."""
+    package = Path(__file__).parents[1]
+    folders = [package / "configs", package.parent / "configs"]
+    found = [folder for folder in folders if (folder / "quickstart.yaml").is_file()]
+    assert found, f"no configs in {' or '.join(map(str, folders))}"
+    return found[0]
+
+
+def add_json(parser: ArgumentParser, what: str) -> None:
+    """Add ``--json FILE``: also write `what` to FILE."""
+    parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")
+
+
+def json_file(args: Namespace) -> Path | None:
+    """Return the file of ``--json``; None without it. Ask before any work is done.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    from fastpack_trl.measure.record import check_writable
+
+    return check_writable(args.json) if args.json else None
 
 
 def looks_local(name: str) -> bool:

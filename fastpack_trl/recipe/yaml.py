@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, one_line, shown
-from fastpack_trl.recipe.configs import configs_folder
-from fastpack_trl.recipe.paths import did_you_mean_path
+from fastpack_trl.recipe.paths import configs_folder, did_you_mean_path
 
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, tuple[type, ...]] = {"fsdp": (bool, list)}

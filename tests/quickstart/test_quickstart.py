@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.intervals import summary
 from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart import run as quickstart
-from fastpack_trl.quickstart.side_by_side import Comparison, SideRun
-from fastpack_trl.recipe import configs
-from fastpack_trl.recipe.configs import configs_folder
+from fastpack_trl.quickstart.stages import comparison_figures
+from fastpack_trl.recipe import paths
+from fastpack_trl.recipe.paths import configs_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -72,7 +74,7 @@ def elsewhere(tmp_path_factory):
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
         "found = corpus.collect(progress=False);"
         "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]));"
-        "corpus.write_splits(found, Path(sys.argv[1]), test_every=40)"
+        "corpus.write_splits(found.documents, Path(sys.argv[1]), test_every=40)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY,
@@ -88,7 +90,7 @@ def test_corpus_imports_none_of_what_it_reads(elsewhere):
 
 
 def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text, elsewhere):
-    splits = corpus.write_splits(text, tmp_path, test_every=40)
+    splits = corpus.write_splits(text.documents, tmp_path, test_every=40)
     assert sum(splits.values()) == len(text.documents)
     for name in ("train.jsonl", "test.jsonl"):
         here = (tmp_path / name).read_bytes()
@@ -263,7 +265,7 @@ def test_a_checkout_reads_the_configs_beside_the_package():
 def test_an_installed_wheel_reads_the_configs_inside_of_the_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "fastpack_trl"
     (package / "recipe").mkdir(parents=True)
-    monkeypatch.setattr(configs, "__file__", str(package / "recipe" / "configs.py"))
+    monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
     wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for source, target in wheel["force-include"].items():
         shutil.copytree(REPOSITORY / source, package.parent / target)
@@ -280,7 +282,7 @@ def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
     path.write_text(quickstart.yaml_text(folder), encoding="utf-8")
     parser = TrlParser((ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig))
     script, training, model, _ = parser.parse_args_and_config(["--config", str(path)])
-    root = Path(quickstart.DEFAULT_FOLDER) if folder is None else folder
+    root = quickstart.DEFAULT_FOLDER if folder is None else folder
     assert Path(model.model_name_or_path) == root / "model"
     assert Path(script.dataset_name) == root / "data"
     # Its own folder: a later quickstart replaces `adapter`, not what a user has trained.
@@ -293,25 +295,38 @@ def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
 # --- comparison ------------------------------------------------------------------------------------------------------
 
 
-def side(name: str, losses: list[float], seconds: float = 1.0) -> SideRun:
-    return SideRun(name, tuple(losses), tuple(100 / seconds for _ in losses), tuple(seconds for _ in losses))
+def row(stock: list[float], ours: list[float]) -> dict[str, Any]:
+    """A row of `compare`, where stock takes twice as long."""
+    sides = {
+        name: {
+            "losses": losses,
+            "seconds": summary([seconds for _ in losses]),
+            "token_rates": {"nonpad": summary([100 / seconds for _ in losses])},
+        }
+        for name, losses, seconds in (("stock", stock, 2.0), ("fastpack", ours, 1.0))
+    }
+    return {"sides": sides, "ratios": {"stock": summary([2.0 for _ in ours])}, "order": []}
 
 
-def test_comparison_rates_and_bound():
-    runs = (side("stock", [8.0, 7.0, 6.0], 2.0), side("fastpack", [8.0, 7.0, 6.0 + 2.0**-21], 1.0))
-    compared = Comparison(runs, warmup=1)
-    rates = [compared.rate(name) for name in ("stock", "fastpack")]
-    assert [value.median for value in (*rates, compared.ratio)] == [50.0, 100.0, 2.0]
-    assert [(value.low, value.high) for value in rates] == [(50.0, 50.0), (100.0, 100.0)]
-    assert compared.ratio.coverage == 0.5  # two steps are timed
-    assert compared.loss_difference == 2.0**-21
-    assert compared.within_rounding
+def test_the_comparison_has_rates_ratio_and_the_largest_difference_of_its_first_nine_steps():
+    found = comparison_figures(row([8.0, 6.0] * 5, [8.0, 6.0 + 2.0**-21] * 4 + [8.0, 7.0]))
+    names = ("stock_tokens_per_s", "fastpack_tokens_per_s", "ratio")
+    assert [found[name] for name in names] == [50.0, 100.0, 2.0]
+    assert all(found[f"{name}_interval"]["median"] == found[name] for name in names)
+    assert found["max_loss_difference"] == 2.0**-21 <= found["loss_difference_bound"] == 2.0**-14
 
 
 @pytest.mark.parametrize("wrong", [6.01, float("nan"), float("inf")])
-def test_comparison_does_not_call_a_different_or_missing_loss_rounding(wrong):
-    compared = Comparison((side("stock", [8.0, 6.0]), side("fastpack", [8.0, wrong])), warmup=1)
-    assert not compared.within_rounding
+def test_a_different_or_missing_loss_is_not_called_rounding(wrong):
+    found = comparison_figures(row([8.0, 6.0], [8.0, wrong]))
+    assert not found["max_loss_difference"] <= found["loss_difference_bound"]
+
+
+def test_a_side_that_failed_is_named():
+    failed = row([8.0], [8.0])
+    failed["sides"]["stock"] = {"failed": "out of memory"}
+    with pytest.raises(RuntimeError, match="stock failed: out of memory"):
+        comparison_figures(failed)
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -350,7 +365,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 8
     assert found["full"]["last_loss"] < found["full"]["first_loss"]
     assert len(found["lora"]["held_out_loss"]) == 2
-    assert [run["side"] for run in found["comparison"]["runs"]] == ["stock", "fastpack", "fastpack", "stock"]
+    assert found["comparison"]["order"] == ["stock", "fastpack", "fastpack", "stock"]
     assert found["comparison"]["max_loss_difference"] <= found["comparison"]["loss_difference_bound"]
     assert found["full"]["features"]["packed_attention"]["status"] == "on"
     assert found["versions"]["trl"]
