@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import sysconfig
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,10 @@ class _Window(TrainerCallback):
 def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
     """Train ``2 + steps`` optimizer steps of a YAML with stock's trainer, then with ours; count in the last `steps`.
 
-    Args:
-        config: a YAML of ``fastpack-trl sft``.
-        folder: where a run may write.
-        steps: optimizer steps to count.
-
     Returns:
         ``{"steps", "micro_batches_per_step", "backend", "sides": {"stock" | "fastpack": {"error", "total", "entries"}},
         "calls": [...]}`` with one of ``calls`` per call site: both sides' counts per optimizer step. A side that failed
         has its message under ``error``; the other side is there all the same.
-
-    Raises:
-        UserError: the config, its model or its data cannot be loaded.
     """
     from fastpack_trl.trainer import FastSFTTrainer
 
@@ -78,7 +70,7 @@ def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int,
 
     window = _Window(steps)
     out: dict[str, Any] = {"error": None, "total": None, "entries": []}
-    with _quiet():
+    with redirect_stdout(io.StringIO()):  # the banner and the log of either side
         arguments = short_run_arguments(config, folder, "--max_steps", str(window.last))
         figures["micro_batches_per_step"] = arguments.training.gradient_accumulation_steps
         with preparing():
@@ -98,17 +90,11 @@ def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int,
         out["total"] = window.syncs.total / steps
         for entry in window.syncs.to_dict()["entries"]:
             count = entry.pop("count")
-            out["entries"].append({**entry, "file": short(entry["file"]), "count": count, "per_step": count / steps})
+            out["entries"].append({**entry, "file": _short(entry["file"]), "count": count, "per_step": count / steps})
     return out
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()):  # the banner and the log of either side
-        yield
-
-
-def short(file: str) -> str:
+def _short(file: str) -> str:
     """Shorten a path: ``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``."""
     path = Path(file).resolve()
     for root in (_LIBRARIES, str(Path(__file__).resolve().parents[2]), str(Path.cwd())):

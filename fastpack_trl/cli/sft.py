@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import SftArguments, make_parser, parse
-from fastpack_trl.recipe.make_trainer import check_settings
+from fastpack_trl.recipe.arguments import Arguments, make_parser, parse
+from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import show_whole
 
@@ -74,7 +74,7 @@ def _launches_by_default() -> bool:
     return torch.cuda.device_count() > 1 or Path(default_config_file).is_file()
 
 
-def launch(arguments: SftArguments, extra: Sequence[str] = ()) -> int:
+def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
     """Start ``python -m fastpack_trl sft`` through `accelerate launch`; return the exit code.
 
     Args:

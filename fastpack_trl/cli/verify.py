@@ -60,12 +60,14 @@ def run(args: Namespace) -> int:
     Returns:
         0 when no document sees another and the packed loss is that of separate documents, else 1, with the remedy on
         stderr.
-
-    Raises:
-        UserError: a folder, name or length that is wrong, a model without a causal language-model head, an attention
-            that this model cannot have, packed rows that the model refuses, a JSON path that cannot be written.
     """
-    lengths = _checked_lengths(args.lengths)
+    lengths = None if args.lengths is None else tuple(args.lengths)
+    if lengths and (len(lengths) < 2 or min(lengths) < 1):
+        wrong = f"has a document of {min(lengths)} tokens" if min(lengths) < 1 else "is one document"
+        raise UserError(
+            f"--lengths {' '.join(map(str, lengths))} {wrong}: give two or more documents of 1 or more tokens each, "
+            "e.g. --lengths 9 1 14 6"
+        )
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
@@ -115,27 +117,11 @@ def run(args: Namespace) -> int:
 
 @contextmanager
 def _naming_attn() -> Iterator[None]:
-    """Name the option of this command where a message names the field: ``packed_attention='flex'``.
-
-    Raises:
-        UserError: in place of the one inside.
-    """
+    """Name the option of this command where a message names the field: ``packed_attention='flex'``."""
     try:
         yield
     except UserError as error:
         raise UserError(re.sub(r"packed_attention='(\w+)'", r"--attn \1", str(error))) from error
-
-
-def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    if lengths is None:
-        return None
-    if len(lengths) < 2 or min(lengths) < 1:
-        wrong = f"has a document of {min(lengths)} tokens" if min(lengths) < 1 else "is one document"
-        raise UserError(
-            f"--lengths {' '.join(map(str, lengths))} {wrong}: give two or more documents of 1 or more tokens each, "
-            "e.g. --lengths 9 1 14 6"
-        )
-    return tuple(lengths)
 
 
 def _device(name: str) -> str:
@@ -178,9 +164,7 @@ def _remedy(requested: str, proof: PackingProof) -> str:
 
     if requested == "off":
         return "train with packed_attention='auto' (FastSFTTrainer's default), not with stock"
-    if proof.path != PADDED_ROWS:
-        return f"set packed_attention='{PADDED_ROWS}'"
-    return "set packing=False"
+    return "set packing=False" if proof.path == PADDED_ROWS else f"set packed_attention='{PADDED_ROWS}'"
 
 
 def _facts(model: Any) -> dict[str, Any]:
@@ -216,8 +200,9 @@ def _record(args: Namespace, model: Any, proof: PackingProof, reason: str) -> di
 
 def _table(model: Any, proof: PackingProof, reason: str) -> str:
     facts = _facts(model)
-    budget = "reported only: experts below fp32 may be routed differently" if proof.budget is None else "budget "
-    budget += "" if proof.budget is None else f"{proof.budget:.1e}"
+    budget = "reported only: experts below fp32 may be routed differently"
+    if proof.budget is not None:
+        budget = f"budget {proof.budget:.1e}"
     rows = {
         "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
         f"{'/'.join(facts['dtypes'])} on {facts['device']}",
@@ -244,15 +229,9 @@ def _leak_lines(proof: PackingProof) -> list[str]:
         return [head, *(f"  from document {source} to {target}: {size:.1e}" for (source, target), size in worst)]
     cells = [["", *(f"to {target}" for target in range(count))]]
     for source in range(count):
-        cells.append(
-            [
-                f"from {source}",
-                *(
-                    "-" if source == target else f"{leaks.get((source, target), 0.0):.1e}".replace("0.0e+00", "0")
-                    for target in range(count)
-                ),
-            ]
-        )
+        sizes = [f"{leaks.get((source, target), 0.0):.1e}".replace("0.0e+00", "0") for target in range(count)]
+        sizes[source] = "-"
+        cells.append([f"from {source}", *sizes])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return ["leaks: largest gradient of a document's logits (to) at another's embeddings (from); 0 is exact", *lines]

@@ -25,7 +25,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.errors import UserError
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
-from fastpack_trl.recipe.arguments import SftArguments, parse
+from fastpack_trl.recipe.arguments import Arguments, parse
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
 
@@ -255,7 +255,7 @@ def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_s
             assert launch[2:] == ["--num_processes", rest[-1]]
 
 
-def arguments_of(name: str) -> SftArguments:
+def arguments_of(name: str) -> Arguments:
     return parse(["--config", str(FILES[name]), "--use_cpu"])
 
 
