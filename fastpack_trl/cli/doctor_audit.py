@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import sysconfig
 from collections.abc import Mapping
@@ -14,12 +13,12 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, preparing
+from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
 from fastpack_trl.measure.tables import aligned
 
-# What a step raises that this model, data or machine cannot run; out of memory is a RuntimeError.
-_FAILS = (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 _WARM_UP = 2  # optimizer steps: states are made, kernels are chosen, the loader fills
 _LIBRARIES = str(Path(sysconfig.get_path("purelib")).resolve())
 _SHOWN = 70  # characters of a source line
@@ -58,9 +57,7 @@ def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"steps": steps, "micro_batches_per_step": None, "backend": None, "sides": {}}
     for side, trainer_class in (("stock", SFTTrainer), ("fastpack", FastSFTTrainer)):
         figures["sides"][side] = _side(trainer_class, config, folder, steps, figures)
-        gc.collect()  # the model of one side has to go before the next is loaded
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory("cuda" if torch.cuda.is_available() else "cpu")  # of this side's model, for the next one's
     figures["calls"] = _calls(figures["sides"])
     return figures
 
@@ -76,11 +73,7 @@ def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int,
         with preparing():
             trainer = make_trainer(arguments, [window], trainer_class)
         try:
-            trainer.train()
-        except UserError:
-            raise
-        except _FAILS as error:
-            out["error"] = f"{type(error).__name__}: {describe(error)}"
+            _, out["error"] = attempt(trainer.train, loud=(UserError,))
         finally:
             window.close()
     if out["error"] is None and not window.complete:

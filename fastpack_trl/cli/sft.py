@@ -24,11 +24,7 @@ _LAUNCHED = "FASTPACK_LAUNCHED"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``fastpack-trl sft`` with these arguments; return the exit code.
-
-    Raises:
-        UserError: a setting, file or model that the user has to change.
-    """
+    """Run ``fastpack-trl sft`` with these arguments; return the exit code."""
     if "-h" in argv or "--help" in argv:
         make_parser().print_help()
         return 0
@@ -75,15 +71,7 @@ def _launches_by_default() -> bool:
 
 
 def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
-    """Start ``python -m fastpack_trl sft`` through `accelerate launch`; return the exit code.
-
-    Args:
-        arguments: as parsed.
-        extra: arguments for the started processes, after their own.
-
-    Raises:
-        UserError: `accelerate launch` refuses its options.
-    """
+    """Start ``python -m fastpack_trl sft`` by `accelerate launch`, `extra` after its words; return the exit code."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -92,7 +80,7 @@ def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
 
     parser = launch_command_parser()
     parser.error = refuse  # prints its usage (200 lines) and exits otherwise
-    words = [*arguments.launch, "--module", "fastpack_trl", "sft", *arguments.own, *extra]
+    words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.own, *extra]
     with preparing():
         launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"

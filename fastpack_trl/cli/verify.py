@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.measure.record import write_json
+    from fastpack_trl.measure.record import versions, write_json
     from fastpack_trl.run import PADDED_ROWS
 
     names = ("auto", *BACKENDS, PADDED_ROWS, "off")
@@ -106,9 +106,12 @@ def run(args: Namespace) -> int:
                 f"packed rows do not run with --attn {args.attn}: {describe(error)}; use --attn {remedy}"
             ) from error
     reason = attention.choice.reason
-    print(_table(model, proof, reason))
+    facts = _facts(model)
+    print(_table(facts, proof, reason))
     if file is not None:
-        write_json(file, _record(args, model, proof, reason))
+        leaks = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
+        asked = {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
+        write_json(file, {**asked, **proof.to_dict(), "leaks": leaks, **facts, "versions": versions()})
     if proof.proven:
         return 0
     print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn, proof)}", file=sys.stderr)
@@ -182,24 +185,7 @@ def _facts(model: Any) -> dict[str, Any]:
     }
 
 
-def _record(args: Namespace, model: Any, proof: PackingProof, reason: str) -> dict[str, Any]:
-    from fastpack_trl.measure.record import versions
-
-    plain = proof.to_dict()
-    plain["leaks"] = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
-    return {
-        "model": args.model,
-        "adapter": args.adapter,
-        "requested": args.attn,
-        "reason": reason,
-        **plain,
-        **_facts(model),
-        "versions": versions(),
-    }
-
-
-def _table(model: Any, proof: PackingProof, reason: str) -> str:
-    facts = _facts(model)
+def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
     budget = "reported only: experts below fp32 may be routed differently"
     if proof.budget is not None:
         budget = f"budget {proof.budget:.1e}"

@@ -23,34 +23,31 @@ SMALL_ROW, PUBLIC_ROW = 1024, 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """A public model and its stand-in."""
+    """A public model and its stand-in.
+
+    Attributes:
+        family: of the stand-in, as `fastpack_trl.testing.tiny_model` names it.
+        gib: device memory below which the public model is not tried, in GiB.
+        small: fields of the stand-in's config.
+        dequantise: the checkpoint is in MXFP4, which is not trained: it is loaded as bf16.
+    """
 
     family: str
-    """Of the stand-in, as `fastpack_trl.testing.tiny_model` names it."""
     gib: float
-    """Device memory below which the public model is not tried, in GiB."""
-    learning_rate: float
     small: dict[str, Any]
-    """Fields of the stand-in's config."""
     dequantise: bool = False
-    """The checkpoint is in MXFP4, which is not trained: it is loaded as bf16."""
 
 
+_WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+}  # fmt: skip
 PUBLIC = {
     # With LoRA, twice: stock and fastpack side by side, as TRL loads it, in fp32.
-    "Qwen/Qwen3-0.6B": Public("qwen3", 12, 2e-4, {"num_hidden_layers": 4}),
+    "Qwen/Qwen3-0.6B": Public("qwen3", 12, {}),
     # With LoRA, once, in bf16.
-    "openai/gpt-oss-20b": Public(
-        "gpt_oss",
-        64,
-        2e-4,
-        {
-            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
-        },
-        dequantise=True,
-    ),
-}  # fmt: skip
+    "openai/gpt-oss-20b": Public("gpt_oss", 64, _WINDOWS, dequantise=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,6 @@ class Example:
         data: a folder with ``train.jsonl`` and ``test.jsonl``: questions about the Python standard library with its
             docstrings as answers, one ``{"messages": [...]}`` per line.
         settings: arguments of `SFTConfig` for this model and machine.
-        reason: why this model.
     """
 
     model: str
@@ -96,8 +92,13 @@ def choose_example(name: str, folder: str | Path = "notebook-files") -> Example:
         _write_whole(data, _write_text)
     obstacle = _obstacle(name, public)
     if not obstacle:
-        settings = _settings(PUBLIC_ROW, public.learning_rate) | _loading(public)
-        return Example(name, str(data), settings, f"on {_device_name()}")
+        settings = _settings(PUBLIC_ROW, learning_rate=2e-4)
+        if public.dequantise:
+            from transformers import Mxfp4Config
+
+            quantization = Mxfp4Config(dequantize=True)
+            settings["model_init_kwargs"] = {"dtype": "bfloat16", "quantization_config": quantization}
+        return Example(name, str(data), settings, f"on {torch.cuda.get_device_name(0)}")
     small = folder / f"small-{public.family}"
     if not small.is_dir():
         _write_whole(small, lambda place: _write_small_model(place, data, public))
@@ -113,16 +114,12 @@ def _obstacle(name: str, public: Public) -> str:
         return "torch sees no CUDA device"
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     if memory < public.gib:
-        return f"{_device_name()} has {memory:.0f} GiB of memory, {public.gib:g} are needed"
+        return f"{torch.cuda.get_device_name(0)} has {memory:.0f} GiB of memory, {public.gib:g} are needed"
     try:
         AutoConfig.from_pretrained(name)
     except OSError:  # no network, HF_HUB_OFFLINE, or no access
         return "the hub does not answer, and the model is not in its cache"
     return ""
-
-
-def _device_name() -> str:
-    return str(torch.cuda.get_device_name(0))
 
 
 def _settings(tokens: int, learning_rate: float) -> dict[str, Any]:
@@ -142,14 +139,6 @@ def _settings(tokens: int, learning_rate: float) -> dict[str, Any]:
         "report_to": "none",
         **precision,
     }
-
-
-def _loading(public: Public) -> dict[str, Any]:
-    if not public.dequantise:
-        return {}
-    from transformers import Mxfp4Config
-
-    return {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": Mxfp4Config(dequantize=True)}}
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
@@ -176,6 +165,7 @@ def _write_small_model(folder: Path, data: Path, public: Public) -> None:
     model = tiny_model(
         public.family,
         vocab_size=len(tokenizer),
+        num_hidden_layers=4,
         hidden_size=64,
         intermediate_size=128,
         max_position_embeddings=SMALL_ROW,

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from fastpack_trl.errors import UserError
 from fastpack_trl.recipe.paths import add_json, configs_folder
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         from fastpack_trl.measure.record import write_json
         from fastpack_trl.quickstart import report, stages
 
-        figures = _settings(args) | stages.run_all(args, folder.resolve())
+        figures = stages.run_all(args, folder.resolve())
         figures["seconds"]["total"] = perf_counter() - start
         promises = report.promises(figures)
         figures["promises"] = [asdict(promise) for promise in promises]
@@ -170,22 +169,6 @@ def make_for_sft(folder: Path = DEFAULT_FOLDER) -> str:
     (folder / "init").rename(folder / "model")
     weights = "a small model of random weights, which learns little (`fastpack-trl quickstart` trains it first)"
     return f"made {folder}/: docstrings of the standard library, and {weights}"
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return settings, versions and machine, for the JSON."""
-    import torch
-
-    from fastpack_trl.measure.record import machine, version_of, versions
-    from fastpack_trl.quickstart.stages import FULL
-
-    names = ("json", "steps", "lora_steps", "compare_steps", "seed", "overwrite")
-    chosen = {name: getattr(args, name) for name in names}
-    return {
-        "settings": {"output_dir": str(args.output_dir), **chosen, "full": FULL},
-        "versions": versions() | {name: version_of(name) for name in ("datasets", "tokenizers")},
-        "machine": machine("cpu") | {"threads": torch.get_num_threads()},
-    }
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from fastpack_trl.bench.compare import compare
-from fastpack_trl.bench.yaml_build import yaml_build
+from fastpack_trl.measure.record import make_record
 from fastpack_trl.quickstart import corpus, small_model
+from fastpack_trl.recipe.arguments import as_flags
+from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 from fastpack_trl.recipe.train import train
 
 if TYPE_CHECKING:
@@ -49,7 +51,12 @@ def run_all(args: Any, folder: Path) -> dict[str, Any]:
         args: of the command.
     """
     seconds: dict[str, float] = {}
-    out: dict[str, Any] = {"seconds": seconds}
+    names = ("steps", "lora_steps", "compare_steps", "seed", "overwrite")
+    settings = {"output_dir": str(folder), **{name: getattr(args, name) for name in names}, "full": FULL}
+    out = make_record(
+        case="quickstart", settings=settings, rows=[], complete=True, threads=torch.get_num_threads(), seed=args.seed
+    )
+    out["seconds"] = seconds
 
     @contextmanager
     def stage(title: str) -> Iterator[None]:
@@ -99,15 +106,11 @@ def _train(folder: Path, model: str, output: str, steps: int, seed: int, **more:
     flags = {"config": folder / "quickstart.yaml", "output_dir": folder / output, "max_steps": steps, **more}
     if steps < 10:
         flags["logging_steps"] = 1  # the YAML's five would leave fewer than two losses to compare
-    return train(_words(flags | _inputs(folder, model, seed)))
+    return train(as_flags(flags | _inputs(folder, model, seed)))
 
 
 def _inputs(folder: Path, model: str, seed: int) -> dict[str, object]:
     return {"model_name_or_path": folder / model, "dataset_name": folder / "data", "seed": seed}
-
-
-def _words(flags: Mapping[str, object]) -> list[str]:
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def _phase(trainer: FastSFTTrainer) -> dict[str, Any]:
@@ -163,8 +166,12 @@ def _answer(model: Any, tokenizer: Any, prompt: Any, seed: int) -> tuple[str, in
 
 def _comparison(folder: Path, args: Any) -> dict[str, Any]:
     """Train all weights of ``model/`` with stock and with fastpack, a step of each in turn."""
-    flags = _words(FULL | _inputs(folder, "model", args.seed))
-    build = yaml_build(str(folder / "quickstart.yaml"), flags, str(folder / "comparison"))
+
+    def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
+        flags = as_flags(FULL | _inputs(folder, "model", args.seed) | changes)
+        arguments = short_run_arguments(str(folder / "quickstart.yaml"), str(folder / "comparison"), *flags)
+        return make_trainer(arguments, trainer_class=trainer_class)
+
     with redirect_stdout(io.StringIO()):  # the banner: the runs before have shown it
         record = compare(build, pairs=ROUNDS * args.compare_steps, warmup=WARMUP_STEPS, gate_steps=0, seed=args.seed)
     if not record["complete"]:

@@ -105,6 +105,11 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     return Arguments(method, script, training, model, mixture, launch_words, own)
 
 
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """Return values by name as words of a command line: ``{"seed": 1}`` -> ``["--seed", "1"]``."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
 def make_parser(method: Method = SFT) -> Any:
     """Return TRL's parser over ScriptArguments, the method's configuration, ModelConfig and DatasetMixtureConfig."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser

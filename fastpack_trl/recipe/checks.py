@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,21 +220,14 @@ def load_tokenizer(name: str, training: Any, init: Mapping[str, Any]) -> Any:
 
 
 def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") -> Any:
-    """Return a split that has rows.
-
-    Args:
-        splits: by name.
-        name: of the split.
-        field: the setting that chose it, for the message.
-        why: what needs it, for the message.
-    """
+    """Return the split `name`, which `field` has chosen and `why` says who needs, once it is there and has rows."""
     if name not in splits:
         raise UserError(
             f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
             "of them" + (", or eval_strategy to 'no'" if why else "")
         )
     split = splits[name]
-    if not any(True for _ in islice(split, 1)):
+    if next(iter(split), None) is None:
         raise UserError(f"split {name!r} of the data is empty (0 rows): check the file, or choose another with {field}")
     return split
 

@@ -35,22 +35,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Titles and fields of `Settings`; one that is in none of them comes under a title of its own."""
 _LONGEST = 50  # characters of choices beside the name of an option
 _ELSEWHERE: Mapping[str, str] = {
-    "model": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "torch_dtype": "dtype",
-    "dataset": "dataset_name",
-    "attn": "packed_attention",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "output": "output_dir",
-    "resume": "resume_from_checkpoint",
-    "max_seq_length": "max_length",
-    "sequence_len": "max_length",
+    "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
+    "dataset": "dataset_name", "attn": "packed_attention", "lr": "learning_rate", "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps", "output": "output_dir",
+    "resume": "resume_from_checkpoint", "max_seq_length": "max_length", "sequence_len": "max_length",
     "sample_packing": "packing",
-    "gradient_accumulation": "gradient_accumulation_steps",
-}
+}  # fmt: skip
 """Names that other tools and older versions of TRL give to an option."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
-from fastpack_trl.recipe.arguments import Arguments, parse
+from fastpack_trl.recipe.arguments import Arguments, as_flags, parse
 from fastpack_trl.recipe.data import data_name, load_data
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
     `flags` win over both. Raises `UserError` as `parse`.
     """
     own = {
-        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
-        "eval_on_start": "False",
-        "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
+        "config": config, "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+        "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True,
     }  # fmt: skip
-    words = [word for name, value in own.items() for word in (f"--{name}", value)]
     with preparing():
-        arguments = parse(["--config", config, *words, *flags], may_launch=False)
+        arguments = parse([*as_flags(own), *flags], may_launch=False)
     arguments.training.resume_from_checkpoint = None
     return arguments
 
