@@ -8,6 +8,7 @@ import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,43 +135,33 @@ def _device() -> dict[str, Any]:
         facts["compute capability"] = f"{properties.major}.{properties.minor}"
         facts["memory"] = f"{properties.total_memory / (1 << 30):.1f} GiB"
         facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-        facts |= transfer_rates(torch.device("cuda"))
+        facts |= _transfer_rates()
     return facts
 
 
-def transfer_rates(device: Any) -> dict[str, str]:
+def _transfer_rates() -> dict[str, str]:
     """Measure copies of 256 MiB between host and device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
 
     The loader and offloading copy from pinned memory; if there is none, ``pinned`` has the reason.
     """
     import torch
 
-    block = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8)
-    on_device, sources = block.to(device), {"pageable": block}
+    from fastpack_trl.measure.rounds import timed
+    from fastpack_trl.measure.timing import CudaClock
+
+    block, clock = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8), CudaClock()
+    on_device, hosts = block.cuda(), {"pageable": block}
     rates: dict[str, str] = {}
     try:
-        sources["pinned"] = block.pin_memory()
+        hosts["pinned"] = block.pin_memory()
     except RuntimeError as error:
         rates["pinned"] = f"not available: {describe(error)}"
-    for name, host in sources.items():
-        rates[f"{name} to device"] = f"{_copy_rate(host, on_device):.1f} GB/s"
-        rates[f"device to {name}"] = f"{_copy_rate(on_device, host):.1f} GB/s"
+    for name, host in hosts.items():
+        for way, target, source in ((f"{name} to device", on_device, host), (f"device to {name}", host, on_device)):
+            copy = partial(target.copy_, source, non_blocking=True)
+            _, *seconds = (timed(copy, clock)[1] for _ in range(1 + _TRANSFERS))  # the first is not counted
+            rates[way] = f"{_TRANSFER_BYTES / median(seconds) / 1e9:.1f} GB/s"
     return rates
-
-
-def _copy_rate(source: Any, target: Any) -> float:
-    """Return 10^9 bytes per second, median of `_TRANSFERS` copies after one that is not counted."""
-    import torch
-
-    seconds = []
-    for _ in range(1 + _TRANSFERS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    return float(source.numel() / median(seconds[1:]) / 1e9)
 
 
 def _attention() -> dict[str, str]:

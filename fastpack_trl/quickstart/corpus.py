@@ -26,6 +26,7 @@ EXCLUDED_FOLDERS = frozenset(
 # Below this the interpreter was installed without its sources (a zipped or stripped library).
 MIN_DOCUMENTS = 500
 
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # The fields of a statement that hold statements, in the order of their lines.
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _QUESTIONS = {
@@ -137,8 +138,7 @@ def _parse(path: Path) -> ast.Module:
 
 def _docstrings(node: ast.AST, name: str, kind: str) -> Iterator[tuple[str, str, str]]:
     """Yield qualified name, kind and cleaned docstring of everything in `node`, in the order of its lines."""
-    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    if documented and (answer := ast.get_docstring(node)):
+    if isinstance(node, _DOCUMENTED) and (answer := ast.get_docstring(node)):
         yield name, kind, answer
     for child in (child for block in _BLOCKS for child in getattr(node, block, ())):
         if isinstance(child, ast.ClassDef):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +15,40 @@ LOGIT_TOLERANCE = 1e-4
 Figures = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """``Promise("loss falls", kept=True, text="full fine-tune: loss 8.35 -> 6.02, ...")``."""
+def promises(figures: Figures) -> list[dict[str, Any]]:
+    """Return name and text of what a run must show, and whether it is kept: None where so few steps promise nothing.
 
-    name: str
-    kept: bool | None
-    """None where so few steps promise nothing."""
-    text: str
-
-
-def promises(figures: Figures) -> list[Promise]:
-    """Return what a run must show; a NaN keeps no promise."""
+    A NaN keeps no promise.
+    """
     settings, full, compared = figures["settings"], figures["full"], figures["comparison"]
     held_out, logits = figures["lora"]["held_out_loss"], figures["adapter"]["max_logit_difference"]
     difference, bound = compared["max_loss_difference"], compared["loss_difference_bound"]
+    full_falls = full["last_loss"] <= (1 - LEAST_FALL) * full["first_loss"]
+    lora_falls = len(held_out) > 1 and held_out[-1] < held_out[0]
     return [
-        Promise(
-            "full_loss_falls",
-            None if settings["steps"] < PROMISING_STEPS else full["last_loss"] <= (1 - LEAST_FALL) * full["first_loss"],
-            f"full fine-tune: loss {_path(_ends(full))}; a fall of {LEAST_FALL:.0%} or more is promised from --steps "
-            f"{PROMISING_STEPS} on",
-        ),
-        Promise(
-            "lora_loss_falls",
-            None if settings["lora_steps"] < PROMISING_LORA_STEPS else len(held_out) > 1 and held_out[-1] < held_out[0],
-            f"LoRA: held-out loss {_path(held_out)}; a fall is promised from --lora_steps {PROMISING_LORA_STEPS} on",
-        ),
-        Promise(
-            "adapter_reloads",
-            logits <= LOGIT_TOLERANCE,
-            f"adapter in fresh objects: logits differ by {logits:.1e}, at most {LOGIT_TOLERANCE:.0e} is rounding",
-        ),
-        Promise(
-            "losses_equal_stock",
-            difference <= bound,
-            f"stock comparison: losses differ by {difference:.1e}, at most {bound:.1e} is rounding",
-        ),
+        {
+            "name": "full_loss_falls",
+            "kept": None if settings["steps"] < PROMISING_STEPS else full_falls,
+            "text": f"full fine-tune: loss {_path(_ends(full))}; a fall of {LEAST_FALL:.0%} or more is promised from "
+            f"--steps {PROMISING_STEPS} on",
+        },
+        {
+            "name": "lora_loss_falls",
+            "kept": None if settings["lora_steps"] < PROMISING_LORA_STEPS else lora_falls,
+            "text": f"LoRA: held-out loss {_path(held_out)}; a fall is promised from --lora_steps "
+            f"{PROMISING_LORA_STEPS} on",
+        },
+        {
+            "name": "adapter_reloads",
+            "kept": logits <= LOGIT_TOLERANCE,
+            "text": f"adapter in fresh objects: logits differ by {logits:.1e}, at most {LOGIT_TOLERANCE:.0e} is "
+            "rounding",
+        },
+        {
+            "name": "losses_equal_stock",
+            "kept": difference <= bound,
+            "text": f"stock comparison: losses differ by {difference:.1e}, at most {bound:.1e} is rounding",
+        },
     ]
 
 

@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
@@ -71,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
         figures = stages.run_all(args, folder.resolve())
         figures["seconds"]["total"] = perf_counter() - start
-        promises = report.promises(figures)
-        figures["promises"] = [asdict(promise) for promise in promises]
+        promises = figures["promises"] = report.promises(figures)
         plotted = report.plot(figures, folder / "loss.png")
     for path in filter(None, (folder / "quickstart.json", json_file)):
         write_json(path, figures)
@@ -82,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     if not plotted:
         print("No loss.png: pip install 'fastpack-trl[plots]' draws it.")
     for promise in promises:
-        if not promise.kept:
-            said = "too short to promise" if promise.kept is None else "failed"
-            print(f"fastpack-trl quickstart: {said}: {promise.text}")
-    return 1 if any(promise.kept is False for promise in promises) else 0
+        if not promise["kept"]:
+            said = "too short to promise" if promise["kept"] is None else "failed"
+            print(f"fastpack-trl quickstart: {said}: {promise['text']}")
+    return 1 if any(promise["kept"] is False for promise in promises) else 0
 
 
 def _checked(args: argparse.Namespace) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,7 @@ from fastpack_trl.recipe.train import train
 if TYPE_CHECKING:
     from fastpack_trl.trainer import FastSFTTrainer
 
-FULL: Mapping[str, object] = {
+FULL: dict[str, object] = {
     "use_peft": False, "learning_rate": 3e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3,
 }  # fmt: skip
 """Flags over ``quickstart.yaml`` with which all weights are trained."""

@@ -36,9 +36,6 @@ def tokenizer(text):
     return small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
 def test_corpus_is_large_and_every_text_is_in_range_and_unique(text):
     answers = [document.answer for document in text.documents]
     assert len(answers) > 5_000
@@ -60,42 +57,24 @@ def test_corpus_answers_are_the_docstrings_python_itself_shows(text):
     assert answers["argparse.ArgumentParser"] == getdoc(argparse.ArgumentParser)
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory):
-    """A fresh interpreter with another hash seed: its splits, and what collecting imported there.
-
-    This one has imported half of the library already.
-    """
-    folder = tmp_path_factory.mktemp("elsewhere")
+def test_corpus_imports_nothing_and_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text):
+    here, there = tmp_path / "here", tmp_path / "there"
     code = (
         # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
         "import sys, json, ast, inspect, tqdm.auto; from pathlib import Path;"
         "from fastpack_trl.quickstart import corpus;"
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
-        "found = corpus.collect(progress=False);"
-        "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]));"
+        "found = corpus.collect(progress=False); assert set(sys.modules) == before;"
         "corpus.write_splits(found.documents, Path(sys.argv[1]), test_every=40)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY,
-        env={**os.environ, "PYTHONHASHSEED": "7"},
-    )  # fmt: skip
-    return folder, *json.loads(done.stdout)
-
-
-def test_corpus_imports_none_of_what_it_reads(elsewhere):
-    _, count, imported = elsewhere
-    assert count > 5_000
-    assert imported == []
-
-
-def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text, elsewhere):
-    splits = corpus.write_splits(text.documents, tmp_path, test_every=40)
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
+    subprocess.run([sys.executable, "-c", code, str(there)], check=True, cwd=REPOSITORY, env=environment)
+    splits = corpus.write_splits(text.documents, here, test_every=40)
     assert sum(splits.values()) == len(text.documents)
     for name in ("train.jsonl", "test.jsonl"):
-        here = (tmp_path / name).read_bytes()
-        assert here == (elsewhere[0] / name).read_bytes()
-        first = json.loads(here.splitlines()[0])
+        lines = (here / name).read_bytes()
+        assert lines == (there / name).read_bytes()
+        first = json.loads(lines.splitlines()[0])
         assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
 
 
@@ -131,9 +110,6 @@ def test_corpus_skips_and_counts_files_that_do_not_parse(tmp_path, monkeypatch):
 def test_corpus_of_an_interpreter_without_sources_is_refused_with_the_count(tmp_path):
     with pytest.raises(UserError, match="only 0 docstrings"):
         corpus.collect(tmp_path, progress=False)
-
-
-# --- tokenizer and model ---------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_gives_every_text_back_also_after_it_was_saved_beside_a_model(tmp_path, text, tokenizer):
@@ -184,9 +160,6 @@ def test_chat_template_marks_answers_and_their_end_of_turn_only(tokenizer):
     assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
 
 
-# --- settings and folder ---------------------------------------------------------------------------------------------
-
-
 def arguments(*words: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     quickstart.add_arguments(parser)
@@ -215,22 +188,21 @@ def test_bad_settings_are_refused_on_one_line_before_anything_is_written(tmp_pat
 
 
 def test_folder_of_others_is_refused_and_overwrite_leaves_its_files_alone(tmp_path):
-    mine = tmp_path / "thesis.txt"
+    mine, taken = tmp_path / "thesis.txt", tmp_path / "data" / "mine.csv"
     mine.write_text("years of work")
     with pytest.raises(UserError, match="not empty"):
         quickstart.prepare_folder(tmp_path, overwrite=False)
-    quickstart.prepare_folder(tmp_path, overwrite=True)
-    assert mine.read_text() == "years of work"
-    quickstart.prepare_folder(tmp_path, overwrite=False)  # now it is a quickstart's
-    assert mine.read_text() == "years of work"
-
-
-def test_overwrite_never_deletes_a_place_that_others_hold(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine.csv").write_text("1,2")
+    taken.parent.mkdir()
+    taken.write_text("1,2")
     with pytest.raises(UserError, match="already has data"):
         quickstart.prepare_folder(tmp_path, overwrite=True)
-    assert (tmp_path / "data" / "mine.csv").read_text() == "1,2"
+    assert taken.read_text() == "1,2"
+    shutil.rmtree(taken.parent)
+    quickstart.prepare_folder(tmp_path, overwrite=True)
+    quickstart.prepare_folder(tmp_path, overwrite=False)  # now it is a quickstart's
+    assert mine.read_text() == "years of work"
+    with pytest.raises(UserError, match="is a file"):
+        quickstart.prepare_folder(mine, overwrite=True)
 
 
 def test_second_run_replaces_its_own_files_only(tmp_path):
@@ -246,15 +218,6 @@ def test_second_run_replaces_its_own_files_only(tmp_path):
     quickstart.prepare_folder(folder, overwrite=False)
     assert sorted(path.name for path in folder.iterdir()) == [quickstart.MARKER, "my-adapter"]
     assert (elsewhere / "kept").read_text() == "kept"
-
-
-def test_output_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        quickstart.prepare_folder(tmp_path / "out", overwrite=True)
-
-
-# --- YAML ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkout_reads_the_configs_beside_the_package():
@@ -292,9 +255,6 @@ def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
     assert (model.use_peft, model.lora_target_modules) == (True, "all-linear")
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
 def row(stock: list[float], ours: list[float]) -> dict[str, Any]:
     """A row of `compare`, where stock takes twice as long."""
     sides = {
@@ -327,9 +287,6 @@ def test_a_side_that_failed_is_named():
     failed["sides"]["stock"] = {"failed": "out of memory"}
     with pytest.raises(RuntimeError, match="stock failed: out of memory"):
         comparison_figures(failed)
-
-
-# --- all of it -------------------------------------------------------------------------------------------------------
 
 
 IN_MINIATURE = """
