@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import Arguments, make_parser, parse
+from fastpack_trl.recipe.arguments import SFT, Arguments, Method, make_parser, parse
 from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import show_whole
@@ -23,10 +23,10 @@ _OF_THE_COMMAND = ("--traceback", "--verbose")
 _LAUNCHED = "FASTPACK_LAUNCHED"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``fastpack-trl sft`` with these arguments; return the exit code."""
+def main(argv: Sequence[str], method: Method = SFT) -> int:
+    """Run ``fastpack-trl sft``, or the command of another method, with these arguments; return the exit code."""
     if "-h" in argv or "--help" in argv:
-        make_parser().print_help()
+        make_parser(method).print_help()
         return 0
     if not set(argv) - set(_OF_THE_COMMAND):
         raise UserError(
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], may_launch=not launched)
+        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], method, may_launch=not launched)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return launch(arguments, extra=["--traceback"] if "--traceback" in argv else [])
     if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
         unused = " ".join(arguments.launch)
-        print(f"fastpack-trl sft: note: a launcher has started this process; not used: {unused}", file=sys.stderr)
+        note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
+        print(note, file=sys.stderr)
     train_parsed(arguments)
     return 0
 

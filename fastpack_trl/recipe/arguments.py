@@ -259,11 +259,7 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
 
 
 def _accelerate_file(words: list[str]) -> list[str]:
-    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name.
-
-    Raises:
-        UserError: neither a file nor one of these names.
-    """
+    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name."""
     names, rest = split_off("accelerate_config", words)
     if not names:
         return rest

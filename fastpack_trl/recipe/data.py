@@ -28,10 +28,9 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
-    """Load the splits of the data set that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
+    """Load the splits that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
 
-    Raises:
-        UserError: no data set named, nothing at that path or on the hub, or files that cannot be read.
+    Raises `UserError` for none, for nothing at that path or on the hub, and for files that cannot be read.
     """
     from datasets.exceptions import DatasetsError
 
@@ -54,11 +53,7 @@ def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
 
 
 def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) -> None:
-    """Check that data are named and that local ones exist, without loading them.
-
-    Raises:
-        UserError: neither ``dataset_name`` nor ``datasets``, or a local file or folder that cannot be read.
-    """
+    """Check that data are named and that local ones can be read, without loading them; raise `UserError` if not."""
     if not script.dataset_name and not mixture.datasets:
         raise UserError(
             "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
@@ -91,9 +86,6 @@ def _local_source(name: str) -> tuple[str, Any]:
 
     ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files -> ``(folder, None)``; a folder made by
     `save_to_disk` -> ``("arrow", ...)``.
-
-    Raises:
-        UserError: nothing is there, the file is empty, or its suffix is none of `BUILDERS`.
     """
     builder, path = _builder_of(name), Path(name).expanduser()
     if _is_pattern(name) and builder is not None:

@@ -36,14 +36,10 @@ def member_types(hint: object) -> set[object]:
 
 
 def _converted(value: Any, allowed: set[object], names: bool) -> Any:
-    """Convert to the first type of `allowed` that takes the value. YAML reads ``2e-4`` as text: it is parsed here.
-
-    Raises:
-        ValueError: none takes it; with `names`, an item of a list that is no name.
-    """
+    """Convert to the first type of `allowed` that takes the value: YAML reads ``2e-4`` as text."""
     if type(value) in allowed:
         if names and isinstance(value, list) and not all(isinstance(item, str | list) for item in value):
-            raise ValueError(value)
+            raise ValueError(value)  # a list of names has text in it
         return value
     if isinstance(value, list | dict):
         raise ValueError(value)
@@ -64,13 +60,8 @@ def _converted(value: Any, allowed: set[object], names: bool) -> Any:
 def checked_value(name: str, value: Any, hint: object, action: argparse.Action, path: str) -> Any:
     """Return a YAML value in the type of its field: ``learning_rate: 2e-4`` (text) -> ``0.0002``.
 
-    Args:
-        hint: the type annotation of the field.
-        action: the option that TRL's parser made of the field; has its default and choices.
-        path: the YAML file, for the message.
-
-    Raises:
-        UserError: another type, or none of the choices.
+    Raises `UserError` for a value of another type than `hint`, or that is none of the choices of `action`, the option
+    that TRL's parser made of the field.
     """
     allowed = member_types(hint) | _ALSO_ACCEPTED.get(name, set())
     plain = [kind for kind in _TYPE_NAMES if kind in allowed]
@@ -99,11 +90,7 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
 
 
 def check_entries(entries: object, path: str) -> None:
-    """Check that ``datasets`` is a list of mappings with ``path`` and other keys that TRL knows.
-
-    Raises:
-        UserError: names the entry or key that is not.
-    """
+    """Check that ``datasets`` is a list of mappings with ``path`` and keys that TRL knows; raise `UserError` if not."""
     from trl.scripts.utils import DatasetConfig
 
     hints = get_type_hints(DatasetConfig)

@@ -65,11 +65,7 @@ def _read(path: str) -> str:
 
 
 def set_environment(variables: object, path: str) -> None:
-    """Set the variables of the YAML key ``env``.
-
-    Raises:
-        UserError: `variables` is not a mapping of names to scalars.
-    """
+    """Set the variables of the YAML key ``env``; raise `UserError` if it is not a mapping of names to scalars."""
     if not isinstance(variables, Mapping) or any(isinstance(value, list | dict) for value in variables.values()):
         raise UserError(
             f"{path}: env: {shown(variables)} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"

@@ -274,10 +274,8 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     training = torch.load(material.out / "training_args.bin", weights_only=False)
     assert training.world_size == 2
     # Each process keeps its own random state: two files for two processes.
-    assert sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*")) == [
-        "rng_state_0.pth",
-        "rng_state_1.pth",
-    ]
+    states = sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*"))
+    assert states == ["rng_state_0.pth", "rng_state_1.pth"]
 
 
 DOCTOR = """
