@@ -106,16 +106,16 @@ def collect(folder: Path | None = None, *, progress: bool = True) -> Corpus:
     return Corpus(tuple(documents.values()), len(paths) - len(unparsed), tuple(unparsed))
 
 
-def write_splits(documents: tuple[Document, ...], folder: Path, *, test_every: int) -> dict[str, int]:
+def write_splits(documents: tuple[Document, ...], folder: Path) -> dict[str, int]:
     """Write ``train.jsonl`` and ``test.jsonl``; return the number of documents in each.
 
-    Every `test_every`-th document is held out: the order is that of the library, so these come from all of it.
+    Every 40th document is held out, 2.5 %: the order is that of the library, so these come from all of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[str]] = {"train": [], "test": []}
     for index, document in enumerate(documents):
         line = json.dumps({"messages": document.messages()}, ensure_ascii=False)
-        parts["test" if index % test_every == test_every - 1 else "train"].append(f"{line}\n")
+        parts["test" if index % 40 == 39 else "train"].append(f"{line}\n")
     for split, lines in parts.items():
         (folder / f"{split}.jsonl").write_bytes("".join(lines).encode())
     return {split: len(lines) for split, lines in parts.items()}

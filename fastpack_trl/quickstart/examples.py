@@ -17,7 +17,6 @@ from fastpack_trl.quickstart.small_model import train_tokenizer
 
 GIB = 2**30
 EVERY = 8  # of the library's docstrings: enough for the notebooks' steps
-TEST_EVERY = 40  # 2.5 % held out
 SMALL_ROW, PUBLIC_ROW = 1024, 4096  # tokens
 
 
@@ -152,7 +151,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 def _write_text(folder: Path) -> None:
     documents = corpus.collect(progress=False).documents
-    corpus.write_splits(documents[::EVERY], folder, test_every=TEST_EVERY)
+    corpus.write_splits(documents[::EVERY], folder)
 
 
 def _write_small_model(folder: Path, data: Path, public: Public) -> None:

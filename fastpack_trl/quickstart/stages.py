@@ -32,7 +32,6 @@ FULL: dict[str, object] = {
 """Flags over ``quickstart.yaml`` with which all weights are trained."""
 MAX_LENGTH = 1_024  # tokens of a packed row
 MAX_NEW_TOKENS = 48
-TEST_EVERY = 40  # 2.5 % held out
 LAST = 10  # logged losses in a phase's last loss: a row packs documents of one size, so a step's loss is noisy
 WARMUP_STEPS = 1  # of the comparison: the first step allocates memory and chooses algorithms
 ROUNDS = 2  # of its timed steps
@@ -82,7 +81,7 @@ def run_all(args: Any, folder: Path) -> dict[str, Any]:
 def make_inputs(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write ``data/`` with the text, ``init/`` with tokenizer and random model; return their figures."""
     text = corpus.collect()
-    splits = corpus.write_splits(text.documents, folder / "data", test_every=TEST_EVERY)
+    splits = corpus.write_splits(text.documents, folder / "data")
     tokenizer = small_model.train_tokenizer(
         part for document in text.documents for part in (document.question, document.answer)
     )

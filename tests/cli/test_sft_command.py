@@ -233,15 +233,33 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    arguments = parse([f"--config={path}", "--mixed_precision=no", "--main_process_port", "29511", "--packing"])
+    arguments = parse(
+        [
+            f"--config={path}",
+            "--mixed_precision=no",
+            "--main_process_port",
+            "29511",
+            "--packing",
+            "--accelerate-config",
+            "zero3",
+        ]
+    )
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     assert arguments.launch[0] == "--config_file"
-    assert arguments.launch[1].endswith("zero2.yaml")
+    assert arguments.launch[1].endswith("zero3.yaml")  # the flag wins
     assert arguments.launch[2:] == [
         *("--num_processes", "2", "--multi_gpu"),
         *("--mixed_precision=no", "--main_process_port", "29511"),
     ]
     assert arguments.own == ["--config", path, "--packing"]
+
+
+def test_the_command_of_another_method_is_named_in_messages() -> None:
+    from fastpack_trl.errors import UserError
+    from fastpack_trl.recipe.arguments import Method, parse
+
+    with pytest.raises(UserError, match="`fastpack-trl other --help` lists the options"):
+        parse(["--qqq"], Method("other", "FastSFTConfig", "FastSFTTrainer"))
 
 
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:

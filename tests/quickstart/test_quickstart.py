@@ -65,11 +65,11 @@ def test_corpus_imports_nothing_and_is_the_same_in_another_process_with_another_
         "from fastpack_trl.quickstart import corpus;"
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
         "found = corpus.collect(progress=False); assert set(sys.modules) == before;"
-        "corpus.write_splits(found.documents, Path(sys.argv[1]), test_every=40)"
+        "corpus.write_splits(found.documents, Path(sys.argv[1]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
     subprocess.run([sys.executable, "-c", code, str(there)], check=True, cwd=REPOSITORY, env=environment)
-    splits = corpus.write_splits(text.documents, here, test_every=40)
+    splits = corpus.write_splits(text.documents, here)
     assert sum(splits.values()) == len(text.documents)
     for name in ("train.jsonl", "test.jsonl"):
         lines = (here / name).read_bytes()
