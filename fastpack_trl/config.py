@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -92,71 +93,84 @@ class Settings:
     packed_attention: PackedAttentionPath = field(
         default="auto",
         metadata=_choice(
-            "How packed documents are kept apart: auto, varlen, per_document, padded_rows, flash_attention_2, "
-            "flash_attention_3, flash_attention_4, flex, xformers, sdpa or off. No extra memory except for sdpa "
-            "(total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
+            "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's "
+            "flash kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
+            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_2, "
+            "flash_attention_3, flash_attention_4 and xformers (where installed), flex (torch's flex attention, CUDA), "
+            "sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra memory except for "
+            "sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
         ),
     )
     verify_packing: Switch = field(
         default="auto",
         metadata=_choice(
-            "Prove when training starts that no packed document sees another, and stop where one does: auto "
-            "(when documents are packed), on or off (train whatever leaks). Costs a few forward and backward passes "
-            "over a few dozen tokens, once; with sliding windows two forward passes over up to 1,055 more.",
+            "Prove before the first rows, of training or of an evaluation, that no packed document sees another, and "
+            "stop where one does: auto (when documents are packed), on (also stop where the proof cannot run) or off "
+            "(train whatever leaks). Costs a few forward and backward passes over a few dozen tokens, once; with "
+            "sliding windows two forward passes over up to 1,055 more.",
         ),
     )
     lora: Switch = field(
         default="auto",
         metadata=_choice(
-            "LoRA projections without glue: auto, on, or off (PEFT's own forward). Saves memory and about a "
-            "third of the kernels of a LoRA layer; parameters and files are PEFT's.",
+            "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of "
+            "a covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
+            "kernels of a LoRA layer; parameters and files are PEFT's.",
         ),
     )
     cache_dequantized: Switch = field(
         default="auto",
         metadata=_choice(
-            "With LoRA, keep 4-bit base weights dequantised and fp32 ones cast, for the run: auto (where "
-            "activations leave the memory for it), on, or off. Costs 2 bytes per weight.",
+            "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: "
+            "auto (where the plan of activation_memory keeps every layer and leaves enough of its budget; without such "
+            "a plan, on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes "
+            "per weight.",
         ),
     )
     frozen_base: FrozenBase = field(
         default="as_loaded",
         metadata=_choice(
-            "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8), forward and "
-            "backward, on CUDA from Ada and Hopper on. What is computed changes, as with QLoRA; the error of each "
-            "layer is measured when training starts. Costs 1 to 2 bytes per weight on the device; loaded 16-bit "
-            "weights wait in host memory; FP8 checkpoints keep their values, and cost up to 1 byte more.",
+            "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per "
+            "row of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
+            "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers "
+            "that lose too much stay as loaded. Evaluation during training is in FP8 too, everything after training is "
+            "not. Costs 1 to 2 bytes per weight on the device; loaded 16-bit weights wait in host memory; FP8 "
+            "checkpoints keep their values and block scales, and cost up to 1 byte more.",
         ),
     )
     moe: Switch = field(
         default="auto",
         metadata=_choice(
-            "Mixture-of-experts layers with tokens sorted once per layer and step: auto (in place of "
-            "grouped_mm), on (in place of any experts_implementation), or off. Saves memory; the routing plan takes 12 "
-            "bytes per token and chosen expert.",
+            "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
+            "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place "
+            "of any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and "
+            "chosen expert.",
         ),
     )
     layer_compile: Switch = field(
         default="auto",
         metadata=_choice(
-            "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer "
-            "step is faster and enough steps are left to pay for it), on, or off. Costs ten seconds to a minute per "
-            "kind at the first packed row, by auto in the second step; later runs find most of it in Inductor's cache.",
+            "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer step is "
+            "faster and enough steps are left to pay for it), on (any device, not measured), or off. Costs ten seconds "
+            "to a minute per kind at the first packed row, by auto in the second step; later runs find most of it in "
+            "Inductor's cache.",
         ),
     )
     cuda_graph: Switch = field(
         default="auto",
         metadata=_choice(
             "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by 5 percent, or 2 for little memory, and enough are left), on, or off. Costs the "
-            "activations of one micro-batch, held for the run, and half a second for each length of rows.",
+            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
+            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
+            "for each length of rows.",
         ),
     )
     moe_quantize_experts: OnOff = field(
         default="off",
         metadata=_choice(
-            "Store frozen expert stacks in four bits (NF4): on or off. About 0.53 bytes per weight, and one "
-            "dense stack at a time while it is used. The model is loaded in its own dtype first. Needs bitsandbytes.",
+            "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with "
+            "QLoRA. About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded "
+            "in its own dtype first. Needs bitsandbytes.",
         ),
     )
     padded_rows_limit: float = field(
@@ -169,8 +183,10 @@ class Settings:
     sync_free: Switch = field(
         default="auto",
         metadata=_choice(
-            "No device-to-host sync between two logs: auto, on or off. Costs 12 bytes of device memory per "
-            "micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is trained).",
+            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
+            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
+            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
+            "where the head is trained).",
         ),
     )
     merge_accumulation: Switch = field(
@@ -178,7 +194,8 @@ class Settings:
         metadata=_choice(
             "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
             "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
-            "activations of the longer row; on CUDA only as far as free memory allows, split again when it runs out.",
+            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
+            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
         ),
     )
     activation_memory: ActivationMemory = field(
@@ -298,61 +315,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class FastSFTConfig(Settings, SFTConfig):
-    r"""`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
+    """`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
 
     What is switched on by name, and not by ``auto``, stops `train` with reason and remedy where it cannot be had.
-
-    Args:
-        packed_attention: how packed documents are kept apart: ``auto`` (the fastest that is right for the model),
-            ``varlen`` (torch's flash kernel: CUDA, bf16 or fp16), ``per_document`` (one attention call per document,
-            any device), ``padded_rows`` (documents unpacked into padded rows under stock attention), ``sdpa`` (stock
-            attention, its dense mask built once per batch), ``flash_attention_2``/``3``/``4`` and ``xformers`` (where
-            installed), ``flex`` (torch's flex attention, CUDA) or ``off`` (stock).
-        verify_packing: before the first rows, prove on a few dozen tokens that no document sees another, and stop where
-            one does: ``auto`` (where documents are packed), ``on`` (also stop where the proof cannot run), ``off``
-            (train whatever leaks).
-        lora: LoRA projections without the glue around their matrix products: ``auto`` (wherever PEFT's LoRA layers are
-            of a covered kind), ``on`` (some have to be), ``off`` (PEFT's own forward).
-        cache_dequantized: with `lora`, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype,
-            for the run: ``auto`` (where the plan of `activation_memory` keeps every layer and leaves enough of its
-            budget; without such a plan, on CUDA, in a quarter of the free memory), ``on``, ``off`` (made again for each
-            use).
-        frozen_base: with `lora`, products of frozen base weights: ``as_loaded``, or ``fp8`` (e4m3, a scale per row of
-            weights, activations and gradients; forward and backward), which changes what is computed, as QLoRA does.
-            FP8 checkpoints are multiplied with the values and block scales that they have.
-            Layers whose products lose too much stay as loaded. Evaluation during training is in FP8 too; everything
-            after training has the weights as they were loaded.
-        moe: mixture-of-experts layers with tokens sorted once and one function per experts block, LoRA on expert stacks
-            (with `lora`) included: ``auto`` (wherever transformers' own `grouped_mm` would run,
-            unless a gain of less than 3 % was measured), ``on`` (also in place of another `experts_implementation`),
-            ``off``.
-        layer_compile: decoder layers compiled by torch, one graph per kind: ``auto`` (on CUDA, in the second step,
-            where a layer step measured on its first packed row is faster, and the steps that are left pay for it),
-            ``on`` (any device, in the first step, not measured), ``off``.
-        cuda_graph: forward, loss and backward of a micro-batch recorded as one CUDA graph per size of rows, then
-            replayed: ``auto`` (where steps become shorter by 5 %, by 2 % where graphs hold little memory, and enough
-            are left to pay for it), ``on`` (neither timed nor weighed), ``off``.
-        moe_quantize_experts: ``on`` stores frozen expert stacks in four bits (NF4, bitsandbytes), for LoRA; it changes
-            what is computed, as QLoRA does. ``off`` by default.
-        padded_rows_limit: highest accepted ratio of padded to real tokens under ``padded_rows``.
-        sync_free: whether a training step runs without asking the device between two logs (loss, metrics, NaN filter,
-            walks over the model): ``auto`` (where the run permits, with the reason in the report), ``on`` (all of
-            them), ``off``.
-        activation_memory: what decoder layers keep for their backward pass: ``keep`` (all), ``selective`` (attention),
-            ``checkpoint`` (their input), ``offload`` (their input, in host memory), ``auto`` (the least recompute that
-            fits the memory, layer by layer, on CUDA), or ``off`` (as `gradient_checkpointing` says).
-        activation_memory_gib: device memory for activations that the plan may use, in GiB; None: what is free.
-        checkpoint_offload: inputs of checkpointed layers in pinned host memory: ``double_buffer`` (the next one is
-            fetched while a layer is recomputed), ``single_buffer`` (each when it is needed), ``off``, or ``auto`` (as
-            the memory at hand demands).
-        offload_budget_gib: most pinned host memory of the offload in GiB; None: half of what is free.
-        keep_last_layers: inputs of that many last layers stay on the device under the offload.
-        merge_accumulation: the micro-batches of one optimizer step run as fewer, longer rows: ``auto`` (rows of up to
-            8,192 tokens on CUDA, of 512 KiB of hidden states on the CPU), ``on`` (one row per optimizer step), ``off``.
-            On CUDA only as far as memory allows, measured in the first step. Not with a callback of your own on
-            ``on_substep_end`` or a hook on a parameter's gradient.
-        save_report: the report of the run as ``fastpack_report.json`` in `output_dir`, as a section of TRL's model
-            card, and as ``fastpack/...`` in the config of W&B, trackio, TensorBoard and others: ``on``, ``off``.
 
     Raises:
         ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.
@@ -363,6 +328,12 @@ class FastSFTConfig(Settings, SFTConfig):
         check_counts(self)
         SFTConfig.__post_init__(self)
         check_fields(self, self)
+
+
+FastSFTConfig.__doc__ = f"{FastSFTConfig.__doc__}\n    Args:\n" + "\n".join(
+    textwrap.fill(f"{own.name}: {own.metadata['help']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    for own in fields(Settings)
+)
 
 
 def check_fields(args: Any, settings: Settings) -> None:

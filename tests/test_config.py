@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,16 @@ def test_every_backend_can_be_asked_for_and_nothing_else() -> None:
     assert len(set(PACKED_ATTENTION_CHOICES)) == len(PACKED_ATTENTION_CHOICES)
 
 
-def test_the_page_of_features_has_the_choices_of_every_field() -> None:
-    page = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+?) \|", page, re.MULTILINE))
-    assert {name: rows.get(name) for name in _CHOICES} == {name: ", ".join(of) for name, of in _CHOICES.items()}
+def row_of(own: Field[Any]) -> str:
+    """The row of a field in the table of the page of features."""
+    values = ", ".join(_CHOICES.get(own.name) or ("number", str(own.default).lower()))
+    return f"| `{own.name}` | {values} | {own.metadata['help']} |"
+
+
+@pytest.mark.parametrize("own", fields(Settings), ids=lambda own: own.name)
+def test_the_page_of_features_and_the_docstring_have_the_help_of_every_field(own: Field[Any]) -> None:
+    assert row_of(own) in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines()
+    assert f"{own.name}: {own.metadata['help']}" in " ".join(str(FastSFTConfig.__doc__).split())
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -40,7 +40,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "features",
         "trainer",
         "recipe",
-        "bench quickstart",
+        "bench",
+        "quickstart",
         "cli",
         "__main__",
     )

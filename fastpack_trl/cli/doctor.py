@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, preparing
-from fastpack_trl.recipe.options import add_json, json_file
+from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
@@ -27,8 +32,7 @@ EXTRAS = {
 _PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "triton")
 _OPTIONAL = ("bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
 _TRANSFER_BYTES = 256 << 20
-_TRANSFER_ROUNDS = 5
-_DEFAULT_STEPS = 4
+_TRANSFERS = 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,13 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
     add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
-    add(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=_DEFAULT_STEPS,
-        help=f"optimizer steps that --audit counts, after two that it does not (default: {_DEFAULT_STEPS})",
-    )
+    steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
+    add("--steps", metavar="N", type=int, default=4, help=steps_help)
     add_json(parser, "everything")
 
 
@@ -51,10 +50,6 @@ def run(args: Namespace) -> int:
 
     Returns:
         0: a missing package is a finding, not a failure.
-
-    Raises:
-        UserError: a config cannot be loaded or its steps fail, ``--audit`` without a config, fewer than 1 step, or a
-            JSON path that cannot be written.
     """
     if args.audit and not args.config:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
@@ -62,21 +57,20 @@ def run(args: Namespace) -> int:
         raise UserError(f"--steps {args.steps} is below 1")
     if args.audit and _ranks() > 1:
         raise UserError("--audit trains in one process: run it without `accelerate launch`")
-    if _rank() == 0:
-        return _run(args)
-    with redirect_stdout(io.StringIO()):  # the first process says it for all
-        return _run(args)
+    # Under `accelerate launch` and torchrun the first process says it for all.
+    first = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if first else redirect_stdout(io.StringIO()):
+        _run(args, json_file(args) if first else None)
+    return 0
 
 
-def _run(args: Namespace) -> int:
+def _run(args: Namespace, file: Path | None) -> None:
     from fastpack_trl.measure.record import write_json
+    from fastpack_trl.recipe.yaml import load_config
 
-    file = json_file(args)
     record: dict[str, Any] = {"error": None}
     try:
         if args.config:
-            from fastpack_trl.recipe.yaml import load_config
-
             load_config(args.config)  # refuse a wrong name before looking at the machine
         _machine(record)
         if args.config:
@@ -88,14 +82,8 @@ def _run(args: Namespace) -> int:
         record["error"] = describe(error)
         raise
     finally:
-        if file is not None and _rank() == 0:
+        if file is not None:
             write_json(file, record)
-    return 0
-
-
-def _rank() -> int:
-    """Return the number of this process under `accelerate launch` or torchrun; 0 without."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def _ranks() -> int:
@@ -118,14 +106,11 @@ def _section(title: str, rows: dict[str, Any]) -> None:
 
 
 def _versions() -> dict[str, str]:
-    import platform
-
-    from fastpack_trl import __version__
     from fastpack_trl.measure.record import version_of
 
     found = {"python": platform.python_version(), "fastpack_trl": __version__, "torch": version_of("torch")}
-    found |= {name: _version(name) for name in _PACKAGES}
-    return found | {name: _version(name) for name in _OPTIONAL if find_spec(name) is not None}
+    installed = [name for name in _OPTIONAL if find_spec(name) is not None]
+    return found | {name: _version(name) for name in (*_PACKAGES, *installed)}
 
 
 def _version(module: str) -> str:
@@ -150,46 +135,33 @@ def _device() -> dict[str, Any]:
         facts["compute capability"] = f"{properties.major}.{properties.minor}"
         facts["memory"] = f"{properties.total_memory / (1 << 30):.1f} GiB"
         facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-        facts |= transfer_rates(torch.device("cuda"))
+        facts |= _transfer_rates()
     return facts
 
 
-def transfer_rates(device: Any) -> dict[str, str]:
+def _transfer_rates() -> dict[str, str]:
     """Measure copies of 256 MiB between host and device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
 
     The loader and offloading copy from pinned memory; if there is none, ``pinned`` has the reason.
     """
     import torch
 
-    block = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8)
-    on_device = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
-    sources = {"pageable": block}
+    from fastpack_trl.measure.rounds import timed
+    from fastpack_trl.measure.timing import CudaClock
+
+    block, clock = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8), CudaClock()
+    on_device, hosts = block.cuda(), {"pageable": block}
     rates: dict[str, str] = {}
     try:
-        sources["pinned"] = block.pin_memory()
+        hosts["pinned"] = block.pin_memory()
     except RuntimeError as error:
         rates["pinned"] = f"not available: {describe(error)}"
-    for name, host in sources.items():
-        rates[f"{name} to device"] = f"{_copy_rate(host, on_device):.1f} GB/s"
-        rates[f"device to {name}"] = f"{_copy_rate(on_device, host):.1f} GB/s"
+    for name, host in hosts.items():
+        for way, target, source in ((f"{name} to device", on_device, host), (f"device to {name}", host, on_device)):
+            copy = partial(target.copy_, source, non_blocking=True)
+            _, *seconds = (timed(copy, clock)[1] for _ in range(1 + _TRANSFERS))  # the first is not counted
+            rates[way] = f"{_TRANSFER_BYTES / median(seconds) / 1e9:.1f} GB/s"
     return rates
-
-
-def _copy_rate(source: Any, target: Any) -> float:
-    """Return 10^9 bytes per second, median of `_TRANSFER_ROUNDS` copies after one that is not counted."""
-    import statistics
-
-    import torch
-
-    seconds = []
-    for _ in range(1 + _TRANSFER_ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    return float(source.numel() / statistics.median(seconds[1:]) / 1e9)
 
 
 def _attention() -> dict[str, str]:
@@ -233,12 +205,11 @@ def _upstream(record: dict[str, Any]) -> dict[str, str]:
     """Count the names in use that each library has; name what happens without each that is missing."""
     from fastpack_trl.model.upstream import look_up
 
-    record["upstream"] = look_up()
-    there: dict[str, set[str]] = {}
-    for row in record["upstream"]:
-        there.setdefault(row["name"].partition(".")[0], set()).update({row["name"]} if row["there"] else ())
-    lacking = {row["name"]: f"missing; without it: {row['without']}" for row in record["upstream"] if not row["there"]}
-    counts = {library: f"{len(names)} found" for library, names in there.items()}
+    rows = record["upstream"] = look_up()
+    libraries = dict.fromkeys(row["name"].partition(".")[0] for row in rows)
+    there = {row["name"] for row in rows if row["there"]}
+    lacking = {row["name"]: f"missing; without it: {row['without']}" for row in rows if not row["there"]}
+    counts = {library: f"{sum(name.startswith(f'{library}.') for name in there)} found" for library in libraries}
     return counts | (lacking or {"missing": "none; docs/upstream.md says what each is for"})
 
 
@@ -274,7 +245,8 @@ def _config(record: dict[str, Any], config: str, folder: str) -> None:
     # The banner is printed below, also where fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
-        report, refused = _described(trainer)
+        refused = _why_refused(trainer)
+    report = trainer.fastpack_report
     record["config"] |= report.to_dict()
     print(f"{report.table()}\n", flush=True)
     if refused:
@@ -284,18 +256,17 @@ def _config(record: dict[str, Any], config: str, folder: str) -> None:
         _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _of_each(record["ranks"]))
 
 
-def _described(trainer: Any) -> tuple[Any, str]:
-    """Return the report of a trainer, and why its base in FP8 is refused; the report is without it then."""
+def _why_refused(trainer: Any) -> str:
+    """Enter a trainer's features, which fills its report; return why its base in FP8 is refused, and left out then."""
     try:
         with trainer._fastpack_features(announce=True):
-            return trainer.fastpack_report, ""
+            return ""
     except ValueError as error:
         if not str(error).startswith("frozen_base="):
             raise
         refused = describe(error)
     trainer.args.frozen_base = "as_loaded"
-    with trainer._fastpack_features(announce=True):
-        return trainer.fastpack_report, refused
+    return _why_refused(trainer) or refused
 
 
 def _each_rank(trainer: Any) -> list[dict[str, Any]]:
@@ -314,22 +285,17 @@ def _each_rank(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _of_each(ranks: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Say of each process what it runs on, and which of its features run otherwise than those of the first."""
-    rows = {}
+    """Say of each process what it runs on, and which of its features run otherwise than the first one's."""
+    rows, first = {}, _ways(ranks[0])
     for number, rank in enumerate(ranks):
-        first, own = ranks[0]["features"], rank["features"]
-        said = [rank["device"]]
-        if "free_gib" in rank:
-            said += [rank["name"], f"{rank['free_gib']:.1f} GiB free"]
-        differ = [name for name in own if (own[name]["status"], own[name]["path"]) != _way(first, name)]
-        said += [f"{name} {own[name]['status']}: {own[name]['path']}" for name in differ]
-        rows[f"rank {number}"] = ", ".join([*said, *(["the plan above"] if not differ else [])])
+        free = [rank["name"], f"{rank['free_gib']:.1f} GiB free"] if "free_gib" in rank else []
+        other = [way for way in _ways(rank) if way not in first]
+        rows[f"rank {number}"] = ", ".join([rank["device"], *free, *(other or ["the plan above"])])
     return rows
 
 
-def _way(features: dict[str, Any], name: str) -> tuple[str, str]:
-    line = features.get(name, {"status": "", "path": ""})
-    return line["status"], line["path"]
+def _ways(rank: dict[str, Any]) -> list[str]:
+    return [f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()]
 
 
 def _audit(record: dict[str, Any], config: str, folder: str, steps: int) -> None:

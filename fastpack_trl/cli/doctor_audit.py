@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import sysconfig
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, preparing
+from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
 from fastpack_trl.measure.tables import aligned
 
-# What a step raises that this model, data or machine cannot run; out of memory is a RuntimeError.
-_FAILS = (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 _WARM_UP = 2  # optimizer steps: states are made, kernels are chosen, the loader fills
 _LIBRARIES = str(Path(sysconfig.get_path("purelib")).resolve())
 _SHOWN = 70  # characters of a source line
@@ -48,27 +47,17 @@ class _Window(TrainerCallback):
 def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
     """Train ``2 + steps`` optimizer steps of a YAML with stock's trainer, then with ours; count in the last `steps`.
 
-    Args:
-        config: a YAML of ``fastpack-trl sft``.
-        folder: where a run may write.
-        steps: optimizer steps to count.
-
     Returns:
         ``{"steps", "micro_batches_per_step", "backend", "sides": {"stock" | "fastpack": {"error", "total", "entries"}},
         "calls": [...]}`` with one of ``calls`` per call site: both sides' counts per optimizer step. A side that failed
         has its message under ``error``; the other side is there all the same.
-
-    Raises:
-        UserError: the config, its model or its data cannot be loaded.
     """
     from fastpack_trl.trainer import FastSFTTrainer
 
     figures: dict[str, Any] = {"steps": steps, "micro_batches_per_step": None, "backend": None, "sides": {}}
     for side, trainer_class in (("stock", SFTTrainer), ("fastpack", FastSFTTrainer)):
         figures["sides"][side] = _side(trainer_class, config, folder, steps, figures)
-        gc.collect()  # the model of one side has to go before the next is loaded
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory("cuda" if torch.cuda.is_available() else "cpu")  # of this side's model, for the next one's
     figures["calls"] = _calls(figures["sides"])
     return figures
 
@@ -78,17 +67,13 @@ def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int,
 
     window = _Window(steps)
     out: dict[str, Any] = {"error": None, "total": None, "entries": []}
-    with _quiet():
+    with redirect_stdout(io.StringIO()):  # the banner and the log of either side
         arguments = short_run_arguments(config, folder, "--max_steps", str(window.last))
         figures["micro_batches_per_step"] = arguments.training.gradient_accumulation_steps
         with preparing():
             trainer = make_trainer(arguments, [window], trainer_class)
         try:
-            trainer.train()
-        except UserError:
-            raise
-        except _FAILS as error:
-            out["error"] = f"{type(error).__name__}: {describe(error)}"
+            _, out["error"] = attempt(trainer.train, loud=(UserError,))
         finally:
             window.close()
     if out["error"] is None and not window.complete:
@@ -98,17 +83,11 @@ def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int,
         out["total"] = window.syncs.total / steps
         for entry in window.syncs.to_dict()["entries"]:
             count = entry.pop("count")
-            out["entries"].append({**entry, "file": short(entry["file"]), "count": count, "per_step": count / steps})
+            out["entries"].append({**entry, "file": _short(entry["file"]), "count": count, "per_step": count / steps})
     return out
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()):  # the banner and the log of either side
-        yield
-
-
-def short(file: str) -> str:
+def _short(file: str) -> str:
     """Shorten a path: ``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``."""
     path = Path(file).resolve()
     for root in (_LIBRARIES, str(Path(__file__).resolve().parents[2]), str(Path.cwd())):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.recipe.configs import configs_folder
+from fastpack_trl.recipe.paths import configs_folder
 
 QUICKSTART = "quickstart"
 
@@ -22,14 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Write the config and name the commands that use it; ``quickstart`` gets the model and the data it needs.
-
-    Returns:
-        0
-
-    Raises:
-        UserError: no config of that name, a file that is there already, or one that cannot be written.
-    """
+    """Write the config and name the commands that use it; ``quickstart`` gets the model and the data it needs."""
     found = shipped()
     if args.name is None:
         print(_list(found))
@@ -70,12 +64,8 @@ def _check(file: Path, *, force: bool) -> None:
 
 def _about(file: Path) -> str:
     """Return the first sentence of the comment that a file begins with."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("# "):
-            break
-        lines.append(line.removeprefix("# "))
-    return " ".join(lines).partition(". ")[0].rstrip(".")
+    comment = takewhile(lambda line: line.startswith("# "), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("# ") for line in comment).partition(". ")[0].rstrip(".")
 
 
 def _list(found: Mapping[str, Path]) -> str:
@@ -90,11 +80,10 @@ def _list(found: Mapping[str, Path]) -> str:
 def _next(name: str, file: str) -> str:
     lines = [] if name == QUICKSTART else ["yours to change: model_name_or_path, dataset_name, output_dir"]
     if name.startswith("bench/"):
-        return "\n".join([*lines, f"measure: fastpack-trl bench --config {file}"])
-    return "\n".join(
-        [
-            *lines,
+        lines.append(f"measure: fastpack-trl bench --config {file}")
+    else:
+        lines += [
             f"what would run here: fastpack-trl doctor --config {file}",
             f"train: fastpack-trl sft --config {file}",
         ]
-    )
+    return "\n".join(lines)

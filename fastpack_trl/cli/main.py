@@ -23,7 +23,10 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for ``sft``."""
+    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for ``sft``.
+
+    Each raises `UserError` for what the user has to change, and returns the exit code otherwise.
+    """
 
     module: str
     help: str

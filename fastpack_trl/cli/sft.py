@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import SftArguments, make_parser, parse
-from fastpack_trl.recipe.make_trainer import check_settings
+from fastpack_trl.recipe.arguments import SFT, Arguments, Method, make_parser, parse
+from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import show_whole
 
@@ -23,14 +23,10 @@ _OF_THE_COMMAND = ("--traceback", "--verbose")
 _LAUNCHED = "FASTPACK_LAUNCHED"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``fastpack-trl sft`` with these arguments; return the exit code.
-
-    Raises:
-        UserError: a setting, file or model that the user has to change.
-    """
+def main(argv: Sequence[str], method: Method = SFT) -> int:
+    """Run ``fastpack-trl sft``, or the command of another method, with these arguments; return the exit code."""
     if "-h" in argv or "--help" in argv:
-        make_parser().print_help()
+        make_parser(method).print_help()
         return 0
     if not set(argv) - set(_OF_THE_COMMAND):
         raise UserError(
@@ -42,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], may_launch=not launched)
+        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], method, may_launch=not launched)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
@@ -50,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return launch(arguments, extra=["--traceback"] if "--traceback" in argv else [])
     if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
         unused = " ".join(arguments.launch)
-        print(f"fastpack-trl sft: note: a launcher has started this process; not used: {unused}", file=sys.stderr)
+        note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
+        print(note, file=sys.stderr)
     train_parsed(arguments)
     return 0
 
@@ -74,16 +71,8 @@ def _launches_by_default() -> bool:
     return torch.cuda.device_count() > 1 or Path(default_config_file).is_file()
 
 
-def launch(arguments: SftArguments, extra: Sequence[str] = ()) -> int:
-    """Start ``python -m fastpack_trl sft`` through `accelerate launch`; return the exit code.
-
-    Args:
-        arguments: as parsed.
-        extra: arguments for the started processes, after their own.
-
-    Raises:
-        UserError: `accelerate launch` refuses its options.
-    """
+def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
+    """Start ``python -m fastpack_trl sft`` by `accelerate launch`, `extra` after its words; return the exit code."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -92,7 +81,7 @@ def launch(arguments: SftArguments, extra: Sequence[str] = ()) -> int:
 
     parser = launch_command_parser()
     parser.error = refuse  # prints its usage (200 lines) and exits otherwise
-    words = [*arguments.launch, "--module", "fastpack_trl", "sft", *arguments.own, *extra]
+    words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.own, *extra]
     with preparing():
         launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import NonFiniteError, UnsteadyError, UserError, describe, did_you_mean, preparing
-from fastpack_trl.recipe.options import add_json, json_file
-from fastpack_trl.recipe.paths import model_folder
+from fastpack_trl.recipe.paths import add_json, json_file, model_folder
 
 if TYPE_CHECKING:
     from fastpack_trl.attention.proof import PackingProof
@@ -61,12 +60,14 @@ def run(args: Namespace) -> int:
     Returns:
         0 when no document sees another and the packed loss is that of separate documents, else 1, with the remedy on
         stderr.
-
-    Raises:
-        UserError: a folder, name or length that is wrong, a model without a causal language-model head, an attention
-            that this model cannot have, packed rows that the model refuses, a JSON path that cannot be written.
     """
-    lengths = _checked_lengths(args.lengths)
+    lengths = None if args.lengths is None else tuple(args.lengths)
+    if lengths and (len(lengths) < 2 or min(lengths) < 1):
+        wrong = f"has a document of {min(lengths)} tokens" if min(lengths) < 1 else "is one document"
+        raise UserError(
+            f"--lengths {' '.join(map(str, lengths))} {wrong}: give two or more documents of 1 or more tokens each, "
+            "e.g. --lengths 9 1 14 6"
+        )
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
@@ -76,7 +77,7 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.measure.record import write_json
+    from fastpack_trl.measure.record import versions, write_json
     from fastpack_trl.run import PADDED_ROWS
 
     names = ("auto", *BACKENDS, PADDED_ROWS, "off")
@@ -105,9 +106,12 @@ def run(args: Namespace) -> int:
                 f"packed rows do not run with --attn {args.attn}: {describe(error)}; use --attn {remedy}"
             ) from error
     reason = attention.choice.reason
-    print(_table(model, proof, reason))
+    facts = _facts(model)
+    print(_table(facts, proof, reason))
     if file is not None:
-        write_json(file, _record(args, model, proof, reason))
+        leaks = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
+        asked = {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
+        write_json(file, {**asked, **proof.to_dict(), "leaks": leaks, **facts, "versions": versions()})
     if proof.proven:
         return 0
     print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn, proof)}", file=sys.stderr)
@@ -116,27 +120,11 @@ def run(args: Namespace) -> int:
 
 @contextmanager
 def _naming_attn() -> Iterator[None]:
-    """Name the option of this command where a message names the field: ``packed_attention='flex'``.
-
-    Raises:
-        UserError: in place of the one inside.
-    """
+    """Name the option of this command where a message names the field: ``packed_attention='flex'``."""
     try:
         yield
     except UserError as error:
         raise UserError(re.sub(r"packed_attention='(\w+)'", r"--attn \1", str(error))) from error
-
-
-def _checked_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    if lengths is None:
-        return None
-    if len(lengths) < 2 or min(lengths) < 1:
-        wrong = f"has a document of {min(lengths)} tokens" if min(lengths) < 1 else "is one document"
-        raise UserError(
-            f"--lengths {' '.join(map(str, lengths))} {wrong}: give two or more documents of 1 or more tokens each, "
-            "e.g. --lengths 9 1 14 6"
-        )
-    return tuple(lengths)
 
 
 def _device(name: str) -> str:
@@ -179,9 +167,7 @@ def _remedy(requested: str, proof: PackingProof) -> str:
 
     if requested == "off":
         return "train with packed_attention='auto' (FastSFTTrainer's default), not with stock"
-    if proof.path != PADDED_ROWS:
-        return f"set packed_attention='{PADDED_ROWS}'"
-    return "set packing=False"
+    return "set packing=False" if proof.path == PADDED_ROWS else f"set packed_attention='{PADDED_ROWS}'"
 
 
 def _facts(model: Any) -> dict[str, Any]:
@@ -199,26 +185,10 @@ def _facts(model: Any) -> dict[str, Any]:
     }
 
 
-def _record(args: Namespace, model: Any, proof: PackingProof, reason: str) -> dict[str, Any]:
-    from fastpack_trl.measure.record import versions
-
-    plain = proof.to_dict()
-    plain["leaks"] = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
-    return {
-        "model": args.model,
-        "adapter": args.adapter,
-        "requested": args.attn,
-        "reason": reason,
-        **plain,
-        **_facts(model),
-        "versions": versions(),
-    }
-
-
-def _table(model: Any, proof: PackingProof, reason: str) -> str:
-    facts = _facts(model)
-    budget = "reported only: experts below fp32 may be routed differently" if proof.budget is None else "budget "
-    budget += "" if proof.budget is None else f"{proof.budget:.1e}"
+def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
+    budget = "reported only: experts below fp32 may be routed differently"
+    if proof.budget is not None:
+        budget = f"budget {proof.budget:.1e}"
     rows = {
         "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
         f"{'/'.join(facts['dtypes'])} on {facts['device']}",
@@ -245,15 +215,9 @@ def _leak_lines(proof: PackingProof) -> list[str]:
         return [head, *(f"  from document {source} to {target}: {size:.1e}" for (source, target), size in worst)]
     cells = [["", *(f"to {target}" for target in range(count))]]
     for source in range(count):
-        cells.append(
-            [
-                f"from {source}",
-                *(
-                    "-" if source == target else f"{leaks.get((source, target), 0.0):.1e}".replace("0.0e+00", "0")
-                    for target in range(count)
-                ),
-            ]
-        )
+        sizes = [f"{leaks.get((source, target), 0.0):.1e}".replace("0.0e+00", "0") for target in range(count)]
+        sizes[source] = "-"
+        cells.append([f"from {source}", *sizes])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return ["leaks: largest gradient of a document's logits (to) at another's embeddings (from); 0 is exact", *lines]

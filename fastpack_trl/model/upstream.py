@@ -310,7 +310,7 @@ TABLE: tuple[Upstream, ...] = (
             *_all("accelerate.commands", "launch.launch_command launch.launch_command_parser"),
             "accelerate.commands.config.config_args.default_config_file",
         ),
-        ("bench", "cli", "quickstart", "recipe"), "the command that uses it stops with an error",
+        ("bench", "cli", "recipe"), "the command that uses it stops with an error",
     ),
 )  # fmt: skip
 

@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.quickstart import corpus
+from fastpack_trl.quickstart.small_model import train_tokenizer
 
 GIB = 2**30
 EVERY = 8  # of the library's docstrings: enough for the notebooks' steps
-TEST_EVERY = 40  # 2.5 % held out
 SMALL_ROW, PUBLIC_ROW = 1024, 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """A public model and its stand-in."""
+    """A public model and its stand-in.
+
+    Attributes:
+        family: of the stand-in, as `fastpack_trl.testing.tiny_model` names it.
+        gib: device memory below which the public model is not tried, in GiB.
+        small: fields of the stand-in's config.
+        dequantise: the checkpoint is in MXFP4, which is not trained: it is loaded as bf16.
+    """
 
     family: str
-    """Of the stand-in, as `fastpack_trl.testing.tiny_model` names it."""
     gib: float
-    """Device memory below which the public model is not tried, in GiB."""
-    learning_rate: float
     small: dict[str, Any]
-    """Fields of the stand-in's config."""
     dequantise: bool = False
-    """The checkpoint is in MXFP4, which is not trained: it is loaded as bf16."""
 
 
+_WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+}  # fmt: skip
 PUBLIC = {
     # With LoRA, twice: stock and fastpack side by side, as TRL loads it, in fp32.
-    "Qwen/Qwen3-0.6B": Public("qwen3", 12, 2e-4, {"num_hidden_layers": 4}),
+    "Qwen/Qwen3-0.6B": Public("qwen3", 12, {}),
     # With LoRA, once, in bf16.
-    "openai/gpt-oss-20b": Public(
-        "gpt_oss",
-        64,
-        2e-4,
-        {
-            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
-        },
-        dequantise=True,
-    ),
-}  # fmt: skip
+    "openai/gpt-oss-20b": Public("gpt_oss", 64, _WINDOWS, dequantise=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ class Example:
         data: a folder with ``train.jsonl`` and ``test.jsonl``: questions about the Python standard library with its
             docstrings as answers, one ``{"messages": [...]}`` per line.
         settings: arguments of `SFTConfig` for this model and machine.
-        reason: why this model.
     """
 
     model: str
@@ -91,8 +91,13 @@ def choose_example(name: str, folder: str | Path = "notebook-files") -> Example:
         _write_whole(data, _write_text)
     obstacle = _obstacle(name, public)
     if not obstacle:
-        settings = _settings(PUBLIC_ROW, public.learning_rate) | _loading(public)
-        return Example(name, str(data), settings, f"on {_device_name()}")
+        settings = _settings(PUBLIC_ROW, learning_rate=2e-4)
+        if public.dequantise:
+            from transformers import Mxfp4Config
+
+            quantization = Mxfp4Config(dequantize=True)
+            settings["model_init_kwargs"] = {"dtype": "bfloat16", "quantization_config": quantization}
+        return Example(name, str(data), settings, f"on {torch.cuda.get_device_name(0)}")
     small = folder / f"small-{public.family}"
     if not small.is_dir():
         _write_whole(small, lambda place: _write_small_model(place, data, public))
@@ -102,15 +107,13 @@ def choose_example(name: str, folder: str | Path = "notebook-files") -> Example:
 
 def _obstacle(name: str, public: Public) -> str:
     """Return the reason against the public model, empty if there is none; ask the hub last."""
-    import torch
+    from transformers import AutoConfig
 
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     if memory < public.gib:
-        return f"{_device_name()} has {memory:.0f} GiB of memory, {public.gib:g} are needed"
-    from transformers import AutoConfig
-
+        return f"{torch.cuda.get_device_name(0)} has {memory:.0f} GiB of memory, {public.gib:g} are needed"
     try:
         AutoConfig.from_pretrained(name)
     except OSError:  # no network, HF_HUB_OFFLINE, or no access
@@ -118,13 +121,13 @@ def _obstacle(name: str, public: Public) -> str:
     return ""
 
 
-def _device_name() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name(0))
-
-
 def _settings(tokens: int, learning_rate: float) -> dict[str, Any]:
+    """Return the arguments of `SFTConfig`: bf16 where the device has it, fp16 on an older GPU, fp32 on the CPU."""
+    precision: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        precision = {"use_cpu": True, "bf16": False}
+    elif not torch.cuda.is_bf16_supported(including_emulation=False):
+        precision = {"bf16": False, "fp16": True}
     return {
         "packing": True,
         "max_length": tokens,
@@ -133,30 +136,11 @@ def _settings(tokens: int, learning_rate: float) -> dict[str, Any]:
         "seed": 0,
         "save_strategy": "no",
         "report_to": "none",
-        **_precision(),
+        **precision,
     }
 
 
-def _precision() -> dict[str, Any]:
-    """Return the precision settings: bf16 where the device has it, fp16 on an older GPU, fp32 on the CPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"use_cpu": True, "bf16": False}
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return {}
-    return {"bf16": False, "fp16": True}
-
-
-def _loading(public: Public) -> dict[str, Any]:
-    if not public.dequantise:
-        return {}
-    from transformers import Mxfp4Config
-
-    return {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": Mxfp4Config(dequantize=True)}}
-
-
-def _write_whole(folder: Path, write: Any) -> None:
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Make `folder` with everything that `write` puts there, or not at all: a later call takes it for complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -166,28 +150,27 @@ def _write_whole(folder: Path, write: Any) -> None:
 
 
 def _write_text(folder: Path) -> None:
-    from fastpack_trl.quickstart import corpus
-
-    text = corpus.collect(progress=False)
-    corpus.write_splits(replace(text, documents=text.documents[::EVERY]), folder, test_every=TEST_EVERY)
+    documents = corpus.collect(progress=False).documents
+    corpus.write_splits(documents[::EVERY], folder)
 
 
 def _write_small_model(folder: Path, data: Path, public: Public) -> None:
     """Write a tokenizer trained on the text, and a model of its vocabulary."""
-    from fastpack_trl.quickstart.small_model import train_tokenizer
     from fastpack_trl.testing import tiny_model
 
     with (data / "train.jsonl").open(encoding="utf-8") as file:
         texts = [message["content"] for line in file for message in json.loads(line)["messages"]]
     tokenizer = train_tokenizer(texts, progress=False)
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     model = tiny_model(
         public.family,
         vocab_size=len(tokenizer),
+        num_hidden_layers=4,
         hidden_size=64,
         intermediate_size=128,
         max_position_embeddings=SMALL_ROW,
-        **special,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
         **public.small,
     )
     model.save_pretrained(folder)

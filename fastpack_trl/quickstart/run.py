@@ -13,17 +13,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.quickstart.settings import Settings
-from fastpack_trl.recipe.configs import configs_folder
-from fastpack_trl.recipe.options import add_json
+from fastpack_trl.recipe.paths import add_json, configs_folder
 
-DEFAULT_FOLDER = "quickstart-output"
+DEFAULT_FOLDER = Path("quickstart-output")
 MARKER = ".fastpack-quickstart"
 """A file that marks the folder, and all of `OUR_NAMES` in it, as written by the quickstart."""
 OUR_NAMES = {
@@ -38,21 +35,20 @@ OUR_NAMES = {
     "comparison": "working folder of the comparison",
 }
 
-TEST_EVERY = 40  # 2.5 % held out
-WARMUP_STEPS = 1  # the first step allocates memory and chooses algorithms
-ROUNDS = 2  # runs of each side in the comparison
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fastpack-trl quickstart``."""
     add = parser.add_argument
-    add("--output_dir", default=DEFAULT_FOLDER, metavar="DIR", help="folder for everything it writes (%(default)s)")
+    folder_help = f"folder for everything it writes ({DEFAULT_FOLDER})"
+    add("--output_dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=folder_help)
     add_json(parser, "every figure, setting, version and logged loss")
-    add("--steps", type=int, default=60, metavar="N", help="optimizer steps of the full fine-tune (%(default)s)")
-    add("--lora_steps", type=int, default=30, metavar="N", help="optimizer steps of the LoRA run (%(default)s)")
-    compare_help = "timed steps per run of the comparison with stock TRL, four runs (%(default)s)"
-    add("--compare_steps", type=int, default=8, metavar="N", help=compare_help)
-    add("--seed", type=int, default=0, metavar="N", help="seed of weights and data order (%(default)s)")
+    for name, default, text in (
+        ("steps", 60, "optimizer steps of the full fine-tune"),
+        ("lora_steps", 30, "optimizer steps of the LoRA run"),
+        ("compare_steps", 8, "timed steps per round of the comparison with stock TRL, two rounds of each side"),
+        ("seed", 0, "seed of weights and data order"),
+    ):
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (%(default)s)")
     overwrite_help = "write into a folder that holds other files; those stay as they are"
     add("--overwrite", action="store_true", help=overwrite_help)
 
@@ -63,32 +59,35 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong setting, or a folder that holds something else.
     """
-    settings = _settings(args)
-    prepare_folder(settings.folder, overwrite=settings.overwrite)
+    json_file, folder = _checked(args), args.output_dir.expanduser()
+    prepare_folder(folder, overwrite=args.overwrite)
     start = perf_counter()
-    print(f"Writing to {settings.folder}/; offline, float32, CPU.")
-    with _environment(settings.folder / "cache"), _quiet():
-        from fastpack_trl.quickstart import report
+    print(f"Writing to {folder}/; offline, float32, CPU.")
+    (folder / "quickstart.yaml").write_text(yaml_text(folder), encoding="utf-8")
+    with _environment(folder / "cache"), _quiet():
+        from fastpack_trl.measure.record import write_json
+        from fastpack_trl.quickstart import report, stages
 
-        results = _run_all(settings)
-        results.seconds["total"] = perf_counter() - start
-        plotted = report.plot(results, settings.folder / "loss.png")
-    text = json.dumps(results.to_dict(), indent=2, allow_nan=False) + "\n"
-    for path in filter(None, (settings.folder / "quickstart.json", settings.json_file)):
-        path.write_text(text, encoding="utf-8")
-    print(f"\n{report.table(results)}\n")
-    print(_files_text(settings.folder))
+        figures = stages.run_all(args, folder.resolve())
+        figures["seconds"]["total"] = perf_counter() - start
+        promises = figures["promises"] = report.promises(figures)
+        plotted = report.plot(figures, folder / "loss.png")
+    for path in filter(None, (folder / "quickstart.json", json_file)):
+        write_json(path, figures)
+    width = max(map(len, OUR_NAMES))
+    written = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
+    print("\n".join([f"\n{report.table(figures)}\n", f"Files in {folder}/", *written]))
     if not plotted:
         print("No loss.png: pip install 'fastpack-trl[plots]' draws it.")
-    promises = results.promises()
     for promise in promises:
-        if not promise.kept:
-            said = "too short to promise" if promise.kept is None else "failed"
-            print(f"fastpack-trl quickstart: {said}: {promise.text}")
-    return 1 if any(promise.kept is False for promise in promises) else 0
+        if not promise["kept"]:
+            said = "too short to promise" if promise["kept"] is None else "failed"
+            print(f"fastpack-trl quickstart: {said}: {promise['text']}")
+    return 1 if any(promise["kept"] is False for promise in promises) else 0
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _checked(args: argparse.Namespace) -> Path | None:
+    """Check the options; return the file of ``--json``."""
     for name, least in {"steps": 2, "lora_steps": 1, "compare_steps": 1, "seed": 0}.items():
         value = getattr(args, name)
         if value < least:
@@ -99,8 +98,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         # Now, rather than after two minutes of training.
         raise UserError(f"--json {json_file} cannot be written: it is a folder, or its folder does not exist")
-    folder = Path(args.output_dir).expanduser()
-    return Settings(folder, json_file, args.steps, args.lora_steps, args.compare_steps, args.seed, args.overwrite)
+    return json_file
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
@@ -151,11 +149,8 @@ def yaml_text(folder: Path | None = None) -> str:
     return re.sub(rf"(?m)^(\w+: ){DEFAULT_FOLDER}/(\S+)", moved, text)
 
 
-def make_for_sft(folder: Path = Path(DEFAULT_FOLDER)) -> str:
-    """Make the data and a random model for ``configs/quickstart.yaml``; those of an earlier quickstart are used.
-
-    Returns:
-        A line that says which.
+def make_for_sft(folder: Path = DEFAULT_FOLDER) -> str:
+    """Make the data and a random model for ``configs/quickstart.yaml``; return a line that says which there are.
 
     Raises:
         UserError: `folder` holds something else.
@@ -166,52 +161,12 @@ def make_for_sft(folder: Path = Path(DEFAULT_FOLDER)) -> str:
         raise UserError(f"{folder} is there, and not of the quickstart, which keeps its files in it: move it away")
     prepare_folder(folder, overwrite=False)
     with _environment(folder / "cache"), _quiet():
-        from fastpack_trl.quickstart import phases
+        from fastpack_trl.quickstart import stages
 
-        settings = Settings(folder, None, steps=0, lora_steps=0, compare_steps=0, seed=0, overwrite=False)
-        phases.make_inputs(folder, settings, test_every=TEST_EVERY)
+        stages.make_inputs(folder, seed=0)
     (folder / "init").rename(folder / "model")
     weights = "a small model of random weights, which learns little (`fastpack-trl quickstart` trains it first)"
     return f"made {folder}/: docstrings of the standard library, and {weights}"
-
-
-def _run_all(settings: Settings) -> Any:
-    from fastpack_trl.quickstart import phases
-    from fastpack_trl.quickstart.report import Results
-    from fastpack_trl.quickstart.side_by_side import train_side_by_side
-
-    folder = settings.folder.resolve()
-    results = Results.start(settings)
-    yaml_file = folder / "quickstart.yaml"
-    yaml_file.write_text(yaml_text(settings.folder), encoding="utf-8")
-
-    with _stage("1/5 Data, tokenizer and model", results):
-        results.data, results.model = phases.make_inputs(folder, settings, test_every=TEST_EVERY)
-    with _stage("2/5 Full fine-tune from random weights", results):
-        results.full, rows = phases.full_fine_tune(folder, settings)
-    with _stage("3/5 LoRA: fastpack-trl sft --config quickstart.yaml", results):
-        results.lora, trained = phases.lora(folder, yaml_file, settings)
-    with _stage("4/5 One question before and after, with the adapter in fresh objects", results):
-        results.answer = phases.answer_with_adapter(folder, trained, seed=settings.seed)
-    with _stage("5/5 The same steps with stock TRL and with fastpack", results):
-        results.comparison = train_side_by_side(
-            folder / "model",
-            rows,
-            settings.training,
-            work_folder=folder / "comparison",
-            steps=settings.compare_steps,
-            warmup=WARMUP_STEPS,
-            rounds=ROUNDS,
-        )
-    return results
-
-
-@contextmanager
-def _stage(title: str, results: Any) -> Iterator[None]:
-    print(f"\n== {title}", flush=True)
-    start = perf_counter()
-    yield
-    results.seconds[title] = perf_counter() - start
 
 
 @contextmanager
@@ -237,7 +192,7 @@ def _environment(cache: Path) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)
+                del os.environ[name]
             else:
                 os.environ[name] = value
 
@@ -251,19 +206,10 @@ def _quiet() -> Iterator[None]:
     import datasets
     import transformers
 
-    verbosity = transformers.logging.get_verbosity(), datasets.logging.get_verbosity()
-    transformers.logging.set_verbosity_warning()
-    datasets.logging.set_verbosity_warning()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults use names that transformers renames
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity[0])
-        datasets.logging.set_verbosity(verbosity[1])
-
-
-def _files_text(folder: Path) -> str:
-    width = max(map(len, OUR_NAMES))
-    lines = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
-    return "\n".join([f"Files in {folder}/", *lines])
+    with ExitStack() as stack:
+        for library in (datasets, transformers):
+            stack.callback(library.logging.set_verbosity, library.logging.get_verbosity())
+            library.logging.set_verbosity_warning()
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults use names that transformers renames
+        yield

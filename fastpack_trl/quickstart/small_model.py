@@ -28,11 +28,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progress: bool = True) -> Any:
-    """Train a byte-level BPE tokenizer of `vocabulary` tokens with a chat template; it can encode every text.
-
-    Returns:
-        `transformers.PreTrainedTokenizerFast`
-    """
+    """Return a `PreTrainedTokenizerFast`, byte-level BPE with a chat template, that can encode every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,11 +55,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progr
 
 
 def build_model(tokenizer: Any, *, seed: int, max_length: int) -> Any:
-    """Build a Qwen3 of 4 layers with random weights and tied embeddings, for rows of up to `max_length` tokens.
-
-    Returns:
-        `transformers.Qwen3ForCausalLM`
-    """
+    """Return a `Qwen3ForCausalLM` of 4 layers with random weights, for rows of up to `max_length` tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
     config = Qwen3Config(

@@ -1,6 +1,6 @@
 """Arguments of ``fastpack-trl sft``: TRL's parser and dataclasses, with every wrong value reported as one line.
 
-Names are checked here, YAML values in `recipe.yaml`; valid values then go through TRL's own parser.
+Names are checked here, YAML values in `recipe.values`; valid values then go through TRL's own parser.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, naming_keys, shown
 from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
-from fastpack_trl.recipe.yaml import as_bool, check_entries, checked_value, load_config, member_types, set_environment
+from fastpack_trl.recipe.values import as_bool, check_entries, checked_value, member_types
+from fastpack_trl.recipe.yaml import load_config, set_environment
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
-
-    from fastpack_trl.config import FastSFTConfig
 
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
@@ -32,11 +32,31 @@ _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "t
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SftArguments:
+class Method:
+    """A command that trains, with the names of its classes in `fastpack_trl`: their import takes seconds."""
+
+    command: str
+    config: str
+    trainer: str
+
+    def of_package(self, name: str) -> Any:
+        """Return a class of the package by its name."""
+        import fastpack_trl
+
+        return getattr(fastpack_trl, name)
+
+
+SFT = Method("sft", "FastSFTConfig", "FastSFTTrainer")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arguments:
     """Everything one run needs: ``--num_processes 2 --max_steps 3`` -> ``launch=["--num_processes", "2"]``."""
 
+    method: Method
     script: ScriptArguments
-    training: FastSFTConfig
+    training: Any
+    """The configuration of the method."""
     model: ModelConfig
     mixture: DatasetMixtureConfig
     launch: list[str]
@@ -45,47 +65,67 @@ class SftArguments:
     """The command line without the flags in `launch`: what a launched process is given."""
 
 
-def take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split off ``--config``: ``["--config", "a.yaml", "--packing"]`` -> ``("a.yaml", ["--packing"])``.
+def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True) -> Arguments:
+    """Read the YAML and the command line.
+
+    Args:
+        may_launch: accept flags of `accelerate launch`. In the YAML they are accepted either way: the launched
+            processes read the same file.
 
     Raises:
-        UserError: ``--config`` without a file, or given twice.
+        UserError: a file, name or value that is wrong, with the nearest valid name where there is one; a launch flag
+            without effect.
+        ValueError: raised by the configuration classes for values that do not go together.
     """
-    paths: list[str] = []
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--config":
-            paths.append(next(words, ""))
-        elif word.startswith("--config="):
-            paths.append(word.removeprefix("--config="))
-        else:
-            rest.append(word)
+    paths, flags = split_off("config", argv)
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times ({', '.join(paths)}): merge them into one file")
-    if paths and (not paths[0] or paths[0].startswith("--")):
+    if paths == [""]:
         raise UserError("--config needs a YAML file, e.g. --config sft.yaml")
-    return (paths[0] if paths else None), rest
+    # Before torch is imported: a typing error shows at once, and `env` may hold what torch reads on import.
+    config = load_config(paths[0]) if paths else {}
+    path = "".join(paths)
+    if "env" in config:
+        set_environment(config.pop("env"), path)
+    with _without_rename_warning():
+        parser = make_parser(method)
+        launch = _launch_options()
+        own, launch_flags = _split_flags(flags, parser, launch)
+        if launch_flags and not may_launch:
+            raise UserError(
+                f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have no "
+                "effect here: give them to the launcher"
+            )
+        words = _apply_config(parser, config, path, launch)
+        _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
+        with _bf16_needs_a_gpu(), naming_keys(config):
+            script, training, model, mixture = parser.parse_args_into_dataclasses(args=own, look_for_args_file=False)
+    launch_words = _accelerate_file([*words, *launch_flags])
+    own = [*(["--config", path] if path else []), *own]
+    return Arguments(method, script, training, model, mixture, launch_words, own)
 
 
-def make_parser(prog: str | None = None) -> Any:
-    """Return TRL's parser over ScriptArguments, FastSFTConfig, ModelConfig and DatasetMixtureConfig."""
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """Return values by name as words of a command line: ``{"seed": 1}`` -> ``["--seed", "1"]``."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def make_parser(method: Method = SFT) -> Any:
+    """Return TRL's parser over ScriptArguments, the method's configuration, ModelConfig and DatasetMixtureConfig."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
-
-    from fastpack_trl.config import FastSFTConfig
 
     class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
             # "argument --max_steps/--max-steps: ..." names an option twice.
             said = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message)
-            raise UserError(f"{said} (see `fastpack-trl sft --help`)")
+            raise UserError(f"{said} (see `{self.prog} --help`)")
 
         def format_help(self) -> str:
             return write_help(self)
 
     parser = Parser(
-        (ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig),
-        prog=prog or "fastpack-trl sft",
+        (ScriptArguments, method.of_package(method.config), ModelConfig, DatasetMixtureConfig),
+        prog=f"fastpack-trl {method.command}",
         allow_abbrev=False,
     )
     hints = _hints(parser)
@@ -96,10 +136,7 @@ def make_parser(prog: str | None = None) -> Any:
 
 
 def _hints(parser: Any) -> dict[str, object]:
-    hints: dict[str, object] = {}
-    for dataclass_type in parser.dataclass_types:
-        hints |= get_type_hints(dataclass_type)
-    return hints
+    return {name: hint for kind in parser.dataclass_types for name, hint in get_type_hints(kind).items()}
 
 
 def _mapping_text(text: str) -> str:
@@ -117,49 +154,54 @@ def _path_or_mapping_text(text: str) -> str:
     return _mapping_text(text) if text.startswith("{") else text  # the test that transformers makes
 
 
+def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of an option, empty text for one that lacks its value, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    spellings = {f"--{name}": None, f"--{name.replace('_', '-')}": None}
+    parser.add_argument(*spellings, dest="values", action="append", nargs="?", const="", default=[])
+    found, rest = parser.parse_known_args(words)
+    return found.values, rest
+
+
 def _launch_options() -> dict[str, argparse.Action]:
     """Return the options of `accelerate launch` by name without dashes; ``accelerate_config`` is TRL's addition."""
     from accelerate.commands.launch import launch_command_parser
 
-    options: dict[str, argparse.Action] = {}
-    for action in launch_command_parser()._actions:
-        if action.dest not in _RESERVED_LAUNCH_OPTIONS:
-            options |= {name[2:]: action for name in action.option_strings if name.startswith("--")}
-    extra = argparse.ArgumentParser().add_argument("--accelerate_config", "--accelerate-config")
-    return options | {"accelerate_config": extra, "accelerate-config": extra}
+    parser = launch_command_parser()
+    parser.add_argument("--accelerate_config", "--accelerate-config")
+    return {
+        name.removeprefix("--"): action
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--") and action.dest not in _RESERVED_LAUNCH_OPTIONS
+    }
 
 
 def _split_flags(
-    argv: Sequence[str], known: set[str], launch: Mapping[str, argparse.Action]
+    argv: Sequence[str], parser: Any, launch: Mapping[str, argparse.Action]
 ) -> tuple[list[str], list[str]]:
-    """Split flags into ours and launch options: ``(["--packing"], ["--num_processes", "2"])``.
-
-    Raises:
-        UserError: a flag that is neither ours nor of `accelerate launch`, or one without its value.
-    """
+    """Split flags into ours and launch options: ``(["--packing"], ["--num_processes", "2"])``."""
+    known = set(parser._option_string_actions)
     own: list[str] = []
     launched: list[str] = []
     words = iter(argv)
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         if not word.startswith("--") or name in known:
             own.append(word)  # a value, or one of our options
             continue
         action = launch.get(name[2:])
         if action is None:
             command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
-            hint = (
-                meant(name, {*known, *command, *(f"--{option}" for option in launch)})
-                or "; `fastpack-trl sft --help` lists the options"
-            )
-            raise UserError(f"unknown option {shown(name)}{hint}")
+            near = meant(name, {*known, *command, *(f"--{option}" for option in launch)})
+            raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help` lists the options'}")
         launched.append(word)
         if action.nargs != 0 and not equals:
-            value = next(words, None)
-            if value is None:
+            value = next(words, "")
+            if not value:
                 raise UserError(f"option {shown(name)} needs a value")
             launched.append(value)
-        _check_count(name, name, launched[-1].rpartition("=")[2])
+        _check_count(name, name, value)
     return own, launched
 
 
@@ -192,10 +234,8 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
     from fastpack_trl.config import _CHOICES, normalise_choice
 
     hints = _hints(parser)
-    actions: dict[str, argparse.Action] = {}
-    for action in parser._actions:
-        actions.setdefault(action.dest, action)  # the first: `--no_x` shares the name of `--x`
-    names = {name for name in actions if name in hints}
+    # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in hints}
     words: list[str] = []
     values: dict[str, Any] = {}
     for name, value in config.items():
@@ -207,65 +247,42 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
                 values[name] = normalise_choice(name, value, _CHOICES[name])
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from error
-        elif name in names:
+        elif name in actions:
             values[name] = checked_value(name, value, hints[name], actions[name], path)
         elif name in launch:
             words += _launch_words(name, value, launch[name], path)
         else:
-            valid = {*names, *launch, "env"}
-            hint = meant(name, valid) or "; `fastpack-trl sft --help` lists the names"
+            hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)
     return words
 
 
 def _accelerate_file(words: list[str]) -> list[str]:
-    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name.
-
-    Raises:
-        UserError: neither a file nor one of these names.
-    """
-    from importlib.resources import files
-
-    out: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, value = word.partition("=")
-        if name not in ("--accelerate_config", "--accelerate-config"):
-            out.append(word)
-            continue
-        value = value if equals else next(remaining)
-        shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
-        shipped.pop("__init__", None)
-        if not Path(value).is_file() and value not in shipped:
-            raise UserError(
-                f"accelerate_config {shown(value)} is neither a file nor one of {', '.join(sorted(shipped))}"
-            )
-        if Path(value).is_file() and not value.endswith(".json"):
-            load_config(value)  # accelerate reads it after us, and says less about what is wrong
-        out = ["--config_file", value if Path(value).is_file() else shipped[value], *out]
-    return out
+    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name."""
+    names, rest = split_off("accelerate_config", words)
+    if not names:
+        return rest
+    name = names[-1]  # a flag comes after the YAML and wins
+    if Path(name).is_file():
+        if not name.endswith(".json"):
+            load_config(name)  # accelerate reads it after us, and says less about what is wrong
+        return ["--config_file", name, *rest]
+    shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
+    shipped.pop("__init__", None)
+    if name not in shipped:
+        raise UserError(f"accelerate_config {shown(name)} is neither a file nor one of {', '.join(sorted(shipped))}")
+    return ["--config_file", shipped[name], *rest]
 
 
-def parse(argv: Sequence[str], *, may_launch: bool = True) -> SftArguments:
-    """Read the YAML and the command line.
-
-    Args:
-        may_launch: accept flags of `accelerate launch`. In the YAML they are accepted either way: the launched
-            processes read the same file.
-
-    Raises:
-        UserError: a file, name or value that is wrong, with the nearest valid name where there is one; a launch flag
-            without effect.
-        ValueError: raised by the configuration classes for values that do not go together.
-    """
-    path, flags = take_config(argv)
-    # Before torch is imported: a typing error shows at once, and `env` may hold what torch reads on import.
-    config = load_config(path) if path is not None else {}
-    if "env" in config:
-        set_environment(config.pop("env"), str(path))
-    with _without_rename_warning():
-        return _parse(path, config, flags, may_launch)
+def _check_stray(parser: Any, own: Sequence[str]) -> None:
+    _, unknown = parser.parse_known_args(own)
+    if not unknown:
+        return
+    remedy = "options start with --, e.g. --max_length 1024"
+    if unknown[0].endswith((".yaml", ".yml")):
+        remedy = f"did you mean --config {unknown[0]}?"
+    raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
 
 
 @contextmanager
@@ -287,42 +304,7 @@ def _bf16_needs_a_gpu() -> Iterator[None]:
             raise
         import torch
 
+        said = "bf16 is on and there is no GPU here: set use_cpu: true and bf16: false, or run on a GPU"
         if torch.cuda.is_available():
-            raise UserError("bf16 is on, which this GPU does not have: set bf16: false and fp16: true") from error
-        raise UserError(
-            "bf16 is on and there is no GPU here: set use_cpu: true and bf16: false, or run on a GPU"
-        ) from error
-
-
-def _check_stray(parser: Any, own: Sequence[str]) -> None:
-    _, unknown = parser.parse_known_args(own)
-    if not unknown:
-        return
-    remedy = "options start with --, e.g. --max_length 1024"
-    if unknown[0].endswith((".yaml", ".yml")):
-        remedy = f"did you mean --config {unknown[0]}?"
-    raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
-
-
-def _parse(path: str | None, config: dict[str, Any], flags: list[str], may_launch: bool) -> SftArguments:
-    parser = make_parser()
-    launch = _launch_options()
-    own, launch_flags = _split_flags(flags, set(parser._option_string_actions), launch)
-    if launch_flags and not may_launch:
-        raise UserError(
-            f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have no "
-            "effect here: give them to the launcher"
-        )
-    words = _apply_config(parser, config, str(path), launch)
-    _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
-    with _bf16_needs_a_gpu(), naming_keys(config):
-        parsed = parser.parse_args_into_dataclasses(args=own, look_for_args_file=False)
-    script, training, model, mixture = parsed
-    return SftArguments(
-        script=script,
-        training=training,
-        model=model,
-        mixture=mixture,
-        launch=_accelerate_file([*words, *launch_flags]),
-        own=[*(["--config", path] if path is not None else []), *own],
-    )
+            said = "bf16 is on, which this GPU does not have: set bf16: false and fp16: true"
+        raise UserError(said) from error

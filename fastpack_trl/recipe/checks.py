@@ -1,89 +1,93 @@
-"""Checks of ``fastpack-trl sft`` before the model is loaded: paths, architecture, tokenizer, columns."""
+"""Checks before a model is loaded: paths, architecture, tokenizer, columns.
+
+Each raises `UserError`, or lets pass what raises `ValueError`, with the setting, its value and the remedy.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import SETTING_ERRORS, UserError, describe, did_you_mean, shown
+from fastpack_trl.errors import UserError, describe, did_you_mean, first_reason, shown
+from fastpack_trl.recipe.data import check_data_exists
 from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
 
 if TYPE_CHECKING:
-    from trl import ModelConfig
+    from fastpack_trl.recipe.arguments import Arguments
 
-    from fastpack_trl.config import FastSFTConfig
-
-_REPORTERS = (
+_REPORTERS = {
     "clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
-)  # fmt: skip
+}  # fmt: skip
 """Targets of `report_to` that are the name of a package."""
 
 
-def check_reporters(training: FastSFTConfig) -> None:
-    """Check that the targets of `report_to` are installed: transformers does so after preparing model and data.
+def check_settings(arguments: Arguments) -> dict[str, Any]:
+    """Check everything that can be checked without reading data or weights; return the keywords that load the model.
 
     Raises:
-        UserError: names the target and the command that installs it.
+        UserError: names the setting, its value and the remedy.
     """
+    from fastpack_trl.model.preflight import check_weights
+
+    training, model = arguments.training, arguments.model
+    _check_paths(training)
+    if fault := first_reason(_faults(arguments)):
+        raise UserError(fault)
+    check_data_exists(arguments.script, arguments.mixture)
+    if not model.model_name_or_path:
+        raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
+    model.model_name_or_path = model_folder("model_name_or_path", model.model_name_or_path)
+    init = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    if "quantization_config" in init:
+        init["quantization_config"] = _quantization(init["quantization_config"])
+    _check_attention(init["attn_implementation"])
+    check_architecture(model.model_name_or_path, init)
+    check_weights(model.model_name_or_path, init, "model_name_or_path")
+    return init
+
+
+def _faults(arguments: Arguments) -> Iterator[str]:
+    """Yield what is wrong with settings by themselves."""
     from transformers.integrations import get_available_reporting_integrations
 
-    available = get_available_reporting_integrations()
-    for name in training.report_to or ():
-        if name in _REPORTERS and name not in available and find_spec(name) is None:
-            raise UserError(f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'")
-
-
-def check_optimizer_arguments(training: FastSFTConfig) -> None:
-    """Check ``optim_args``.
-
-    Raises:
-        UserError: it is not a list of names and values.
-    """
+    script, training, model, mixture = arguments.script, arguments.training, arguments.model, arguments.mixture
+    # transformers looks for them after preparing model and data.
+    for name in set(training.report_to or ()) & _REPORTERS - set(get_available_reporting_integrations()):
+        if find_spec(name) is None:
+            yield f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'"
     given = training.optim_args
     if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):
-        raise UserError(f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'")
-
-
-def check_adapters(model: ModelConfig) -> None:
-    """Check the rank of LoRA, and that what loads 4-bit and 8-bit bases is installed.
-
-    Raises:
-        UserError: names the setting and the remedy.
-    """
+        yield f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'"
     if model.use_peft and model.lora_r < 1:
-        raise UserError(f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16")
+        yield f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16"
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
-            raise UserError(f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
+            yield f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'"
+    template = training.chat_template_path or ""
+    written_as_path = template.startswith(("./", "../", "/", "~")) or template.endswith((".jinja", ".j2"))
+    if written_as_path and not Path(template).exists():
+        where = Path(template).absolute()
+        yield (
+            f"chat_template_path {shown(template)} does not exist (looked for {where}): name a .jinja file or a "
+            "tokenizer"
+        )
+    if training.eval_on_start and training.eval_strategy == "no":
+        yield "eval_on_start: nothing is evaluated: set eval_strategy to steps or epoch, or leave it out"
+    if training.max_steps <= 0 and (mixture.streaming if mixture.datasets else script.dataset_streaming):
+        yield "streamed data has no known length: set max_steps, e.g. max_steps: 1000"
 
 
-def linear_layers(name: str, init: Mapping[str, Any]) -> list[str]:
-    """Return the last parts of the names of a model's linear layers, without its weights; empty where unknown."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kinds = {key: init[key] for key in ("revision", "trust_remote_code") if init.get(key)}
-    try:
-        config = AutoConfig.from_pretrained(name, **kinds)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=kinds.get("trust_remote_code", False))
-    except (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError):  # a suggestion less; the error has its cause
-        return []
-    found = (path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted(set(found) - {"lm_head"})
-
-
-def check_paths(training: FastSFTConfig) -> None:
-    """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a checkpoint.
-
-    Raises:
-        UserError: ``output_dir`` is or lies below a file or is not writable; there is no such checkpoint.
-        ValueError: no checkpoint there is complete.
-    """
+def _check_paths(training: Any) -> None:
+    """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a complete checkpoint."""
     from fastpack_trl.model.preflight import unwritable
     from fastpack_trl.model.saved_files import choose_checkpoint
 
@@ -105,18 +109,6 @@ def check_paths(training: FastSFTConfig) -> None:
     choose_checkpoint(resume, str(output))  # the choice is reported when training starts
 
 
-def local_model(model: ModelConfig) -> str:
-    """Return ``model_name_or_path`` with ``~`` expanded.
-
-    Raises:
-        UserError: it is not set, or a local one is no folder with a model.
-    """
-    name = model.model_name_or_path
-    if not name:
-        raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
-    return model_folder("model_name_or_path", name)
-
-
 def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_name_or_path") -> None:
     """Check by its ``config.json`` that the checkpoint is a causal language model.
 
@@ -124,9 +116,6 @@ def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_
         name: folder or hub name.
         init: keywords with which the model is loaded.
         option: what the user gave the name to, for the message.
-
-    Raises:
-        UserError: no configuration there or on the hub, or an architecture without a language-model head.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -163,12 +152,8 @@ def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_
         )
 
 
-def check_attention(name: object) -> None:
-    """Check that ``attn_implementation`` exists and can run here; None and mappings (a name per sub-model) pass.
-
-    Raises:
-        UserError: no such implementation, or one whose package is not installed.
-    """
+def _check_attention(name: object) -> None:
+    """Check that ``attn_implementation`` exists and is installed; None and mappings (a name per sub-model) pass."""
     from transformers import AttentionInterface
 
     if not isinstance(name, str) or "/" in name or name.startswith("paged|"):
@@ -179,11 +164,8 @@ def check_attention(name: object) -> None:
             f"attn_implementation {shown(name)} does not exist{did_you_mean(name, known)}: use sdpa or eager, or "
             "leave it out"
         )
-    package = {
-        "flash_attention_2": "flash_attn",
-        "flash_attention_3": "flash_attn_interface",
-        "flash_attention_4": "flash_attn",
-    }.get(name)
+    packages = {"flash_attention_3": "flash_attn_interface"}
+    package = packages.get(name, "flash_attn") if name.startswith("flash_attention_") else None
     # transformers takes the kernel from the hub when `kernels` is installed and the package is not.
     if package is not None and find_spec(package) is None and find_spec("kernels") is None:
         raise UserError(
@@ -192,13 +174,10 @@ def check_attention(name: object) -> None:
         )
 
 
-def quantization(given: object) -> Any:
+def _quantization(given: object) -> Any:
     """Return ``{"quant_method": "mxfp4", "dequantize": True}`` as an object of transformers' class; others as they are.
 
     For a checkpoint that is quantised itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
-
-    Raises:
-        UserError: no such method, or a package that it needs is not installed.
     """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -212,12 +191,8 @@ def quantization(given: object) -> Any:
         ) from error
 
 
-def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) -> Any:
-    """Load the processing class as TRL does, and check the tokens that training needs.
-
-    Raises:
-        UserError: no tokenizer, a ``pad_token`` or ``eos_token`` outside its vocabulary, or no padding token at all.
-    """
+def load_tokenizer(name: str, training: Any, init: Mapping[str, Any]) -> Any:
+    """Load the processing class as TRL does, and check that its vocabulary has the tokens that training needs."""
     from transformers import AutoProcessor
 
     try:
@@ -244,56 +219,24 @@ def load_tokenizer(name: str, training: FastSFTConfig, init: Mapping[str, Any]) 
     return processing_class
 
 
-def check_template(training: FastSFTConfig) -> None:
-    """Check ``chat_template_path``.
-
-    Raises:
-        UserError: it is written as a path, and nothing is there.
-    """
-    path = training.chat_template_path
-    if path is None:
-        return
-    written_as_path = path.startswith(("./", "../", "/", "~")) or path.endswith((".jinja", ".j2"))
-    if written_as_path and not Path(path).exists():
-        raise UserError(
-            f"chat_template_path {shown(path)} does not exist (looked for {Path(path).absolute()}): name a .jinja file "
-            "or a tokenizer"
-        )
-
-
 def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") -> Any:
-    """Return a split that has rows.
-
-    Args:
-        splits: by name.
-        name: of the split.
-        field: the setting that chose it, for the message.
-        why: what needs it, for the message.
-
-    Raises:
-        UserError: no such split, or it has no rows.
-    """
+    """Return the split `name`, which `field` has chosen and `why` says who needs, once it is there and has rows."""
     if name not in splits:
         raise UserError(
             f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
             "of them" + (", or eval_strategy to 'no'" if why else "")
         )
     split = splits[name]
-    if not any(True for _ in islice(split, 1)):
+    if next(iter(split), None) is None:
         raise UserError(f"split {name!r} of the data is empty (0 rows): check the file, or choose another with {field}")
     return split
 
 
-def check_rows(split: Any, name: str, training: FastSFTConfig, processing_class: Any) -> None:
-    """Check that the columns are those of a data set type that TRL trains on; of a stream, those of the first row.
-
-    Args:
-        name: ``train`` or ``eval``, for the message.
+def check_rows(split: Any, name: str, training: Any, processing_class: Any) -> None:
+    """Check the rows of the ``train`` or ``eval`` split, of a stream the first one, and that the tokenizer fits them.
 
     Raises:
-        DataError: no such columns, or a row that holds something else.
-        UserError: the tokenizer makes no tokens of it, or has no chat template or end-of-sequence token where one is
-            needed.
+        DataError: columns of no data set type that TRL trains on, or a row that holds something else.
     """
     from datasets import Dataset
 

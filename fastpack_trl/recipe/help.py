@@ -1,4 +1,4 @@
-"""The help of ``fastpack-trl sft``: our options first, in groups, then TRL's; and what was meant by a wrong name."""
+"""The help of commands that train: our options first, in groups, then TRL's; and what was meant by a wrong name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from fastpack_trl.errors import did_you_mean
 
-USAGE = "fastpack-trl sft --config FILE [--OPTION VALUE ...]"
 EPILOG = (
     "--config FILE reads a YAML whose keys are the options above; flags win over it. Options of `accelerate launch` "
     "(num_processes, mixed_precision, ...) and accelerate_config are accepted in both, `env` (a mapping of environment "
@@ -36,22 +35,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Titles and fields of `Settings`; one that is in none of them comes under a title of its own."""
 _LONGEST = 50  # characters of choices beside the name of an option
 _ELSEWHERE: Mapping[str, str] = {
-    "model": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "torch_dtype": "dtype",
-    "dataset": "dataset_name",
-    "attn": "packed_attention",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "output": "output_dir",
-    "resume": "resume_from_checkpoint",
-    "max_seq_length": "max_length",
-    "sequence_len": "max_length",
+    "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
+    "dataset": "dataset_name", "attn": "packed_attention", "lr": "learning_rate", "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps", "output": "output_dir",
+    "resume": "resume_from_checkpoint", "max_seq_length": "max_length", "sequence_len": "max_length",
     "sample_packing": "packing",
-    "gradient_accumulation": "gradient_accumulation_steps",
-}
+}  # fmt: skip
 """Names that other tools and older versions of TRL give to an option."""
 
 
@@ -68,9 +58,6 @@ def meant(name: str, valid: Iterable[str]) -> str:
 
 class _Formatter(HelpFormatter):
     """One spelling of each option, its choices, and its default where it has one."""
-
-    def __init__(self) -> None:
-        super().__init__(prog="fastpack-trl sft", width=80)
 
     def _format_action_invocation(self, action: Action) -> str:
         shown = action.option_strings[0]
@@ -97,14 +84,12 @@ def _listed(action: Action) -> str:
 
 def write_help(parser: Any) -> str:
     """Return the help of TRL's parser in groups: the command's own options, ours, then a group per dataclass of TRL."""
-    formatter = _Formatter()
-    formatter.add_text(f"usage: {USAGE}")
-    formatter.add_text("Fine-tune with every option of `trl sft`, and those of fastpack-trl.")
-    formatter.start_section("Command")
-    for name, text in COMMAND_OPTIONS.items():
-        formatter.add_argument(Action([name], name, nargs=0, help=text))
-    formatter.end_section()
-    for title, actions in _groups(parser):
+    formatter = _Formatter(prog=parser.prog, width=80)
+    formatter.add_text(f"usage: {parser.prog} --config FILE [--OPTION VALUE ...]")
+    stock = parser.prog.replace("fastpack-trl", "trl")
+    formatter.add_text(f"Fine-tune with every option of `{stock}`, and those of fastpack-trl.")
+    command = [Action([name], name, nargs=0, help=text) for name, text in COMMAND_OPTIONS.items()]
+    for title, actions in (("Command", command), *_groups(parser)):
         formatter.start_section(title)
         formatter.add_arguments(actions)
         formatter.end_section()
@@ -113,15 +98,17 @@ def write_help(parser: Any) -> str:
 
 
 def _groups(parser: Any) -> Iterator[tuple[str, list[Action]]]:
-    from fastpack_trl.config import FastSFTConfig, Settings
+    from fastpack_trl.config import Settings
 
     ours = [field.name for field in fields(Settings)]
     named = {name for names in GROUPS.values() for name in names}
     left = {"More, of fastpack-trl": tuple(name for name in ours if name not in named)}
-    for title, names in {**GROUPS, **left}.items():
-        if actions := [action for name in names for action in parser._actions if action.dest == name]:
+    for title, members in {**GROUPS, **left}.items():
+        if actions := [action for name in members for action in parser._actions if action.dest == name]:
             yield title, actions
     for kind in parser.dataclass_types:
-        stock = [field.name for field in fields(kind) if field.name not in ours]
-        title = "Training, of TRL's SFTConfig" if kind is FastSFTConfig else f"{kind.__name__}, of TRL"
-        yield title, [action for action in parser._actions if action.dest in stock]
+        names = [field.name for field in fields(kind) if field.name not in ours]
+        title = f"{kind.__name__}, of TRL"
+        if issubclass(kind, Settings):
+            title = f"Training, of TRL's {kind.__bases__[-1].__name__}"
+        yield title, [action for action in parser._actions if action.dest in names]

@@ -6,89 +6,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import DataError, UserError, describe, naming_keys, nearest, preparing, shown
+from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
-from fastpack_trl.recipe.arguments import SftArguments, parse
-from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
+from fastpack_trl.recipe.arguments import Arguments, as_flags, parse
+from fastpack_trl.recipe.data import data_name, load_data
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import ModelConfig
 
 
-def short_run_arguments(config: str, folder: str, *flags: str) -> SftArguments:
+def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
     """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
 
-    Args:
-        config: a YAML of ``fastpack-trl sft``.
-        folder: its ``output_dir``.
-        flags: further flags; they win over both.
-
-    Raises:
-        UserError: a file, name or value that is wrong.
+    `flags` win over both. Raises `UserError` as `parse`.
     """
     own = {
-        "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
-        "eval_on_start": "False",
-        "load_best_model_at_end": "False", "push_to_hub": "False", "disable_tqdm": "True",
+        "config": config, "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+        "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True,
     }  # fmt: skip
-    words = [word for name, value in own.items() for word in (f"--{name}", value)]
     with preparing():
-        arguments = parse(["--config", config, *words, *flags], may_launch=False)
+        arguments = parse([*as_flags(own), *flags], may_launch=False)
     arguments.training.resume_from_checkpoint = None
     return arguments
 
 
-def check_settings(arguments: SftArguments) -> dict[str, Any]:
-    """Check everything that can be checked without reading data or weights.
-
-    Returns:
-        The keywords to load the model with.
-
-    Raises:
-        UserError: names the setting, its value and the remedy.
-    """
-    from fastpack_trl.model.preflight import check_weights
-
-    training, model = arguments.training, arguments.model
-    checks.check_paths(training)
-    checks.check_reporters(training)
-    checks.check_optimizer_arguments(training)
-    checks.check_adapters(model)
-    check_data_exists(arguments.script, arguments.mixture)
-    model.model_name_or_path = checks.local_model(model)
-    init = {
-        "revision": model.model_revision,
-        "trust_remote_code": training.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(training.model_init_kwargs or {}),
-    }
-    if "quantization_config" in init:
-        init["quantization_config"] = checks.quantization(init["quantization_config"])
-    checks.check_attention(init["attn_implementation"])
-    checks.check_template(training)
-    checks.check_architecture(model.model_name_or_path, init)
-    check_weights(model.model_name_or_path, init, "model_name_or_path")
-    streaming = arguments.mixture.streaming if arguments.mixture.datasets else arguments.script.dataset_streaming
-    if training.eval_on_start and training.eval_strategy == "no":
-        raise UserError("eval_on_start: nothing is evaluated: set eval_strategy to steps or epoch, or leave it out")
-    if streaming and training.max_steps <= 0:
-        raise UserError("streamed data has no known length: set max_steps, e.g. max_steps: 1000")
-    return init
-
-
 def make_trainer(
-    arguments: SftArguments,
+    arguments: Arguments,
     callbacks: Sequence[TrainerCallback] | None = None,
     trainer_class: Callable[..., Any] | None = None,
 ) -> Any:
     """Check, load and construct: return the trainer before its first step.
 
     Args:
-        arguments: as parsed.
-        callbacks: for the trainer.
-        trainer_class: default: `FastSFTTrainer`.
+        trainer_class: default: the one of the method.
 
     Raises:
         UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
@@ -96,10 +47,9 @@ def make_trainer(
     """
     from trl import get_peft_config, get_quantization_config
 
-    from fastpack_trl.trainer import FastSFTTrainer
-
+    trainer_class = trainer_class or arguments.method.of_package(arguments.method.trainer)
     script, training, model = arguments.script, arguments.training, arguments.model
-    init = check_settings(arguments)
+    init = checks.check_settings(arguments)
     name = str(model.model_name_or_path)
     processing_class = checks.load_tokenizer(name, training, init)
     quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
@@ -117,13 +67,13 @@ def make_trainer(
     given = {"model_init_kwargs": training.model_init_kwargs}
     training.model_init_kwargs = init
     with naming_data(named), naming_keys(given), _lora_targets(model, init):
-        return (trainer_class or FastSFTTrainer)(
+        return trainer_class(
             model=name,
             args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=list(callbacks) if callbacks is not None else None,
+            callbacks=list(callbacks or ()),
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
@@ -155,7 +105,7 @@ def _lora_targets(model: ModelConfig, init: Mapping[str, Any]) -> Iterator[None]
         targets = model.lora_target_modules
         if not str(error).startswith("Target modules"):
             raise
-        there = checks.linear_layers(str(model.model_name_or_path), init)
+        there = _linear_layers(str(model.model_name_or_path), init)
         names = [targets.rpartition("*")[2]] if isinstance(targets, str) else list(targets or ())
         near = list(dict.fromkeys(one for name in names for one in nearest(name, there)[:1]))
         said = f"lora_target_modules {shown(targets)}: no module of the model has this name"
@@ -166,3 +116,19 @@ def _lora_targets(model: ModelConfig, init: Mapping[str, Any]) -> Iterator[None]
             near = [f".*{name}" for name in near]
         said += "; all-linear takes every linear layer"
         raise UserError(f"{said}; did you mean {' '.join(map(repr, near))}?" if near else said) from error
+
+
+def _linear_layers(name: str, init: Mapping[str, Any]) -> list[str]:
+    """Return the last parts of the names of a model's linear layers, without its weights; empty where unknown."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = {key: init[key] for key in ("revision", "trust_remote_code") if init.get(key)}
+    try:
+        config = AutoConfig.from_pretrained(name, **kinds)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=kinds.get("trust_remote_code", False))
+    except (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError):  # a suggestion less; the error has its cause
+        return []
+    found = (path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted(set(found) - {"lm_head"})

@@ -1,47 +1,64 @@
-"""Names of models and data: which are local paths, and what was meant where nothing is there."""
+"""Files of the commands: shipped configs, ``--json``, local models and data, and what was meant by a wrong name."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, nearest, shown
 
-_OF_QUICKSTART = (Path("quickstart-output/model"), Path("quickstart-output/data"))
-"""Named in ``configs/quickstart.yaml``, and not there before the command that makes them."""
+_QUICKSTART = Path("quickstart-output")
+"""``configs/quickstart.yaml`` names ``model`` and ``data`` in it, which a command makes."""
 _WRITTEN = ("./", "../", "/", "~")
+
+
+def configs_folder() -> Path:
+    """Return the folder of the shipped YAML files: ``configs/`` of a checkout, ``fastpack_trl/configs`` of a wheel."""
+    package = Path(__file__).parents[1]
+    folders = [package / "configs", package.parent / "configs"]
+    found = [folder for folder in folders if (folder / "quickstart.yaml").is_file()]
+    assert found, f"no configs in {' or '.join(map(str, folders))}"
+    return found[0]
+
+
+def add_json(parser: ArgumentParser, what: str) -> None:
+    """Add ``--json FILE``: also write `what` to FILE."""
+    parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")
+
+
+def json_file(args: Namespace) -> Path | None:
+    """Return the file of ``--json``; None without it. Ask before any work is done.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    from fastpack_trl.measure.record import check_writable
+
+    return check_writable(args.json) if args.json else None
 
 
 def looks_local(name: str) -> bool:
     """Return True if `name` is a path: it exists, is written as one, or the hub cannot be meant.
 
     ``"./corpus"``, ``"~/corpus"``, ``"quickstart-output/modle"`` -> ``True``; ``"trl-lib/Capybara"`` -> ``False``,
-    also beside a folder ``trl-lib``: it may hold some of those of the hub, and others may be in the hub's cache.
+    also beside a folder ``trl-lib``: it may hold some of what the hub has there, and the rest may be in its cache.
     """
     if "://" in name:
         return False
     # A hub name has one slash at most.
     written = name.startswith(_WRITTEN) or name.count("/") > 1 or "\\" in name
-    return written or Path(name).exists() or _is_beside_local_ones(name) or _makes(name)
-
-
-def _is_beside_local_ones(name: str) -> bool:
-    folder = Path(name).parent
-    return folder == _OF_QUICKSTART[0].parent and folder.is_dir()
+    return written or Path(name).exists() or Path(name).parent == _QUICKSTART
 
 
 def absent(name: str, remedy: str) -> str:
-    """Return where a local path was looked for, and what makes it or is meant: ``" (looked for /a/b); did you ..."``.
-
-    Args:
-        name: as the user gave it; nothing is there.
-        remedy: what to say where neither is known.
-    """
+    """Return where a local path was looked for, and what makes it or is meant, else `remedy`: ``" (looked for ...``."""
     path = Path(name).expanduser()
     where = f"looked for {path.absolute()}"
-    if not name.startswith(_WRITTEN) and _is_beside_local_ones(name):
+    if not name.startswith(_WRITTEN) and path.parent == _QUICKSTART and path.parent.is_dir():
         where += f", since the folder {path.parent.name!r} is here, and not on the hub"
-    made = "; 'fastpack-trl init quickstart' makes it" if _makes(name) else did_you_mean_path(name)
-    return f" ({where}){made or f': {remedy}'}"
+    made = path.parts[:2] in ((_QUICKSTART.name, "model"), (_QUICKSTART.name, "data"))
+    meant = "; 'fastpack-trl init quickstart' makes it" if made else did_you_mean_path(name)
+    return f" ({where}){meant or f': {remedy}'}"
 
 
 def did_you_mean_path(name: str) -> str:
@@ -51,11 +68,6 @@ def did_you_mean_path(name: str) -> str:
     except OSError:  # a folder that may not be listed
         near = None
     return "" if near is None else f"; did you mean {str(near)!r}?"
-
-
-def _makes(name: str) -> bool:
-    path = Path(name)
-    return not path.exists() and (path in _OF_QUICKSTART or path.parent in _OF_QUICKSTART)
 
 
 def _nearest(path: Path) -> Path | None:
@@ -72,13 +84,7 @@ def _nearest(path: Path) -> Path | None:
 def model_folder(option: str, name: str, needs: str = "config.json") -> str:
     """Return the name of a model or adapter as the libraries take it: ``~`` expanded in a local one.
 
-    Args:
-        option: what the user gave the name to.
-        name: a folder or a hub name.
-        needs: the file that makes a folder what it must be.
-
-    Raises:
-        UserError: a local name without a folder, or a folder without that file; names one inside of it that has it.
+    Raises `UserError`, naming `option`, for a local name without a folder, or a folder without the file it `needs`.
     """
     if not looks_local(name):
         return name

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import naming_keys, preparing
 from fastpack_trl.model.saved_files import newest_checkpoint
-from fastpack_trl.recipe.arguments import SftArguments, parse
+from fastpack_trl.recipe.arguments import SFT, Arguments, Method, parse, split_off
 from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from fastpack_trl.trainer import FastSFTTrainer
 
-
-def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
+def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
     """Parse, load, train and save in this process, without a launcher; return the trainer.
 
     ``train(["--config", "sft.yaml", "--max_steps", "3"])``
@@ -29,11 +27,11 @@ def train(argv: Sequence[str], *, callbacks: Sequence[TrainerCallback] | None = 
         UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
     """
     with preparing():
-        arguments = parse(argv, may_launch=False)
+        arguments = parse(argv, method, may_launch=False)
     return train_parsed(arguments, callbacks=callbacks)
 
 
-def train_parsed(arguments: SftArguments, callbacks: Sequence[TrainerCallback] | None = None) -> FastSFTTrainer:
+def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
     """Load, train and save as `train` does, from parsed arguments."""
     training = arguments.training
     with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
@@ -51,14 +49,9 @@ def train_parsed(arguments: SftArguments, callbacks: Sequence[TrainerCallback] |
     return trainer
 
 
-def how_to_resume(arguments: SftArguments, step: int) -> str:
-    """Return what an interrupted run has saved, and the command that goes on from there.
-
-    Args:
-        arguments: of the run.
-        step: the optimizer steps it has made.
-    """
-    training, own = arguments.training, list(arguments.own)
+def how_to_resume(arguments: Arguments, step: int) -> str:
+    """Return what a run that was interrupted at `step` has saved, and the command that goes on from there."""
+    training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:
         saves = training.save_strategy == "steps"
@@ -66,14 +59,12 @@ def how_to_resume(arguments: SftArguments, step: int) -> str:
             f"a save_steps below {training.save_steps:g}" if saves else "save_strategy=steps, with a small save_steps,"
         )
         return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
-    while "--resume_from_checkpoint" in own:
-        at = own.index("--resume_from_checkpoint")
-        del own[at : at + 2]
-    again = shlex.join(["fastpack-trl", "sft", *own, "--resume_from_checkpoint", "true"])
+    _, own = split_off("resume_from_checkpoint", arguments.own)
+    again = shlex.join(["fastpack-trl", arguments.method.command, *own, "--resume_from_checkpoint", "true"])
     return f"at step {step}; go on from {checkpoint.name}: {again}"
 
 
-def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:
+def _finish(trainer: Any, arguments: Arguments) -> None:
     """Save, push and end, as ``trl/scripts/sft.py`` does."""
     training = arguments.training
     trainer.accelerator.print("Training completed.")
@@ -87,7 +78,7 @@ def _finish(trainer: FastSFTTrainer, arguments: SftArguments) -> None:
         trainer.end()
 
 
-def _release_ddp(trainer: FastSFTTrainer) -> None:
+def _release_ddp(trainer: Any) -> None:
     """Free the DDP wrapper while the process group lives; ``trainer.model`` stays.
 
     Freed after the group, it is the group's last owner. Its destructor (torch 2.13, gloo) then waits for the group's

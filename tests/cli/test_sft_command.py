@@ -118,46 +118,34 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert "Training completed." in capsys.readouterr().out
 
 
-def saved_dataset(folder: Path, *, splits: bool) -> Path:
-    from datasets import Dataset, DatasetDict
-
-    data = Dataset.from_list([dict(row) for row in TEXT_ROWS])
-    (DatasetDict({"train": data, "test": data.select(range(4))}) if splits else data).save_to_disk(folder)
-    return folder
-
-
 def make_data(kind: str, folder: Path) -> Path:
     """The rows of `TEXT_ROWS` in another form."""
     import pandas
+    from datasets import Dataset, DatasetDict
 
-    frame = pandas.DataFrame(TEXT_ROWS)
-    if kind == "json.gz":
-        path = folder / "data.json.gz"
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in TEXT_ROWS).encode()))
-    elif kind == "json":
-        path = folder / "data.json"
-        path.write_text(json.dumps(list(TEXT_ROWS)), encoding="utf-8")
-    elif kind == "csv.gz":
-        path = folder / "data.csv.gz"
-        frame.to_csv(path, index=False)
-    elif kind == "csv":
-        path = folder / "data.csv"
-        frame.to_csv(path, index=False)
-    elif kind == "parquet":
-        path = folder / "data.parquet"
-        frame.to_parquet(path)
-    elif kind == "txt":
-        path = folder / "data.txt"
-        path.write_text("\n".join(str(row["text"]) for row in TEXT_ROWS), encoding="utf-8")
-    elif kind == "pattern":
-        write_jsonl(folder / "part-0.jsonl", TEXT_ROWS[:16])
-        write_jsonl(folder / "part-1.jsonl", TEXT_ROWS[16:])
-        path = folder / "part-*.jsonl"
-    elif kind == "folder":
-        path = folder / "files"
-        write_jsonl(path / "train.jsonl")
-    else:
-        path = saved_dataset(folder / kind, splits=kind == "saved splits")
+    path, frame = folder / f"data.{kind}", pandas.DataFrame(TEXT_ROWS)
+    data = Dataset.from_list([dict(row) for row in TEXT_ROWS])
+    match kind:
+        case "json.gz":
+            path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in TEXT_ROWS).encode()))
+        case "json":
+            path.write_text(json.dumps(list(TEXT_ROWS)), encoding="utf-8")
+        case "csv" | "csv.gz":
+            frame.to_csv(path, index=False)
+        case "parquet":
+            frame.to_parquet(path)
+        case "txt":
+            path.write_text("\n".join(frame["text"]), encoding="utf-8")
+        case "pattern":
+            write_jsonl(folder / "part-0.jsonl", TEXT_ROWS[:16])
+            write_jsonl(folder / "part-1.jsonl", TEXT_ROWS[16:])
+            return folder / "part-*.jsonl"
+        case "folder":
+            write_jsonl(path / "train.jsonl")
+        case "saved":
+            data.save_to_disk(path)
+        case "saved splits":
+            DatasetDict({"train": data, "test": data.select(range(4))}).save_to_disk(path)
     return path
 
 
@@ -245,15 +233,33 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    arguments = parse([f"--config={path}", "--mixed_precision=no", "--main_process_port", "29511", "--packing"])
+    arguments = parse(
+        [
+            f"--config={path}",
+            "--mixed_precision=no",
+            "--main_process_port",
+            "29511",
+            "--packing",
+            "--accelerate-config",
+            "zero3",
+        ]
+    )
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     assert arguments.launch[0] == "--config_file"
-    assert arguments.launch[1].endswith("zero2.yaml")
+    assert arguments.launch[1].endswith("zero3.yaml")  # the flag wins
     assert arguments.launch[2:] == [
         *("--num_processes", "2", "--multi_gpu"),
         *("--mixed_precision=no", "--main_process_port", "29511"),
     ]
     assert arguments.own == ["--config", path, "--packing"]
+
+
+def test_the_command_of_another_method_is_named_in_messages() -> None:
+    from fastpack_trl.errors import UserError
+    from fastpack_trl.recipe.arguments import Method, parse
+
+    with pytest.raises(UserError, match="`fastpack-trl other --help` lists the options"):
+        parse(["--qqq"], Method("other", "FastSFTConfig", "FastSFTTrainer"))
 
 
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
@@ -286,10 +292,8 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     training = torch.load(material.out / "training_args.bin", weights_only=False)
     assert training.world_size == 2
     # Each process keeps its own random state: two files for two processes.
-    assert sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*")) == [
-        "rng_state_0.pth",
-        "rng_state_1.pth",
-    ]
+    states = sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*"))
+    assert states == ["rng_state_0.pth", "rng_state_1.pth"]
 
 
 DOCTOR = """

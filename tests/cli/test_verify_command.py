@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +92,14 @@ def test_an_adapter_is_part_of_the_model(
     assert f"path           {path} " in capsys.readouterr().out
 
 
-def test_the_dtype_is_that_of_the_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "qwen3", "--dtype", "bfloat16") == 0
-    assert "bfloat16 on cpu" in capsys.readouterr().out
-
-
-def test_experts_below_fp32_have_no_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "gpt_oss", "--dtype", "bfloat16") == 0
-    assert "(reported only: experts below fp32" in capsys.readouterr().out
-
-
-def write(folder: Path, **values: Any) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
+@pytest.mark.parametrize(
+    ("family", "shown"), [("qwen3", "bfloat16 on cpu"), ("gpt_oss", "(reported only: experts below fp32")]
+)
+def test_weights_have_the_dtype_and_experts_below_fp32_no_budget(
+    folder: Path, capsys: pytest.CaptureFixture[str], family: str, shown: str
+) -> None:
+    assert verify(folder, family, "--dtype", "bfloat16") == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_cuda_that_is_not_there_is_an_error(
@@ -121,16 +113,12 @@ def test_cuda_that_is_not_there_is_an_error(
 @pytest.mark.parametrize(
     ("model", "arguments", "parts"),
     [
-        ("qwen3", ["--attn", "per_documnt"], ["'per_documnt' does not exist", "did you mean 'per_document'?"]),
         ("falcon", ["--attn", "per_document"], ["--attn per_document cannot be used here: falcon", "use --attn auto"]),
-        ("qwen3", ["--lengths", "9"], ["--lengths 9 is one document", "9 1 14 6"]),
         ("qwen3", ["--lengths", "9", "0"], ["0 tokens", "1 or more"]),
-        ("qwen3", ["--lengths", "0"], ["0 tokens", "two or more documents"]),
         ("qwen3", ["--lengths", "9", "129"], ["129 tokens", "128 positions"]),
         ("qwen3", ["--lengths", "9", "x"], ["invalid int value: 'x'"]),
         ("qwen3", ["--dtype", "int8"], ["--dtype", "int8"]),
         ("qwen3", ["--adapter", "./absent"], ["--adapter './absent' is not a folder"]),
-        ("absent", [], ["--model", "is not a folder"]),
         ("lora", [], ["no config.json", "PEFT adapter", "--adapter"]),
         ("qwen3", ["--json", "absent/proof.json"], ["--json 'absent/proof.json'", "does not exist"]),
     ],
@@ -146,19 +134,9 @@ def test_a_wrong_argument_is_one_line_and_2(
     assert captured.out == ""
 
 
-def test_no_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify"]) == 2
-    assert "give --model" in capsys.readouterr().err
-
-
-def test_json_to_a_folder_is_an_error(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "qwen3", "--json", str(tmp_path)) == 2
-    assert "is a folder: name a file" in capsys.readouterr().err
-
-
 def test_a_model_without_a_causal_head_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "bert", model_type="bert", architectures=["BertModel"])
-    assert verify(tmp_path, "bert") == 2
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    assert verify(tmp_path, "") == 2
     assert "BertModel" in capsys.readouterr().err
 
 
@@ -171,11 +149,3 @@ def test_a_model_that_refuses_packed_rows_is_one_line(
     monkeypatch.setattr("fastpack_trl.attention.proof.verify_packing", refuse)
     assert verify(folder, "qwen3", "--attn", "off") == 2
     assert "do not run with --attn off: cannot keep packed sequences apart; use --attn auto" in capsys.readouterr().err
-
-
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys; from fastpack_trl.cli.main import main; main(['verify', '--help']); main(['bench', '--help']); "
-        "main(['bench', '--list']); assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.measure.intervals import summary
 from fastpack_trl.quickstart import corpus, small_model
 from fastpack_trl.quickstart import run as quickstart
-from fastpack_trl.quickstart.side_by_side import Comparison, SideRun
-from fastpack_trl.recipe import configs
-from fastpack_trl.recipe.configs import configs_folder
+from fastpack_trl.quickstart.stages import comparison_figures
+from fastpack_trl.recipe import paths
+from fastpack_trl.recipe.paths import configs_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,9 +34,6 @@ def text() -> corpus.Corpus:
 @pytest.fixture(scope="module")
 def tokenizer(text):
     return small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def test_corpus_is_large_and_every_text_is_in_range_and_unique(text):
@@ -58,42 +57,24 @@ def test_corpus_answers_are_the_docstrings_python_itself_shows(text):
     assert answers["argparse.ArgumentParser"] == getdoc(argparse.ArgumentParser)
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory):
-    """A fresh interpreter with another hash seed: its splits, and what collecting imported there.
-
-    This one has imported half of the library already.
-    """
-    folder = tmp_path_factory.mktemp("elsewhere")
+def test_corpus_imports_nothing_and_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text):
+    here, there = tmp_path / "here", tmp_path / "there"
     code = (
         # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
         "import sys, json, ast, inspect, tqdm.auto; from pathlib import Path;"
         "from fastpack_trl.quickstart import corpus;"
         "list(tqdm.auto.tqdm([0], disable=True)); corpus.stdlib_folder(); before = set(sys.modules);"
-        "found = corpus.collect(progress=False);"
-        "print(json.dumps([len(found.documents), sorted(set(sys.modules) - before)]));"
-        "corpus.write_splits(found, Path(sys.argv[1]), test_every=40)"
+        "found = corpus.collect(progress=False); assert set(sys.modules) == before;"
+        "corpus.write_splits(found.documents, Path(sys.argv[1]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY,
-        env={**os.environ, "PYTHONHASHSEED": "7"},
-    )  # fmt: skip
-    return folder, *json.loads(done.stdout)
-
-
-def test_corpus_imports_none_of_what_it_reads(elsewhere):
-    _, count, imported = elsewhere
-    assert count > 5_000
-    assert imported == []
-
-
-def test_corpus_is_the_same_in_another_process_with_another_hash_seed(tmp_path, text, elsewhere):
-    splits = corpus.write_splits(text, tmp_path, test_every=40)
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
+    subprocess.run([sys.executable, "-c", code, str(there)], check=True, cwd=REPOSITORY, env=environment)
+    splits = corpus.write_splits(text.documents, here)
     assert sum(splits.values()) == len(text.documents)
     for name in ("train.jsonl", "test.jsonl"):
-        here = (tmp_path / name).read_bytes()
-        assert here == (elsewhere[0] / name).read_bytes()
-        first = json.loads(here.splitlines()[0])
+        lines = (here / name).read_bytes()
+        assert lines == (there / name).read_bytes()
+        first = json.loads(lines.splitlines()[0])
         assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
 
 
@@ -129,9 +110,6 @@ def test_corpus_skips_and_counts_files_that_do_not_parse(tmp_path, monkeypatch):
 def test_corpus_of_an_interpreter_without_sources_is_refused_with_the_count(tmp_path):
     with pytest.raises(UserError, match="only 0 docstrings"):
         corpus.collect(tmp_path, progress=False)
-
-
-# --- tokenizer and model ---------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_gives_every_text_back_also_after_it_was_saved_beside_a_model(tmp_path, text, tokenizer):
@@ -182,9 +160,6 @@ def test_chat_template_marks_answers_and_their_end_of_turn_only(tokenizer):
     assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
 
 
-# --- settings and folder ---------------------------------------------------------------------------------------------
-
-
 def arguments(*words: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     quickstart.add_arguments(parser)
@@ -213,22 +188,21 @@ def test_bad_settings_are_refused_on_one_line_before_anything_is_written(tmp_pat
 
 
 def test_folder_of_others_is_refused_and_overwrite_leaves_its_files_alone(tmp_path):
-    mine = tmp_path / "thesis.txt"
+    mine, taken = tmp_path / "thesis.txt", tmp_path / "data" / "mine.csv"
     mine.write_text("years of work")
     with pytest.raises(UserError, match="not empty"):
         quickstart.prepare_folder(tmp_path, overwrite=False)
-    quickstart.prepare_folder(tmp_path, overwrite=True)
-    assert mine.read_text() == "years of work"
-    quickstart.prepare_folder(tmp_path, overwrite=False)  # now it is a quickstart's
-    assert mine.read_text() == "years of work"
-
-
-def test_overwrite_never_deletes_a_place_that_others_hold(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine.csv").write_text("1,2")
+    taken.parent.mkdir()
+    taken.write_text("1,2")
     with pytest.raises(UserError, match="already has data"):
         quickstart.prepare_folder(tmp_path, overwrite=True)
-    assert (tmp_path / "data" / "mine.csv").read_text() == "1,2"
+    assert taken.read_text() == "1,2"
+    shutil.rmtree(taken.parent)
+    quickstart.prepare_folder(tmp_path, overwrite=True)
+    quickstart.prepare_folder(tmp_path, overwrite=False)  # now it is a quickstart's
+    assert mine.read_text() == "years of work"
+    with pytest.raises(UserError, match="is a file"):
+        quickstart.prepare_folder(mine, overwrite=True)
 
 
 def test_second_run_replaces_its_own_files_only(tmp_path):
@@ -246,15 +220,6 @@ def test_second_run_replaces_its_own_files_only(tmp_path):
     assert (elsewhere / "kept").read_text() == "kept"
 
 
-def test_output_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        quickstart.prepare_folder(tmp_path / "out", overwrite=True)
-
-
-# --- YAML ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_checkout_reads_the_configs_beside_the_package():
     assert configs_folder() == REPOSITORY / "configs"
     assert (REPOSITORY / "configs" / "quickstart.yaml").read_text(encoding="utf-8") == quickstart.yaml_text()
@@ -263,7 +228,7 @@ def test_a_checkout_reads_the_configs_beside_the_package():
 def test_an_installed_wheel_reads_the_configs_inside_of_the_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "fastpack_trl"
     (package / "recipe").mkdir(parents=True)
-    monkeypatch.setattr(configs, "__file__", str(package / "recipe" / "configs.py"))
+    monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
     wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for source, target in wheel["force-include"].items():
         shutil.copytree(REPOSITORY / source, package.parent / target)
@@ -280,7 +245,7 @@ def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
     path.write_text(quickstart.yaml_text(folder), encoding="utf-8")
     parser = TrlParser((ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig))
     script, training, model, _ = parser.parse_args_and_config(["--config", str(path)])
-    root = Path(quickstart.DEFAULT_FOLDER) if folder is None else folder
+    root = quickstart.DEFAULT_FOLDER if folder is None else folder
     assert Path(model.model_name_or_path) == root / "model"
     assert Path(script.dataset_name) == root / "data"
     # Its own folder: a later quickstart replaces `adapter`, not what a user has trained.
@@ -290,31 +255,38 @@ def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
     assert (model.use_peft, model.lora_target_modules) == (True, "all-linear")
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
+def row(stock: list[float], ours: list[float]) -> dict[str, Any]:
+    """A row of `compare`, where stock takes twice as long."""
+    sides = {
+        name: {
+            "losses": losses,
+            "seconds": summary([seconds for _ in losses]),
+            "token_rates": {"nonpad": summary([100 / seconds for _ in losses])},
+        }
+        for name, losses, seconds in (("stock", stock, 2.0), ("fastpack", ours, 1.0))
+    }
+    return {"sides": sides, "ratios": {"stock": summary([2.0 for _ in ours])}, "order": []}
 
 
-def side(name: str, losses: list[float], seconds: float = 1.0) -> SideRun:
-    return SideRun(name, tuple(losses), tuple(100 / seconds for _ in losses), tuple(seconds for _ in losses))
-
-
-def test_comparison_rates_and_bound():
-    runs = (side("stock", [8.0, 7.0, 6.0], 2.0), side("fastpack", [8.0, 7.0, 6.0 + 2.0**-21], 1.0))
-    compared = Comparison(runs, warmup=1)
-    rates = [compared.rate(name) for name in ("stock", "fastpack")]
-    assert [value.median for value in (*rates, compared.ratio)] == [50.0, 100.0, 2.0]
-    assert [(value.low, value.high) for value in rates] == [(50.0, 50.0), (100.0, 100.0)]
-    assert compared.ratio.coverage == 0.5  # two steps are timed
-    assert compared.loss_difference == 2.0**-21
-    assert compared.within_rounding
+def test_the_comparison_has_rates_ratio_and_the_largest_difference_of_its_first_nine_steps():
+    found = comparison_figures(row([8.0, 6.0] * 5, [8.0, 6.0 + 2.0**-21] * 4 + [8.0, 7.0]))
+    names = ("stock_tokens_per_s", "fastpack_tokens_per_s", "ratio")
+    assert [found[name] for name in names] == [50.0, 100.0, 2.0]
+    assert all(found[f"{name}_interval"]["median"] == found[name] for name in names)
+    assert found["max_loss_difference"] == 2.0**-21 <= found["loss_difference_bound"] == 2.0**-14
 
 
 @pytest.mark.parametrize("wrong", [6.01, float("nan"), float("inf")])
-def test_comparison_does_not_call_a_different_or_missing_loss_rounding(wrong):
-    compared = Comparison((side("stock", [8.0, 6.0]), side("fastpack", [8.0, wrong])), warmup=1)
-    assert not compared.within_rounding
+def test_a_different_or_missing_loss_is_not_called_rounding(wrong):
+    found = comparison_figures(row([8.0, 6.0], [8.0, wrong]))
+    assert not found["max_loss_difference"] <= found["loss_difference_bound"]
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+def test_a_side_that_failed_is_named():
+    failed = row([8.0], [8.0])
+    failed["sides"]["stock"] = {"failed": "out of memory"}
+    with pytest.raises(RuntimeError, match="stock failed: out of memory"):
+        comparison_figures(failed)
 
 
 IN_MINIATURE = """
@@ -350,7 +322,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     assert len([entry for entry in found["full"]["log"] if "loss" in entry]) == 8
     assert found["full"]["last_loss"] < found["full"]["first_loss"]
     assert len(found["lora"]["held_out_loss"]) == 2
-    assert [run["side"] for run in found["comparison"]["runs"]] == ["stock", "fastpack", "fastpack", "stock"]
+    assert found["comparison"]["order"] == ["stock", "fastpack", "fastpack", "stock"]
     assert found["comparison"]["max_loss_difference"] <= found["comparison"]["loss_difference_bound"]
     assert found["full"]["features"]["packed_attention"]["status"] == "on"
     assert found["versions"]["trl"]

@@ -30,6 +30,7 @@ BAD: list[tuple[str, Rows, list[str]]] = [
     ("one integer completion", [PAIR, {**PAIR, "completion": 5}], ["row 1", "holds 5 in 'completion', not text"]),
     ("a prompt without completion", [{"prompt": "a"}], ["columns prompt", "prompt and completion"]),
     ("half a pair", [{"prompt": "a", "text": "b"}], ["'prompt' and no 'completion'", "leave it out"]),
+    ("a prompt beside messages", [{"prompt": "a", "messages": TURNS}], ["'completion'", "columns: [messages]"]),
     ("messages and text", [{"prompt": TURNS, "completion": "c"}], ["holds 'c' in 'completion'", "role and content"]),
     ("empty messages", [{"messages": TURNS}, {"messages": []}], ["row 1", "has an empty list in 'messages'"]),
     ("empty first messages", [{"messages": []}, {"messages": TURNS}], ["row 0", "has an empty list in 'messages'"]),

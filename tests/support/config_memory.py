@@ -10,7 +10,7 @@ from peft import get_peft_model
 from trl import get_peft_config
 
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
-from fastpack_trl.recipe.arguments import SftArguments
+from fastpack_trl.recipe.arguments import Arguments
 
 GIB = 2**30
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
@@ -54,7 +54,7 @@ def nf4_bytes(numbers: int, nested: bool) -> float:
     return numbers * (0.5 + scale / NF4_BLOCK)
 
 
-def _of(shape: ModelShape, layers: int, arguments: SftArguments) -> Static:
+def _of(shape: ModelShape, layers: int, arguments: Arguments) -> Static:
     training, options = arguments.training, arguments.model
     dtype = getattr(torch, str(options.dtype))
     model: Any = build_model(replace(shape.cut_to(layers), weights=dtype), positions=4096, seed=0, device="meta")
@@ -82,7 +82,7 @@ def _of(shape: ModelShape, layers: int, arguments: SftArguments) -> Static:
     return Static(frozen / GIB, trained / GIB)
 
 
-def static_memory(name: str, arguments: SftArguments) -> Static:
+def static_memory(name: str, arguments: Arguments) -> Static:
     """Of the whole model, from two and three of its layers: those above are like the third."""
     shape = SHAPES[name]
     layers = int(shape.fields["num_hidden_layers"])
