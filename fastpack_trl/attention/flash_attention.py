@@ -59,10 +59,7 @@ class FlashAttention(Backend):
         return f"{self.name} was not tried over static batches: packed_attention='varlen' takes them"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttentionLayer:
-        return batch.derive(
-            (self.name, device),
-            lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, self.name),
-        )
+        return FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, self.name)
 
 
 def missing(name: str) -> str:

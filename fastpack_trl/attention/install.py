@@ -221,7 +221,7 @@ class _Prepare:
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
-        kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
+        kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
             ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

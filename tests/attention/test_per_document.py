@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_material import CPU, HEAD_DIM, HEADS, SCALE, dense_attention, errors, make_inputs, run
+from attention_material import HEAD_DIM, HEADS, SCALE, dense_attention, errors, make_inputs, prepared, run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,7 +33,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
     dtype: torch.dtype, window: int | None, sinks: bool, softcap: float | None, value_dim: int
 ) -> None:
     batch = PackedBatch.from_lengths(LENGTHS, num_padding=3)
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
+    layer = prepared("per_document", batch, 4)
 
     def ours(tensors: list[Tensor]) -> Tensor:
         return layer.attend(
@@ -60,7 +60,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 def test_kernel_and_reference_are_the_same_operator(window: int, sinks: bool) -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     query, key, value, *sink = (tensor.detach() for tensor in make_inputs(batch, torch.float64, sinks=sinks))
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
+    layer = prepared("per_document", batch, 4)
     band = layer.bands.get(window)
     inputs = DocumentInputs(
         query, key, value, layer.cu_seqlens, sink[0] if sinks else None, band, window, SCALE, NO_SOFTCAP, 20
@@ -78,7 +78,7 @@ def test_kernel_and_reference_are_the_same_operator(window: int, sinks: bool) ->
 def test_no_document_sees_another() -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     inputs = make_inputs(batch, torch.float32, sinks=True)
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    layer = prepared("per_document", batch)
     out = layer.attend(AttentionCall(*inputs[:3], SCALE, sinks=inputs[3]))
     for document, part in enumerate(out[0].split(LENGTHS)):
         for gradient in torch.autograd.grad(part.sum(), inputs[:3], retain_graph=True):
@@ -95,7 +95,7 @@ def test_no_document_sees_another() -> None:
 def test_operator_passes_torchs_own_checks() -> None:
     batch = PackedBatch.from_lengths((3, 2))
     inputs = make_inputs(batch, torch.float64, sinks=True)
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    layer = prepared("per_document", batch)
     arguments = (*inputs[:3], layer.cu_seqlens, inputs[3], None, NO_WINDOW, SCALE, NO_SOFTCAP, 3)
     torch.library.opcheck(torch.ops.fastpack.per_document_attention_with_gradient.default, arguments)
     inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
@@ -109,7 +109,7 @@ def test_operator_passes_torchs_own_checks() -> None:
 def test_a_flop_counter_changes_no_bit() -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     inputs = make_inputs(batch, torch.float32, sinks=True)
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
+    layer = prepared("per_document", batch, 4)
 
     def attend(tensors: list[Tensor]) -> Tensor:
         return layer.attend(AttentionCall(*tensors[:3], SCALE, window=4, sinks=tensors[3]))
@@ -136,7 +136,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
     for lengths in ((3, 4), (5, 6, 7), (9, 2, 2, 8)):
         batch = PackedBatch.from_lengths(lengths)
         query, key, value = (tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=False))
-        layer = per_document.prepare(batch, frozenset(), CPU)
+        layer = prepared("per_document", batch)
         expected = layer.attend(AttentionCall(query, key, value, SCALE))
         actual = attend(query, key, value, layer.cu_seqlens, layer.max_seqlen)
         torch.testing.assert_close(actual, expected)
@@ -146,7 +146,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None
 def test_flops_are_those_of_the_documents() -> None:
     batch = PackedBatch.from_lengths((3, 5))
     inputs = make_inputs(batch, torch.float32, sinks=False)
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    layer = prepared("per_document", batch)
     with FlopCounterMode(display=False) as forward:
         out = layer.attend(AttentionCall(*inputs, SCALE))
     with FlopCounterMode(display=False) as backward:
@@ -159,6 +159,6 @@ def test_flops_are_those_of_the_documents() -> None:
 
 def test_dropout_is_refused() -> None:
     batch = PackedBatch.from_lengths((3, 2))
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    layer = prepared("per_document", batch)
     with pytest.raises(ValueError, match=r"attention dropout is 0\.1.*packed_attention='sdpa'"):
         layer.attend(AttentionCall(*make_inputs(batch, torch.float32, sinks=False), SCALE, dropout=0.1))

@@ -75,19 +75,19 @@ def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, changed: None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.prepare
+    features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.PerDocument.prepare
     assert trial.failure(backend, features) == ""
 
-    def one_document(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
-        return right(PackedBatch.from_lengths((batch.total_tokens,)), windows, device)
+    def one_document(self: Any, batch: PackedBatch, *where: Any) -> Any:
+        return right(self, PackedBatch.from_lengths((batch.total_tokens,)), *where)
 
-    def without_window(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
-        layer = right(batch, windows, device)
+    def without_window(self: Any, batch: PackedBatch, *where: Any) -> Any:
+        layer = right(self, batch, *where)
         return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
 
     for wrong in (one_document, without_window) if features.windows else (one_document,):
         trial._failure.cache_clear()
-        monkeypatch.setattr(per_document, "prepare", wrong)
+        monkeypatch.setattr(per_document.PerDocument, "prepare", wrong)
         reason = trial.failure(backend, features)
         assert reason == (
             "per_document failed its trial on this cpu (a query sees other tokens than those before it in its document "

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.reference import additive
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients
 
@@ -31,6 +33,11 @@ PLAIN = ModelFeatures(
 )  # fmt: skip
 
 HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
+
+
+def prepared(name: str, batch: PackedBatch, *windows: int, device: Any = CPU, features: ModelFeatures = PLAIN) -> Any:
+    """What a backend makes of a batch for its layers."""
+    return BACKENDS[name].prepare(batch, replace(features, windows=frozenset(windows)), torch.device(device))
 
 
 def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, PackedBatch]:
@@ -78,7 +85,7 @@ def dense_attention(batch: PackedBatch, inputs: list[Tensor], window: int | None
     scores = (query @ key.transpose(-1, -2)) * SCALE
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + dense_mask(batch, window, CPU, torch.float64).to(scores.dtype)
+    scores = scores + additive(dense_mask(batch, window, CPU), scores.dtype)
     if sinks:
         column = sinks[0].view(1, -1, 1, 1).expand(1, HEADS, batch.total_tokens, 1)
         scores = torch.cat([scores, column], dim=-1)
