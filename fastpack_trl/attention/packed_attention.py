@@ -15,8 +15,8 @@ from datasets import Dataset
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.attention.trial import failure
-from fastpack_trl.attention.verify_packing import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary

@@ -17,9 +17,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention import install as seam
-from fastpack_trl.attention import verify_packing as start_proof
+from fastpack_trl.attention import start_proof
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.attention.stock_leak import stock_leak
+from fastpack_trl.attention.start_proof import stock_leak
 from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model import facts as model_features
