@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from fastpack_trl.attention.packed_attention import choose_attention, packed_attention, plan_rows_again
+from fastpack_trl.attention.feature import choose_attention, install_attention, plan_rows_again
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import add_to_card, save_report
@@ -203,7 +203,7 @@ class FastSFTTrainer(SyncFreeTrainer, RetryingTrainer, CapturingTrainer):
                 stack.enter_context(run.without(SyncFreeStep))
             for feature in BEFORE_ATTENTION:
                 run.enter(stack, feature)
-            stack.enter_context(packed_attention(run))
+            stack.enter_context(install_attention(run))
             for feature in AFTER_ATTENTION:
                 run.enter(stack, feature)
             if announce:

@@ -17,7 +17,7 @@ import pytest
 from trl import SFTConfig
 
 import fastpack_trl
-from fastpack_trl.attention.packed_attention import packed_attention
+from fastpack_trl.attention.feature import install_attention
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
@@ -247,8 +247,9 @@ def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> N
 
 def test_features_are_functions_of_a_run_named_after_their_setting() -> None:
     known = {field.name for field in fields(Settings)} | {"aux_loss"}  # TRL's own `router_aux_loss_coef`
-    for feature in (*BEFORE_ATTENTION, packed_attention, *AFTER_ATTENTION):
+    for feature in (*BEFORE_ATTENTION, *AFTER_ATTENTION):
         name = feature.__name__
         assert name in known
         assert feature.__module__.endswith(f".{name}"), "a feature is in the file of its name"
+    for feature in (*BEFORE_ATTENTION, install_attention, *AFTER_ATTENTION):
         assert list(inspect.signature(feature).parameters) == ["run"]

@@ -17,7 +17,7 @@ FUNCTIONS = {
     "attention/dense.py": ["refuses"],
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
-    "attention/packed_attention.py": ["plan_rows", "packed_attention", "_install"],
+    "attention/feature.py": ["plan_rows", "install_attention", "_install"],
     "attention/trial.py": ["_failure"],
     "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
     "model/recompute.py": ["against_plan"],

@@ -1,4 +1,4 @@
-"""The feature `packed_attention`: how the documents of a run are kept apart, which rows it gets, and what proves it."""
+"""The attention of a run: how its documents are kept apart, which rows it gets, and what proves it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ logger = get_logger(__name__)
 
 
 class _Asked(NamedTuple):
-    """The settings for which a run has chosen its attention, as of `choose_attention`."""
+    """The settings for which a run has chosen its attention."""
 
     packed_attention: str
     padded_rows_limit: float
     by_name: bool
+    """As for `choose_attention`."""
 
 
 def choose_attention(run: Run, *, by_name: bool) -> None:
@@ -67,21 +68,22 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     Raises:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
     """
-    choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
     run.plan = plan or _plan(run)
     _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
     run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
-    dataset = trainer.train_dataset
+    dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
     if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
         return
     cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
     run.report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {limit:g})"
     if cost <= limit:
         return
-    over = f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over "
-    over += f"padded_rows_limit={limit:g} ({choice.reason})"
+    over = (
+        f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over padded_rows_limit={limit:g} "
+        f"({run.choice.reason})"
+    )
     if run.settings.packed_attention != "auto" or not stock_is_right(run.model):
         raise ValueError(
             f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
@@ -136,7 +138,7 @@ def plan_rows_again(run: Run) -> None:
 
 
 @contextmanager
-def packed_attention(run: Run) -> Iterator[None]:
+def install_attention(run: Run) -> Iterator[None]:
     """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
     if not run.packs and run.insists:
         _tell(run)  # said before `train` too, which stops where it is not what was asked for
