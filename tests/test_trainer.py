@@ -221,8 +221,9 @@ def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
 
     def record(self: PackedBatch, key: Any, build: Any) -> Any:
         value = derive(self, key, build)
-        if key[0] == "band" and not any(reference() is value for reference in alive):
-            alive.append(weakref.ref(value))
+        for band in value.bands.values() if key[0] == "per_document" else ():
+            if not any(reference() is band for reference in alive):
+                alive.append(weakref.ref(band))
         if self not in batches:
             batches.append(self)
         return value
