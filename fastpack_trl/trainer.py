@@ -30,8 +30,8 @@ from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_seams, packing_collator
+from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.capture import CapturingTrainer
