@@ -37,11 +37,7 @@ class _Asked(NamedTuple):
 
 
 def choose_attention(run: Run, *, by_name: bool) -> None:
-    """Choose the attention path of a run, and its batches.
-
-    Args:
-        run: its `choice`, `plan` and report are set.
-        by_name: the model was given as a name, so that `model_init_kwargs` says how to load it.
+    """Choose the attention path of a run, and its batches; `by_name`: `model_init_kwargs` says how its model is loaded.
 
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
@@ -59,11 +55,9 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
-    """Plan the batches of a run for its attention path, and say both. Padded rows that cost too much are not taken.
+    """Plan the batches of a run for its attention path, or take the `plan` that all processes have agreed on.
 
-    Args:
-        run: whose attention path is chosen.
-        plan: that all processes have agreed on; None: this one's own.
+    Padded rows that cost too much are not taken.
 
     Raises:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.

@@ -120,14 +120,9 @@ class Probe:
         return float(nn.functional.cross_entropy(logits.detach()[:-1].double(), labels, reduction="sum"))
 
     def reach(self, last: int) -> tuple[Reach, Reach, list[tuple[float, float]]]:
-        """Measure what the last token of each document sees, packed and separate, in each layer.
+        """Return what the last token of each document sees, packed and separate, by layer and document.
 
-        Args:
-            last: tokens of the row whose logits are compared as well.
-
-        Returns:
-            The reach, packed and separate, by layer and document; per document that `last` reaches, the sums of
-            losses, packed and separate.
+        And, for each document among the `last` tokens of the row, the sums of their losses, packed and separate.
         """
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
 
@@ -159,14 +154,11 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
 
     A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with
     a gradient says how many tokens a layer sees, whatever computes it. A layer keeps its activations only until it is
-    measured: what runs inside cannot be differentiated afterwards.
+    measured: what runs inside cannot be differentiated afterwards. Layers of another form are left out.
 
     Args:
         model: a transformers causal language model, to be run on embeddings that take a gradient.
         queries: given the input of a layer, (rows, tokens, hidden), the row and the position of each query.
-
-    Yields:
-        Filled as layers run. Layers of another form are left out.
     """
     found: Reach = {}
     base = text_model(model)

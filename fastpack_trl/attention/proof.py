@@ -20,7 +20,6 @@ from fastpack_trl.model.sharded import in_any_process, units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
-_FP32_EPSILON = torch.finfo(torch.float32).eps
 # What a model raises that takes no `input_ids`, or not those of a packed row.
 _TAKES_NO_IDS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
@@ -173,12 +172,7 @@ def _predictions(probe: Probe) -> int:
 
 
 def _leaks_and_losses(probe: Probe, seed: int) -> tuple[Leaks, float, float]:
-    """Return the dependences of documents on others, and the sums of losses, packed and separate.
-
-    Raises:
-        NonFiniteError: the model is not finite on separate documents either.
-        UnsteadyError: its results differ from run to run.
-    """
+    """Return the dependences of documents on others, and the sums of losses, packed and separate."""
     leaf = probe.embed(probe.ids)
     try:
         row = probe.packed(leaf, sum(probe.lengths))
@@ -220,11 +214,10 @@ def _sizes(probe: Probe, values: Tensor) -> list[tuple[int, float]]:
 
 
 def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[float, float] | None]:
-    """Compare the row by its ids with `row`, by its embeddings; where they differ, ids say more, e.g. of n-grams.
+    """Return changes of documents' logits with the ids of others, and the sums of losses by ids, packed and separate.
 
-    Returns:
-        The changes of a document's logits where another document has other ids, and the sums of losses, packed and
-        separate; none of both where ids are embedded and nothing more, or the model takes none.
+    None of both where ids give `row`, the logits by their embeddings, or the model takes none: else ids say more, e.g.
+    of n-grams.
     """
     model = probe.model
     try:
@@ -260,11 +253,7 @@ def _changes(probe: Probe, packed: Tensor, seed: int) -> Leaks:
 
 
 def _check_steady(probe: Probe, packed: float, separate: float) -> None:
-    """Run separate documents again where the packed ones give another loss: a model may be random by itself.
-
-    Raises:
-        UnsteadyError: separate documents differ from themselves by more than they may from packed ones.
-    """
+    """Run separate documents again where the packed ones give another loss: a model may be random by itself."""
     predictions = _predictions(probe)
     budget = _budget(probe.model, separate / predictions)
     if budget is None or not in_any_process(probe.model, abs(packed - separate) > budget * predictions):
@@ -280,12 +269,7 @@ def _check_steady(probe: Probe, packed: float, separate: float) -> None:
 def _past_windows(
     probe: Probe, seed: int, *, fixed: bool
 ) -> tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], list[tuple[float, float]]]:
-    """Compare what layers see in a row that exceeds the model's windows.
-
-    Args:
-        probe: the row that was examined so far.
-        seed: of the tokens of another.
-        fixed: whether no other row may be taken.
+    """Compare what layers see in a row that exceeds the model's windows: `probe`, or if not `fixed` a longer one.
 
     Returns:
         The documents of that row where it is another than `probe`, `PackingProof.windows`, and its losses.
@@ -315,23 +299,19 @@ def _past_windows(
 
 
 def _budget(model: nn.Module, loss: float) -> float | None:
-    dtype = _compute_dtype(model)
-    if _has_experts(model) and torch.finfo(dtype).eps > _FP32_EPSILON:
+    dtype, device = _compute_dtype(model), next(iter(model.parameters())).device
+    if _has_experts(model) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
         return None
-    return _ULPS * _epsilon(dtype, next(iter(model.parameters())).device) * max(1.0, abs(loss))
+    # fp32 products on CUDA may run in TF32, which has 10 bits.
+    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return _ULPS * (2.0**-10 if tf32 else torch.finfo(dtype).eps) * max(1.0, abs(loss))
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Look for what makes a model's results NaN or infinite.
-
-    Raises:
-        NonFiniteError: a parameter or buffer has non-finite values; names the first.
-    """
+    """Raise `NonFiniteError` for the first parameter or buffer with values that are not finite."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if not tensor.is_floating_point():
-                continue
-            bad = int((~torch.isfinite(tensor.detach().float())).sum())
+            bad = int((~torch.isfinite(tensor.detach().float())).sum()) if tensor.is_floating_point() else 0
             if bad:
                 raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
 
@@ -342,12 +322,6 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
-    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return max(torch.finfo(dtype).eps, 2.0**-10 if tf32 and dtype == torch.float32 else 0.0)
 
 
 def _has_experts(model: nn.Module) -> bool:

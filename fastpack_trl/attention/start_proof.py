@@ -46,12 +46,7 @@ def is_examined(run: Run) -> bool:
 
 
 def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> str:
-    """Prove the attention that is installed on the model of `run`; under FSDP 2 when training begins.
-
-    Args:
-        run: about to train, or to evaluate.
-        attention: what is installed.
-        stack: closed at the end of the run.
+    """Prove `attention`, installed on the model of a run that begins; `stack` closes when it ends.
 
     Returns:
         The reason why the proof cannot run on this model; empty where it ran, runs later, or is not due.
@@ -102,10 +97,6 @@ def _now_or_once_sharded(run: Run, stack: ExitStack, prove: Callable[[], None]) 
 def prove_stock(run: Run, stack: ExitStack) -> None:
     """Prove packed rows under stock's own attention. Where the model cannot be run, its source decides.
 
-    Args:
-        run: about to train.
-        stack: closed at the end of the run.
-
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
         ValueError: the proof cannot run, and ``verify_packing="on"`` insists.
@@ -118,8 +109,8 @@ def prove_stock(run: Run, stack: ExitStack) -> None:
     if not due:
         if leak := stock_leak(run.model):
             raise PackingError(f"packed rows under stock: LEAK: {leak}; {remedy}")
-        why = f"{_SHARDED}; by its source stock keeps this model's documents apart"
-        run.say("verify_packing", "off", "not run", why)
+        kept = "by its source stock keeps this model's documents apart"
+        run.say("verify_packing", "off", "not run", f"{_SHARDED}; {kept}")
         return
     _now_or_once_sharded(run, stack, lambda: _prove_stock(run, remedy))
 
@@ -162,8 +153,7 @@ def _stock_leaks(model: Any) -> Iterator[object]:
 
 def _separates_states(source: str) -> bool:
     """Return whether the file of a model with state tells its kernels where a document begins; True if unreadable."""
-    by_name = "seq_idx" in source or "cu_seq" in source
-    return not source or by_name or bool(re.search(r"\b\w+_fn\(.*\*\*kwargs\)$", source, re.MULTILINE))
+    return not source or bool(re.search(r"seq_idx|cu_seq|\b\w+_fn\(.*\*\*kwargs\)$", source, re.MULTILINE))
 
 
 def _mask_knows_positions(source: str) -> bool:
@@ -217,7 +207,7 @@ def _documents_are_alone(run: Run) -> bool:
         return run.plan.kind == "padding_free" and args.eval_batch_size == 1
     merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"
     evaluates = run.trainer.eval_dataset is not None and args.eval_batch_size > 1
-    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not merges and not evaluates
+    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not (merges or evaluates)
 
 
 def _proof(run: Run, **options: Any) -> tuple[PackingProof | None, str]:

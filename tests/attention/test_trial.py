@@ -9,25 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import PLAIN
 from trainer_material import assert_same_log, both, train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention import per_document, trial
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.model.facts import ModelFeatures, read_features
+from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import FAMILIES, tiny_model
 
-PLAIN = ModelFeatures(
-    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
-    dropout=0.0, num_heads=4, head_dim=16, compute_dtype=torch.float32, capability=None, gap="", kv_heads=2,
-)  # fmt: skip
+FEATURES = replace(PLAIN, head_dim=16, kv_heads=2)
 KINDS = {
-    "plain": PLAIN,
-    "window": replace(PLAIN, windows=frozenset({5, 4096})),
-    "sinks": replace(PLAIN, windows=frozenset({128}), sinks=True),
-    "softcap": replace(PLAIN, windows=frozenset({5}), softcap=True),
+    "plain": FEATURES,
+    "window": replace(FEATURES, windows=frozenset({5, 4096})),
+    "sinks": replace(FEATURES, windows=frozenset({128}), sinks=True),
+    "softcap": replace(FEATURES, windows=frozenset({5}), softcap=True),
 }
 
 
@@ -108,7 +106,7 @@ def test_every_family_passes_on_the_path_that_is_chosen_without(family: str) -> 
 def test_a_trial_changes_no_random_state_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
     for family in ("qwen3", "llama", "qwen3"):
-        assert choose("auto", replace(PLAIN, model_type=family), attempt=trial.failure).path == "per_document"
+        assert choose("auto", replace(FEATURES, model_type=family), attempt=trial.failure).path == "per_document"
     assert torch.equal(state, torch.get_rng_state())
     assert trial._failure.cache_info().misses == 1
 
