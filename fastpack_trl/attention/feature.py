@@ -13,10 +13,9 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.attention import install
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
-from fastpack_trl.attention.trial import failure
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
@@ -74,10 +73,8 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {limit:g})"
     if cost <= limit:
         return
-    over = (
-        f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over padded_rows_limit={limit:g} "
-        f"({run.choice.reason})"
-    )
+    over = f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over "
+    over += f"padded_rows_limit={limit:g} ({run.choice.reason})"
     if run.settings.packed_attention != "auto" or not stock_is_right(run.model):
         raise ValueError(
             f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"

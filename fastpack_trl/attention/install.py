@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
-from fastpack_trl.attention.trial import failure
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
     ModelFeatures,

@@ -54,7 +54,7 @@ class Backend(ABC):
 
     Attributes:
         name: its value of `FastSFTConfig.packed_attention`.
-        tried: `trial.failure` runs it on a few tokens before it is chosen.
+        tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
     """
 

@@ -76,26 +76,14 @@ def can_prepare_in_two_passes(dataset: Any) -> bool:
 
 
 def prepare_in_two_passes(
-    stock: Callable[..., Any],
-    dataset: Dataset,
-    processing_class: Any,
-    args: Any,
-    packing: bool,
-    formatting_func: Any,
-    name: str,
-    *,
-    count: bool,
-) -> tuple[Any, DatasetFacts | None]:
+    stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
+    name: str, *, count: bool,
+) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
     """Tokenize, then cut and pack, each by stock's own preparation.
 
     Args:
-        stock: `SFTTrainer._prepare_dataset`; the next six arguments are its own.
+        stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
         dataset: one that `can_prepare_in_two_passes` accepts.
-        processing_class: the tokenizer.
-        args: the `SFTConfig`.
-        packing: whether documents are packed into rows.
-        formatting_func: makes the text of a row, or None.
-        name: of the data set, for messages.
         count: whether the facts are wanted, and a data set of which nothing is left is an error.
 
     Returns:

@@ -210,33 +210,34 @@ class PackedInputs(dict[str, Any]):
     __copy__ = copy
 
     def __reduce__(self) -> tuple[Any, ...]:
+        entries = self._entries()
+        return _restore, (self._block if _has_parts(entries) else None, entries)
+
+    def _entries(self) -> list[_Entry]:
         names = self._block.names() if self._block is not None else {}
-        if not any(id(value) in names for value in self.values()):
-            return PackedInputs, (dict(self),)
-        entries = [(key, names.get(id(value)), None if id(value) in names else value) for key, value in self.items()]
-        return _restore, (self._block, entries)
+        return [(key, names.get(id(value)), None if id(value) in names else value) for key, value in self.items()]
 
     def _map(self, convert_buffer: Callable[[Tensor], Tensor], convert: Callable[[Any], Any]) -> PackedInputs:
-        names = self._block.names() if self._block is not None else {}
-        if self._block is None or not any(id(value) in names for value in self.values()):
-            return PackedInputs({key: convert(value) for key, value in self.items()})
-        block = self._block.over(convert_buffer(self._block.buffer))
-        return PackedInputs._over(
-            block,
-            [
-                (key, block.parts[names[id(value)]] if id(value) in names else convert(value))
-                for key, value in self.items()
-            ],
-        )
+        entries = [(key, name, value if name else convert(value)) for key, name, value in self._entries()]
+        if self._block is None or not _has_parts(entries):
+            return _restore(None, entries)
+        return _restore(self._block.over(convert_buffer(self._block.buffer)), entries)
 
     @classmethod
-    def _over(cls, block: Block, entries: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> PackedInputs:
+    def _over(cls, block: Block | None, entries: Mapping[str, Any]) -> PackedInputs:
         inputs = cls(entries)
         inputs._block = block
         return inputs
 
 
-def _restore(block: Block, entries: list[tuple[str, str | None, Any]]) -> PackedInputs:
-    """Invert `PackedInputs.__reduce__`."""
-    values = ((key, value if name is None else block.parts[name]) for key, name, value in entries)
-    return PackedInputs._over(block, values)
+_Entry = tuple[str, str | None, Any]
+"""A key, and the name of a part of the block or any other value."""
+
+
+def _has_parts(entries: list[_Entry]) -> bool:
+    return any(name is not None for _, name, _ in entries)
+
+
+def _restore(block: Block | None, entries: list[_Entry]) -> PackedInputs:
+    parts = block.parts if block is not None else {}
+    return PackedInputs._over(block, {key: value if name is None else parts[name] for key, name, value in entries})

@@ -25,8 +25,6 @@ from fastpack_trl.packing.packed_batch import (
 )  # fmt: skip
 from fastpack_trl.packing.packed_inputs import arrays_over, lay_out, tensors_over, write_segments
 
-_FROM_THE_DEVICE = ("input_ids", "labels", "loss_positions", "loss_labels")
-
 
 class StaticInputs:
     """The keywords of ``model.forward`` for any row that fits into a bucket; the same tensors for good.
@@ -89,17 +87,6 @@ class StaticInputs:
         }
 
 
-def to_static(inputs: Mapping[str, Any], bucket: Bucket) -> StaticInputs:
-    """Return the static form of a micro-batch in tensors of its own, on the device of its row.
-
-    Raises:
-        ValueError: as `copy_into`.
-    """
-    static = StaticInputs(bucket, inputs["input_ids"].device)
-    copy_into(static, inputs)
-    return static
-
-
 def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     """Give the tensors of `static` the documents of a micro-batch; the device is asked nothing.
 
@@ -120,18 +107,18 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     if not static.bucket.holds(size):
         raise ValueError(f"a row of {size} does not fit into {static.bucket}: ask Bucket.holds before")
     _copy_known(static, batch, size)
-    source = {
-        "input_ids": inputs["input_ids"].view(-1)[: size.tokens],
-        "labels": inputs["labels"].view(-1)[: size.tokens],
-        "loss_positions": batch.loss_positions,
-        "loss_labels": batch.loss_labels,
-    }
-    pairs = [(static._flat[name][: source[name].numel()], source[name]) for name in _FROM_THE_DEVICE]
-    ids, tail = source["input_ids"], static.bucket.tokens - size.tokens
-    again = ids if tail <= size.tokens else ids.repeat(-(-tail // size.tokens))
-    pairs.append((static._flat["input_ids"][size.tokens :], again[:tail]))
-    pairs.append((static._flat["labels"][size.tokens :], static._ignored[:tail]))
-    pairs = [(target, given) for target, given in pairs if given.numel()]
+    flat, tokens, counted = static._flat, size.tokens, size.loss_tokens
+    ids, tail = inputs["input_ids"].view(-1)[:tokens], static.bucket.tokens - tokens
+    again = ids if tail <= tokens else ids.repeat(-(-tail // tokens))
+    pairs = [
+        (flat["input_ids"][:tokens], ids),
+        (flat["input_ids"][tokens:], again[:tail]),
+        (flat["labels"][:tokens], inputs["labels"].view(-1)[:tokens]),
+        (flat["labels"][tokens:], static._ignored[:tail]),
+        (flat["loss_positions"][:counted], batch.loss_positions),
+        (flat["loss_labels"][:counted], batch.loss_labels),
+    ]
+    pairs = [(target, given) for target, given in pairs if target.numel()]
     torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
 
 

@@ -10,7 +10,7 @@ import torch
 from attention_material import HEAD_DIM, HEADS, HOPPER, KV_HEADS, PLAIN, SCALE, errors, prepared, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from static_material import bucket_for, make_inputs, make_rows
+from static_material import bucket_for, make_inputs, make_rows, to_static
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
@@ -19,7 +19,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.static_batch import copy_into, to_static
+from fastpack_trl.packing.static_batch import copy_into
 from fastpack_trl.testing import tiny_model
 
 KINDS = {

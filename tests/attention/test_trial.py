@@ -13,8 +13,8 @@ from attention_material import PLAIN
 from trainer_material import assert_same_log, both, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import per_document, trial
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention import backends, per_document
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -31,9 +31,9 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _no_trial_is_known() -> Iterator[None]:
-    trial._failure.cache_clear()
+    backends._failure.cache_clear()
     yield
-    trial._failure.cache_clear()
+    backends._failure.cache_clear()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, changed: None
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.PerDocument.prepare
-    assert trial.failure(backend, features) == ""
+    assert failure(backend, features) == ""
 
     def one_document(self: Any, batch: PackedBatch, *where: Any) -> Any:
         return right(self, PackedBatch.from_lengths((batch.total_tokens,)), *where)
@@ -84,31 +84,31 @@ def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch
         return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
 
     for wrong in (one_document, without_window) if features.windows else (one_document,):
-        trial._failure.cache_clear()
+        backends._failure.cache_clear()
         monkeypatch.setattr(per_document.PerDocument, "prepare", wrong)
-        reason = trial.failure(backend, features)
+        reason = failure(backend, features)
         assert reason == (
             "per_document failed its trial on this cpu (a query sees other tokens than those before it in its document "
             "and window)"
         )
         # transformers' sdpa leaves out the softcap: there documents become padded rows.
         fallback = "padded_rows" if features.softcap else "sdpa"
-        assert choose("auto", features, attempt=trial.failure).path == fallback
+        assert choose("auto", features, attempt=failure).path == fallback
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_on_the_path_that_is_chosen_without(family: str) -> None:
     for dtype in (None, torch.bfloat16, torch.float16):
         features = read_features(tiny_model(family), dtype)
-        assert choose("auto", features, attempt=trial.failure) == choose("auto", features)
+        assert choose("auto", features, attempt=failure) == choose("auto", features)
 
 
 def test_a_trial_changes_no_random_state_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
     for family in ("qwen3", "llama", "qwen3"):
-        assert choose("auto", replace(FEATURES, model_type=family), attempt=trial.failure).path == "per_document"
+        assert choose("auto", replace(FEATURES, model_type=family), attempt=failure).path == "per_document"
     assert torch.equal(state, torch.get_rng_state())
-    assert trial._failure.cache_info().misses == 1
+    assert backends._failure.cache_info().misses == 1
 
 
 CUDA = [
@@ -127,14 +127,14 @@ def test_backends_pass_on_cuda_and_a_missing_operator_is_passed_over(
     )
     for name in ("varlen", "per_document"):
         if not BACKENDS[name].refuses(features):
-            assert trial.failure(BACKENDS[name], features) == "", name
+            assert failure(BACKENDS[name], features) == "", name
     if BACKENDS["varlen"].refuses(features):
         return
-    assert choose("auto", features, attempt=trial.failure).path == "varlen"
+    assert choose("auto", features, attempt=failure).path == "varlen"
     for operator in ("_flash_attention_forward", "_flash_attention_backward"):
-        trial._failure.cache_clear()
+        backends._failure.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.aten, operator, None)
-            choice = choose("auto", features, attempt=trial.failure)
+            choice = choose("auto", features, attempt=failure)
         assert choice.path == "per_document"
         assert f"torch has no torch.ops.aten.{operator}" in choice.reason

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "fastpack_trl"
 
 FUNCTIONS = {
-    "attention/backends.py": ["choose"],
+    "attention/backends.py": ["choose", "_failure"],
     "attention/flash_attention.py": ["refuses", "missing"],
     "attention/xformers.py": ["refuses"],
     "attention/flex.py": ["refuses"],
@@ -18,7 +18,6 @@ FUNCTIONS = {
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
-    "attention/trial.py": ["_failure"],
     "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
     "model/recompute.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
