@@ -49,13 +49,9 @@ def joins_documents(trainer: SFTTrainer) -> bool:
 
 
 def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-    """Return the batches of a run.
+    """Return the batches of a run whose attention takes `path`, which rows without padding suit if it `flattens`.
 
-    Args:
-        trainer: constructed.
-        path: of attention, chosen for its model.
-        flattens: rows without padding suit that path.
-        unproven: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
+    `unproven`: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
     """
     stock = first_reason(_only_stock(trainer, path))
     if stock:

@@ -250,10 +250,7 @@ def _measure(
 def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:
     """Return the largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
 
-    Args:
-        prepared: packed rows with `seq_lengths`; 1.0 without them.
-        rows_per_batch: rows that are drawn together, in a random order.
-        seed: of that order. Another order has other batches: the figure is an estimate where rows are merged.
+    1.0 without `seq_lengths`. Rows are drawn together in the random order of `seed`: an estimate for any other.
     """
     if "seq_lengths" not in prepared.column_names or not len(prepared):
         return 1.0

@@ -151,21 +151,26 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(cls: type[SFTTrainer], folder: Path, *, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
-    evaluates = options.pop("evaluates", True)
-    strategy = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {"eval_strategy": "no"}
-    fast = options.pop("fast", {"verify_packing": "off"})
-    model = options.pop("model", None) or tiny_model("qwen3")
-    args = settings(folder, **({"max_steps": 3, "optim": "sgd", "learning_rate": 0.2} | strategy | options))
-    torch.manual_seed(0)
-    runner = cls(
-        model,
-        args=FastSFTConfig(**args, **fast) if issubclass(cls, FastSFTTrainer) else SFTConfig(**args),
-        train_dataset=make_dataset("tokens", 40),
+def make(
+    cls: type[SFTTrainer], folder: Path, *, trainer: dict[str, Any] | None = None, fast: dict[str, Any] | None = None,
+    rows: int = 16, **options: Any,
+) -> Any:  # fmt: skip
+    args = settings(folder, **({"max_steps": 2, "eval_strategy": "no"} | options))
+    return cls(
+        tiny_model("qwen3"),
+        args=FastSFTConfig(**args, **fast) if fast and issubclass(cls, FastSFTTrainer) else SFTConfig(**args),
+        train_dataset=make_dataset("tokens", rows),
         eval_dataset=make_dataset("tokens", 6, seed=7),
         processing_class=make_tokenizer(),
         **(trainer or {}),
     )
+
+
+def run(cls: type[SFTTrainer], folder: Path, *, evaluates: bool = True, **options: Any) -> Any:
+    strategy = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {"eval_strategy": "no"}
+    given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.2, "fast": {"verify_packing": "off"}}
+    torch.manual_seed(0)
+    runner = make(cls, folder, rows=40, **(given | strategy | options))
     runner.train()
     return runner
 
@@ -463,17 +468,6 @@ SEEING = [
     "_get_num_items_in_batch", "get_train_dataloader", "get_eval_dataloader", "_get_dataloader", "_inner_training_loop",
     "_run_epoch", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "compute_loss_context_manager",
 ]  # fmt: skip
-
-
-def make(cls: type[SFTTrainer], folder: Path, **options: Any) -> Any:
-    trainer = options.pop("trainer", {})
-    return cls(
-        tiny_model("qwen3"),
-        args=SFTConfig(**settings(folder, **({"max_steps": 2, "eval_strategy": "no"} | options))),
-        train_dataset=make_dataset("tokens", 16),
-        processing_class=make_tokenizer(),
-        **trainer,
-    )
 
 
 @pytest.mark.parametrize("name", SEEING)
