@@ -62,7 +62,7 @@ class RowPart(NamedTuple):
     """First of its tokens in the row."""
     end: int
     bounds: Tensor | None = None
-    """As of `RowInputs`."""
+    """See `RowInputs`."""
 
 
 class VarlenLayer(NamedTuple):
