@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 CUDNN = "cudnn_varlen"

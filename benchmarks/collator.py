@@ -17,8 +17,8 @@ from fastpack_trl.bench.environment import limited_threads
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.packing.batching import ArrowRows
 from fastpack_trl.packing.collator import PackingCollator
-from fastpack_trl.packing.rows import ArrowRows
 
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000

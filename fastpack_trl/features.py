@@ -11,7 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from fastpack_trl.attention.packed_attention import packed_attention, plan_rows_again
+from fastpack_trl.attention.feature import install_attention, plan_rows_again
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.feature import cuda_graph
@@ -90,7 +90,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(plan_rows_again, "sft", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
-    Feature(packed_attention, "any", falls_back=False),  # to padded rows, by itself
+    Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
     Feature(lora, "any"),
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),

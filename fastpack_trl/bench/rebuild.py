@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastpack_trl.attention.dense import DenseLayer
 from fastpack_trl.attention.install import switched
 from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
-from fastpack_trl.packing.masks import band_mask
 
 
 def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks import attention, attention_sides, command, model_gate, model_steps, side_turns
 from benchmarks.attention import Configuration, Grid, Heads, Layer
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, shape_of
+from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.errors import UserError
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus
+from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus, to_static
 from torch import Tensor
 from trainer_material import make_dataset, prepare
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -25,7 +25,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.static_batch import StaticInputs, copy_into, to_static
+from fastpack_trl.packing.static_batch import StaticInputs, copy_into
 from fastpack_trl.step.step_loss import StepLoss, step_loss
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
