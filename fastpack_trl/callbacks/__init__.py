@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.tokens import TokenCounter, TokenSums
+from fastpack_trl.model.callers import callers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import NEEDS, CallbackHandler, found, lacks
 from fastpack_trl.packing.dataset import DatasetFacts
@@ -236,21 +236,12 @@ class ThroughputCallback(TrainerCallback):
             handler.callbacks = [*others[:place], self, *others[place:]]
 
     def _find_trainer(self) -> tuple[CallbackHandler | None, DatasetFacts | None]:
-        """Find the handler that calls this callback, and the facts that `FastSFTTrainer` has of its data.
-
-        Callbacks are handed neither. The frames of the caller are looked at, once, and nothing in them is changed.
-        """
-        handler: CallbackHandler | None = None
-        frame = inspect.currentframe()
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if handler is None and isinstance(owner, CallbackHandler) and self in owner.callbacks:
-                handler = owner
-            if handler is not None and isinstance(owner, Trainer):
-                run = vars(owner).get("fastpack_run")
-                return handler, run.facts if isinstance(run, Run) else None
-            frame = frame.f_back
-        return handler, None
+        """Find the handler that calls this callback, and the facts that `FastSFTTrainer` has of its data."""
+        owners = list(callers())
+        handlers = (owner for owner in owners if isinstance(owner, CallbackHandler) and self in owner.callbacks)
+        trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
+        run = None if trainer is None else vars(trainer).get("fastpack_run")
+        return next(handlers, None), run.facts if isinstance(run, Run) else None
 
     def _read_flops(self, model: nn.Module, state: Any) -> ModelFlops | None:
         try:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
 
-from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
-from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.checkpointing.streams import GIB, CudaStreams, HostStreams, HostUse
 from fastpack_trl.config import check_offload
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
+from fastpack_trl.model.recompute import other_offload
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,17 @@ def offload_unavailable(device: torch.device) -> str:
         return f"the model is on {device}: there is no device memory to spare and no copy engine"
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
+    return ""
+
+
+def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
+    """Return which setting of a run excludes our offload, with the remedy; empty where none does."""
+    if (other := other_offload(args)) or trainer is None:
+        return other
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""
 
 
@@ -83,7 +95,7 @@ class Offload:
         *,
         budget_bytes: int,
         min_bytes: int,
-        streams: Callable[[torch.device], Streams],
+        streams: Callable[[torch.device], HostStreams],
         active: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
@@ -172,16 +184,6 @@ class _Offloaded:
             return inner(functools.partial(self._offload.run, function), *args, **kwargs)
 
 
-def default_budget_bytes() -> int:
-    """Return the most pinned memory to take: half of the host's free memory, shared by the processes of this host."""
-    return int(psutil.virtual_memory().available * 0.5 / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def always() -> bool:
-    """Return True: the default of `active`."""
-    return True
-
-
 @contextmanager
 def offload_checkpoints(
     layers: Iterable[GradientCheckpointingLayer],
@@ -190,8 +192,8 @@ def offload_checkpoints(
     offload_budget_gib: float | None = None,
     keep_last_layers: int = 1,
     min_bytes: int = MIN_BYTES,
-    streams: Callable[[torch.device], Streams] = CudaStreams,
-    active: Callable[[], bool] = always,
+    streams: Callable[[torch.device], HostStreams] = CudaStreams,
+    active: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[Offload]:
     """Keep the inputs of checkpointed layers in host memory while the context is open.
@@ -202,7 +204,8 @@ def offload_checkpoints(
     Args:
         layers: in the order of the forward pass; each is checkpointed, without reentry (`why_not_offloadable`).
         mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
-        offload_budget_gib: most pinned memory in GiB; None: half of what is free. Past it memory is pageable.
+        offload_budget_gib: most pinned memory in GiB; None: half of what is free, shared by the processes of this host.
+            Past it memory is pageable.
         keep_last_layers: inputs of that many last layers stay on the device: they are needed again at once.
         min_bytes: smaller inputs stay on the device.
         streams: makes the streams of a device, when its first input comes.
@@ -217,8 +220,9 @@ def offload_checkpoints(
     why = why_not_offloadable(layers)
     if why:
         raise ValueError(f"checkpoint_offload={mode!r}: {why}")
-    total = psutil.virtual_memory().total
-    budget = default_budget_bytes() if offload_budget_gib is None else int(offload_budget_gib * GIB)
+    memory, processes = psutil.virtual_memory(), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    total = memory.total
+    budget = memory.available // 2 // processes if offload_budget_gib is None else int(offload_budget_gib * GIB)
     offload = Offload(
         mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, say=say
     )

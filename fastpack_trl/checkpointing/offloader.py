@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.checkpointing.buffers import HostBuffer, HostPool, HostUse
-from fastpack_trl.checkpointing.streams import Streams
+from fastpack_trl.checkpointing.streams import HostBuffer, HostPool, HostStreams, HostUse
 
 MIN_BYTES = 2**20
 """Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
@@ -114,7 +113,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def keeps_on_device(tensor: Tensor, streams: Streams) -> str:
+def keeps_on_device(tensor: Tensor, streams: HostStreams) -> str:
     """Return why `tensor` cannot be stored and brought back exactly as it is; empty where it can."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
@@ -152,7 +151,7 @@ class Offloader:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: HostStreams,
         *,
         budget_bytes: int,
         say: Callable[[str], None],

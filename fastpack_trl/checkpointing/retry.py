@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
-from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames
 from fastpack_trl.run import Run
 

@@ -25,12 +25,19 @@ from trainer_material import assert_same_log, figures, make_dataset, make_tokeni
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing import counters, memory
-from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
-from fastpack_trl.checkpointing.memory import checkpointable_layers
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
+from fastpack_trl.checkpointing import activation_memory as memory
+from fastpack_trl.checkpointing import trace
+from fastpack_trl.checkpointing.plan import (
+    Growth,
+    LayerCosts,
+    Level,
+    Planner,
+    checkpointable_layers,
+    describe,
+    layer_levels,
+)
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.aside import run_aside
@@ -55,7 +62,7 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
         with run_aside(model, training=True):
             for level, growth in costs.growth.items():
                 for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
-                    counted = saved_bytes(model, layers, level, decoder(model, documents, packed=ours), tokens)
+                    counted = Passes(model, layers, decoder(model, documents, packed=ours)).kept(level, tokens)
                     predicted = [each.at(documents * tokens, tokens) for each in growth]
                     for mine, real in zip(predicted, counted, strict=True):
                         assert abs(mine - real) <= 0.1 * real, (level, documents, tokens)
@@ -78,10 +85,10 @@ def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deepe
     assert (len(ran) - everything) * 3 <= everything
     assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, {})
     assert all(few.growth[level] == costs.growth[level] for level in few.growth)
-    sizes = {"tokens": 4096, "longest": 512}
-    plan = choose_levels(few, budget=2**40, **sizes)
+    planner = Planner(few, budget=2**40, tokens=4096, longest=512, deepest=Level.CHECKPOINT)
+    plan = planner.best()
     assert plan.levels == (Level.KEEP, Level.KEEP)
-    less = deeper(few, plan, deepest=Level.CHECKPOINT, **sizes)
+    less = planner.deeper(plan)
     assert less is not None
     assert less.levels == (Level.CHECKPOINT, Level.CHECKPOINT)
     assert less.predicted < plan.predicted
@@ -97,7 +104,7 @@ def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | 
         return decoder(model, 1)(tokens)
 
     with installed(model):
-        whole = saved_bytes(model, layers, Level.KEEP, decoder(model, 1), 960)
+        whole = Passes(model, layers, decoder(model, 1)).kept(Level.KEEP, 960)
         costs, _ = trace_levels(model, layers, counted, timed_tokens=960, room=1.25 * share * sum(whole))
     timed = [tokens for tokens in ran if tokens not in (*PROBE_TOKENS, *WORKING_TOKENS)]
     assert set(timed) == (set() if longest is None else {longest})
@@ -218,49 +225,49 @@ def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_
         seconds.append(seconds[-1] + more)
     costs = costs_of(layers, sizes, seconds)
 
+    planner = Planner(costs, budget, 1, 1)
+    plan = planner.best()
+
     def cost(levels: Any) -> float:
         return sum(costs.seconds[level] for level in levels)
 
-    plan = choose_levels(costs, budget=budget, tokens=1, longest=1)
-    assert plan.fits == (budget >= costs.peak_bytes([Level.OFFLOAD] * layers, 1, 1))
+    assert plan.fits == (budget >= planner.peak_bytes([Level.OFFLOAD] * layers))
     assert list(plan.levels) == sorted(plan.levels, reverse=True)
     assert len(set(plan.levels)) <= 2
     if plan.fits:
         for level in Level:
             same = [level] * layers
-            fits = costs.peak_bytes(same, 1, 1) <= budget
-            assert not fits or cost(plan.levels) <= cost(same) + 1e-9
-        more = choose_levels(costs, budget=budget + 500, tokens=1, longest=1)
-        assert cost(more.levels) <= cost(plan.levels) + 1e-9
-    levels = worthwhile(costs, 1, 1)
+            assert planner.peak_bytes(same) > budget or cost(plan.levels) <= cost(same) + 1e-9
+        assert cost(Planner(costs, budget + 500, 1, 1).best().levels) <= cost(plan.levels) + 1e-9
     below: Any = plan
     seen = 0
     while below is not None:
-        following = deeper(costs, below, tokens=1, longest=1, deepest=Level.OFFLOAD)
-        sizes_of = [costs.bytes_of(one.levels, 1, 1) for one in (below, following) if one is not None]
+        following = planner.deeper(below)
+        sizes_of = [planner.kept_bytes(one.levels) for one in (below, following) if one is not None]
         assert following is None or following.predicted < below.predicted or sizes_of[1] < sizes_of[0]
         below, seen = following, seen + 1
-        assert seen <= len(levels) + 1
+        assert seen <= len(planner.worthwhile()) + 1
 
 
 def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -> None:
-    costs = costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
+    planner = Planner(costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0]), 0, 1, 1)
     keep, checkpoint, offload = Level.KEEP, Level.CHECKPOINT, Level.OFFLOAD
-    assert costs.peak_bytes([keep] * 4, 1, 1) == 400 + 50
-    assert costs.peak_bytes([checkpoint] * 4, 1, 1) == 40 + 150
-    assert costs.peak_bytes([offload] * 3 + [keep], 1, 1) == 150  # either of both, not their sum
-    assert costs.peak_bytes([offload] * 2 + [keep] * 2, 1, 1) == 200 + 50
-    assert costs.peak_bytes([checkpoint] * 3 + [keep], 1, 1) == 30 + 150
+    assert planner.peak_bytes([keep] * 4) == 400 + 50
+    assert planner.peak_bytes([checkpoint] * 4) == 40 + 150
+    assert planner.peak_bytes([offload] * 3 + [keep]) == 150  # either of both, not their sum
+    assert planner.peak_bytes([offload] * 2 + [keep] * 2) == 200 + 50
+    assert planner.peak_bytes([checkpoint] * 3 + [keep]) == 30 + 150
 
 
 def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None:
     costs = costs_of(6, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
-    plan: Any = make_plan(costs, [Level.CHECKPOINT] * 5 + [Level.KEEP], budget=1000, tokens=1, longest=1)
+    planner = Planner(costs, 1000, 1, 1, deepest=Level.CHECKPOINT)
+    plan: Any = planner.plan([Level.CHECKPOINT] * 5 + [Level.KEEP])
     last = []
     while plan is not None:
         last.append(plan.levels[-1])
         assert set(plan.levels[:-1]) == {Level.CHECKPOINT}
-        plan = deeper(costs, plan, tokens=1, longest=1, deepest=Level.CHECKPOINT)
+        plan = planner.deeper(plan)
     assert last == [Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT]
 
 
@@ -455,15 +462,14 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
     tmp_path: Path, own: dict[str, Any], monkeypatch: Any
 ) -> None:
     """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
-    from fastpack_trl.checkpointing import callback as room
     from fastpack_trl.checkpointing import checkpoint_offload as feature
 
     graphs = Counting()
     monkeypatch.setattr(layer_compile, "compiled_layers", partial(compiled_layers, _backend=graphs))
     monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
-    for place in (memory, feature, room):
+    for place in (memory, feature):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "CudaStreams", HostStreams)
+    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
     trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", **own)
     trainer.train()
     assert graphs.graphs
@@ -481,4 +487,4 @@ def test_attention_of_grouped_heads_counts_as_with_repeated_ones() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].sum().backward()
         return counter.get_total_flops()
 
-    assert products(2, counters._GROUPED_HEADS) == products(4, None) > 0
+    assert products(2, trace._GROUPED_HEADS) == products(4, None) > 0

@@ -18,10 +18,9 @@ from trainer_material import assert_same_log, make_dataset, make_tokenizer, sett
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing import memory
-from fastpack_trl.checkpointing.levels import describe
+from fastpack_trl.checkpointing import activation_memory as memory
+from fastpack_trl.checkpointing.plan import SavedBytes, describe
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import SavedBytes
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.step import merge_accumulation
@@ -36,7 +35,7 @@ class Kept(TrainerCallback):
         self.steps: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._saved = SavedBytes({p.untyped_storage().data_ptr() for p in model.parameters()}, set())
+        self._saved = SavedBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
         self._hooks = saved_tensors_hooks(self._saved.pack, lambda tensor: tensor)
         self._hooks.__enter__()
 

@@ -21,9 +21,10 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing.callback import offload_conflict
+from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.offload import (
     checkpointed_layers,
+    offload_conflict,
     offload_unavailable,
     why_not_offloadable,
 )
@@ -368,12 +369,8 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
 
 
 def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.checkpointing import callback as room
-    from fastpack_trl.checkpointing import checkpoint_offload as feature
-
     monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "CudaStreams", HostStreams)
+    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
     args = FastSFTConfig(**settings(tmp_path, eval_strategy="no"), checkpoint_offload="double_buffer")
     trainer = FastSFTTrainer(
         tiny_model("llama", num_hidden_layers=LAYERS), args=args, train_dataset=make_dataset("text"),

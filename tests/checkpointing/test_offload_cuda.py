@@ -11,9 +11,10 @@ import torch
 from offload_material import assert_same, enable
 from torch import Tensor, nn
 
+from benchmarks.timed_streams import TimedCudaStreams
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.offloader import Offloader
-from fastpack_trl.checkpointing.streams import CudaStreams, TimedCudaStreams
+from fastpack_trl.checkpointing.streams import CudaStreams
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

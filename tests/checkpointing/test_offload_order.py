@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from recording_streams import COMPUTE, RaceError, RecordingStreams
 from torch import Tensor
 
-from fastpack_trl.checkpointing.buffers import buffers_per_slab, pinned_size, size_class
 from fastpack_trl.checkpointing.offload import Offload
+from fastpack_trl.checkpointing.streams import buffers_per_slab, pinned_size, size_class
 
 LAYERS = 5
 

@@ -10,11 +10,16 @@ from decoder_material import decoder, installed
 from offload_material import enable
 from peft import LoraConfig, get_peft_model
 
-from fastpack_trl.checkpointing.counters import LiveBytes
-from fastpack_trl.checkpointing.levels import Level, layer_levels
-from fastpack_trl.checkpointing.memory import checkpointable_layers
-from fastpack_trl.checkpointing.plan import WORKING_SHARE, Growth, LayerCosts, make_plan
-from fastpack_trl.checkpointing.trace import trace_levels
+from fastpack_trl.checkpointing.plan import (
+    WORKING_SHARE,
+    Growth,
+    LayerCosts,
+    Level,
+    Planner,
+    checkpointable_layers,
+    layer_levels,
+)
+from fastpack_trl.checkpointing.trace import LiveBytes, trace_levels
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.testing import tiny_model
@@ -66,7 +71,7 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
         # Where what a token adds is worked with at another moment, stacks that are made dense are hidden by it.
         assert (costs.working.constant > STACK / 2) == (packed and family == "qwen3_moe")
         for level in (Level.KEEP, Level.CHECKPOINT):
-            plan = make_plan(costs, [level] * LAYERS, budget=0, tokens=600, longest=600)
+            plan = Planner(costs, 0, tokens=600, longest=600).plan([level] * LAYERS)
             with run_aside(model, training=True), layer_levels(layers, [level] * LAYERS), LiveBytes() as live:
                 leaf, hidden = run(600)
                 torch.autograd.grad(hidden.float().sum(), leaf)
@@ -77,7 +82,7 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
 def test_a_peak_has_what_is_worked_with_where_that_is_more_than_the_share_of_a_layer() -> None:
     growth = {Level.KEEP: [Growth(0, 10)] * 2, Level.CHECKPOINT: [Growth(0, 1)] * 2}
     none = dict.fromkeys(growth, 0.0)
-    few, much = (LayerCosts(growth, none, none, Growth(constant)) for constant in (5, 1000))
+    few, much = (Planner(LayerCosts(growth, none, none, Growth(constant)), 0, 4, 4) for constant in (5, 1000))
     keep, checkpoint = [Level.KEEP] * 2, [Level.CHECKPOINT] * 2
-    assert few.peak_bytes(keep, 4, 4) == 80 + 40 * (WORKING_SHARE - 1)
-    assert (much.peak_bytes(keep, 4, 4), much.peak_bytes(checkpoint, 4, 4)) == (1080, 8 + 40 + 1000)
+    assert few.peak_bytes(keep) == 80 + 40 * (WORKING_SHARE - 1)
+    assert (much.peak_bytes(keep), much.peak_bytes(checkpoint)) == (1080, 8 + 40 + 1000)

@@ -27,12 +27,10 @@ def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
     monkeypatch.setitem(defaults, "_backend", graphs)
     fast: dict[str, Any] = {"layer_compile": "on"}
     if checkpoint_offload:
-        from fastpack_trl.checkpointing import callback
         from fastpack_trl.checkpointing import checkpoint_offload as feature
 
-        for module in (feature, callback):
-            monkeypatch.setattr(module, "offload_unavailable", lambda device: "")
-        monkeypatch.setattr(callback, "CudaStreams", HostStreams)
+        monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
+        monkeypatch.setattr(feature, "CudaStreams", HostStreams)
         fast["checkpoint_offload"] = "double_buffer"
     ours, stock = both(
         tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, learning_rate=1e-4, fast=fast
