@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
-from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.recompute import against_plan, check_recompute
@@ -27,7 +27,6 @@ from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_PARTED, Run
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_CANNOT_PLAN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 _MARGIN = 0.9  # of the free memory; the allocator's gaps and what no trace sees need the rest
 _TIMED_TOKENS = 2048
 _AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the passes are left
@@ -121,7 +120,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
         try:
             with run.taking("plan"):
                 planned = plan_memory(run)
-        except _CANNOT_PLAN as error:
+        except UNREADABLE as error:
             level = isinstance(error, LevelError)
             why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
             if setting != "auto":
@@ -192,8 +191,7 @@ class ActivationMemory(TrainerCallback):
         self.close()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
-            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run)
-            self._static += self._gathered_bytes
+            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run) + self._gathered_bytes
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -235,9 +233,11 @@ class ActivationMemory(TrainerCallback):
 
     def _levels(self, plan: Plan) -> list[Level]:
         """Return a plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
-        hooked = {index for index, hook in enumerate(self._hooks) if hook}
-        levels = enumerate(plan.levels)
-        return [Level.CHECKPOINT if index in hooked and level is Level.KEEP else level for index, level in levels]
+        levels = list(plan.levels)
+        for index, hook in enumerate(self._hooks):
+            if hook and levels[index] is Level.KEEP:
+                levels[index] = Level.CHECKPOINT
+        return levels
 
     def report(self) -> None:
         """Set the plan's line in the report."""
@@ -251,13 +251,10 @@ class ActivationMemory(TrainerCallback):
         self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither.
-
-        A plan with less for which the layers would be as they are now is none.
-        """
+        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither."""
         spared = self._run.spare()
         plan = self.plan if spared else self.planner.deeper(self.plan)
-        while not spared and plan is not None and self._to_install(plan) == self._installed:
+        while not spared and plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
             plan = self.planner.deeper(plan)
         if plan is None:
             return False

@@ -24,7 +24,7 @@ from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, HostUse
 from fastpack_trl.config import check_offload
 from fastpack_trl.errors import shown
-from fastpack_trl.model.callers import callers
+from fastpack_trl.model.callbacks import callbacks_added, callers
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     Raises:
         ValueError: asked for under an engine that excludes it.
     """
-    mode: Mode | None = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
+    mode = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
     reason = _why_off(run, mode)
     if run.activations_left is not None:
         mode, reason = None, "by the plan of activation_memory"
@@ -56,20 +56,17 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         run.say(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
         logger.warning(message)
 
+    settings = run.settings
     callback = AsyncCheckpointCallback(
-        mode,
-        offload_budget_gib=run.settings.offload_budget_gib,
-        keep_last_layers=run.settings.keep_last_layers,
+        mode, offload_budget_gib=settings.offload_budget_gib, keep_last_layers=settings.keep_last_layers
     )
     callback._say = say
     run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
-    run.trainer.add_callback(callback)
     run.offloads = True
     try:
-        yield
+        with callbacks_added(run.trainer, callback), callback:
+            yield
     finally:
-        callback.close()
-        run.trainer.remove_callback(callback)
         run.offloads = False
         if callback.use is not None:
             run.report.facts["offload, host memory"] = str(callback.use)
@@ -81,9 +78,9 @@ def _why_off(run: Run, mode: Mode | None) -> str:
     Raises:
         ValueError: asked for, and impossible by another setting.
     """
+    if run.settings.checkpoint_offload == "off":
+        return "switched off"
     if mode is None:
-        if run.settings.checkpoint_offload == "off":
-            return "switched off"
         return "not needed: checkpoint_offload='double_buffer' trades host memory for device memory"
     conflict = offload_conflict(run.args, run.trainer)
     if conflict and run.training:

@@ -87,6 +87,7 @@ class Offload:
     Attributes:
         mode: ``double_buffer``, or ``single_buffer`` (each input fetched when it is needed).
         said: what fell back, each once, in order.
+        offloaders: of each device that an input was on.
     """
 
     def __init__(
@@ -103,25 +104,19 @@ class Offload:
         self.said: list[str] = []
         self._budget_bytes, self._min_bytes = budget_bytes, min_bytes
         self._streams, self._active, self._tell = streams, active, say
-        self._offloaders: dict[torch.device, Offloader] = {}
+        self.offloaders: dict[torch.device, Offloader] = {}
         self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
         self._local = threading.local()
 
     @property
     def use(self) -> HostUse:
         """Return the host memory of all devices now. Leases and leased bytes are 0 when no graph is alive."""
-        uses = [offloader.use for offloader in self._offloaders.values()]
-        return HostUse(
-            *(sum(getattr(use, name) for use in uses) for name in ("leases", "leased", "most_leased")),
-            *(sum(getattr(use, name) for use in uses) for name in ("pinned", "pageable")),
-        )
-
-    def offloaders(self) -> list[Offloader]:
-        return list(self._offloaders.values())
+        uses = (offloader.use for offloader in self.offloaders.values())
+        return HostUse(*map(sum, zip(*uses, strict=True)))
 
     def trim(self) -> None:
         """Give back host memory that no graph needs."""
-        for offloader in self._offloaders.values():
+        for offloader in self.offloaders.values():
             offloader.trim()
 
     def say(self, message: str) -> None:
@@ -131,18 +126,17 @@ class Offload:
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
-        inside = getattr(self._local, "inside", False)
-        if inside or not torch.is_grad_enabled() or not self._active():
+        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self._active():
             return None
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not first.is_floating_point():
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or not first.is_floating_point():
             return None
         # What several layers share (masks, positions) is not freed by a copy: only what carries a gradient goes.
         offered = [first, *(arg for arg in args[1:] if isinstance(arg, Tensor) and arg.requires_grad)]
         device = first.device
-        offloader = self._offloaders.get(device)
+        offloader = self.offloaders.get(device)
         if offloader is None:
-            offloader = self._offloaders[device] = Offloader(
+            offloader = self.offloaders[device] = Offloader(
                 self._streams(device),
                 budget_bytes=self._budget_bytes,
                 say=self.say,
@@ -157,7 +151,17 @@ class Offload:
         self._before[device] = weakref.ref(inputs)
         return inputs
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable
+    def call(self, index: int, kept: bool, inner: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the checkpoint `inner` of a layer: a `model.checkpoint_seam.Wrapper`, once the first two are given."""
+        inputs = self.inputs(index, kept, args)
+        if inputs is None:
+            return inner(function, *args, **kwargs)
+        # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            return inner(functools.partial(self._run, function), *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
         outside = getattr(self._local, "inside", False)
         self._local.inside = True
@@ -165,23 +169,6 @@ class Offload:
             return function(*args, **kwargs)
         finally:
             self._local.inside = outside
-
-
-class _Offloaded:
-    """The wrapper of one layer."""
-
-    def __init__(self, offload: Offload, index: int, kept: bool) -> None:
-        self._offload = offload
-        self._index, self._kept = index, kept
-
-    @torch.compiler.disable
-    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._offload.inputs(self._index, self._kept, args)
-        if inputs is None:
-            return inner(function, *args, **kwargs)
-        # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
-        with saved_tensors_hooks(inputs.pack, inputs.unpack):
-            return inner(functools.partial(self._offload.run, function), *args, **kwargs)
 
 
 @contextmanager
@@ -233,7 +220,7 @@ def offload_checkpoints(
     with ExitStack() as stack:
         stack.callback(offload.trim)
         for index, layer in enumerate(layers):
-            wrapper = _Offloaded(offload, index, kept=index >= len(layers) - keep_last_layers)
+            wrapper = functools.partial(offload.call, index, index >= len(layers) - keep_last_layers)
             stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
         yield offload
 

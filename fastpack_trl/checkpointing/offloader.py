@@ -119,23 +119,11 @@ def keeps_on_device(tensor: Tensor, streams: HostStreams) -> str:
         return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
     if tensor.device != streams.device:
         return f"it is on {tensor.device}, not on {streams.device}"
-    if not _is_dense(tensor):
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return f"its strides {tensor.stride()} leave gaps or overlap"
     if tensor.data_ptr() % _ALIGNMENT:
         return f"its address is no multiple of {_ALIGNMENT}, and kernels may sum in another order at one that is"
     return ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one piece of memory, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class Offloader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,15 +162,14 @@ class HostBuffer:
     slab: Slab
 
 
-@dataclass(frozen=True, slots=True)
-class HostUse:
+class HostUse(NamedTuple):
     """Bytes of host memory. `leased` is back at 0 when no graph is alive."""
 
-    leases: int
-    leased: int
-    most_leased: int
-    pinned: int
-    pageable: int
+    leases: int = 0
+    leased: int = 0
+    most_leased: int = 0
+    pinned: int = 0
+    pageable: int = 0
 
     def __str__(self) -> str:
         text = f"{self.most_leased / GIB:.2f} GiB used, {self.pinned / GIB:.2f} GiB pinned"

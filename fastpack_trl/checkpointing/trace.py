@@ -27,7 +27,15 @@ from fastpack_trl.checkpointing.plan import (
     storage_of,
 )
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import backbones, keeps_logits, learned_positions, text_model, token_table, window_of
+from fastpack_trl.model.facts import (
+    UNREADABLE,
+    backbones,
+    keeps_logits,
+    learned_positions,
+    text_model,
+    token_table,
+    window_of,
+)
 from fastpack_trl.model.sharded import embeddings_put_in, local, units
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -41,7 +49,7 @@ SAMPLED = 4
 """Layers that are enough; more only where there are more kinds of them."""
 
 _TOLERANCE = 0.1  # of the bytes that layers of one kind keep: experts differ by who is routed where
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, NotImplementedError)
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError)
 _POINTWISE_SHARE = 0.03  # of a step's products, where nothing was timed: element-wise work beside them
 
 _Value = TypeVar("_Value")
@@ -223,7 +231,7 @@ class Passes:
         whole = self._counted(Level.KEEP, PROBE_TOKENS[0])
         if all(layer.like_its_input for layer in whole):
             # Alone, a layer may miss what another one leaves for it.
-            with suppress(LookupError, AttributeError, *_CANNOT_RUN):
+            with suppress(*UNREADABLE):
                 alone = few.for_all(few.kept(Level.KEEP, PROBE_TOKENS[0]))
                 if all(abs(a - b.total) <= _TOLERANCE * b.total for a, b in zip(alone, whole, strict=True)):
                     return few

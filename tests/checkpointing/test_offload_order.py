@@ -151,7 +151,7 @@ def test_leases_end_layer_by_layer_without_the_garbage_collector() -> None:
 def test_backward_holds_one_fetched_input_and_the_next(mode: str, most: int) -> None:
     model = Model(mode, RecordingStreams(), keep=0)
     graph = model.forward(8, LAYERS)
-    model.offload.offloaders()[0]._settle()
+    next(iter(model.offload.offloaders.values()))._settle()
     for inputs, packed, _ in reversed(graph.calls):
         x = inputs.unpack(packed)
         assert model.streams.live_blocks == (most if inputs.index else 1)

@@ -1,10 +1,25 @@
-"""Methods that a callback of a stock trainer is called from: transformers hands it neither trainer nor handler."""
+"""Callbacks that a trainer has for a time, and what calls them: transformers hands them neither trainer nor handler."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+
+@contextmanager
+def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[None]:
+    """Let `trainer` call `callbacks`, after those that it has, until the context ends."""
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            trainer.remove_callback(callback)
 
 
 def callers(method: Callable[..., Any] | None = None) -> Iterator[Any]:
