@@ -21,8 +21,8 @@ from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, build, figures, settings, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
@@ -37,7 +37,7 @@ from fastpack_trl.checkpointing.plan import (
     layer_levels,
 )
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passes, trace_levels
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.aside import run_aside
@@ -70,21 +70,33 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
     assert inputs.at(100, 100) == 100 * 32 * 4
 
 
+def recorded(model: Any) -> tuple[DecoderRun, list[int], list[Any]]:
+    """A run of the decoder, the tokens that it ran on, and weak references to what it returned."""
+    tokens_of: list[int] = []
+    made: list[Any] = []
+
+    def run(tokens: int) -> tuple[Tensor, Tensor]:
+        leaf, hidden = decoder(model, 1)(tokens)
+        tokens_of.append(tokens)
+        made.extend((weakref.ref(leaf), weakref.ref(hidden)))
+        return leaf, hidden
+
+    return run, tokens_of, made
+
+
 def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deeper() -> None:
     model = make("llama", lora=True, layers=2)
-    layers, ran = checkpointable_layers(model), []
-
-    def counted(tokens: int) -> tuple[Tensor, Tensor]:
-        ran.append(tokens)
-        return decoder(model, 1)(tokens)
-
+    layers = checkpointable_layers(model)
+    run, ran, made = recorded(model)
     with installed(model):
-        costs, _ = trace_levels(model, layers, counted, timed_tokens=256)
+        costs, _ = trace_levels(model, layers, run, timed_tokens=256)
         everything = len(ran)
-        few, failed = trace_levels(model, layers, counted, timed_tokens=256, ample=lambda kept: len(kept) == 2)
+        few, failed = trace_levels(model, layers, run, timed_tokens=256, ample=lambda kept: len(kept) == 2)
     assert (len(ran) - everything) * 3 <= everything
     assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, {})
     assert all(few.growth[level] == costs.growth[level] for level in few.growth)
+    # Graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's.
+    assert {run() for run in made} == {None}
     planner = Planner(few, budget=2**40, tokens=4096, longest=512, deepest=Level.CHECKPOINT)
     plan = planner.best()
     assert plan.levels == (Level.KEEP, Level.KEEP)
@@ -97,35 +109,14 @@ def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deepe
 @pytest.mark.parametrize(("share", "longest"), [(2.0, 960), (0.9, 480), (0.3, 240), (0.01, None)])
 def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | None) -> None:
     model = make("llama", lora=True, layers=2)
-    layers, ran = checkpointable_layers(model), []
-
-    def counted(tokens: int) -> tuple[Tensor, Tensor]:
-        ran.append(tokens)
-        return decoder(model, 1)(tokens)
-
+    layers = checkpointable_layers(model)
+    run, ran, _ = recorded(model)
     with installed(model):
         whole = Passes(model, layers, decoder(model, 1)).kept(Level.KEEP, 960)
-        costs, _ = trace_levels(model, layers, counted, timed_tokens=960, room=1.25 * share * sum(whole))
+        costs, _ = trace_levels(model, layers, run, timed_tokens=960, room=1.25 * share * sum(whole))
     timed = [tokens for tokens in ran if tokens not in (*PROBE_TOKENS, *WORKING_TOKENS)]
     assert set(timed) == (set() if longest is None else {longest})
     assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
-
-
-@pytest.mark.parametrize("ample", [False, True])
-def test_nothing_that_the_trace_ran_is_alive_after_it(ample: bool) -> None:
-    """Its graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's."""
-    model = make("llama", lora=True, layers=2)
-    ran: list[Any] = []
-
-    def watched(tokens: int) -> tuple[Tensor, Tensor]:
-        leaf, hidden = decoder(model, 1)(tokens)
-        ran.extend((weakref.ref(leaf), weakref.ref(hidden)))
-        return leaf, hidden
-
-    with installed(model):
-        costs, _ = trace_levels(model, checkpointable_layers(model), watched, ample=lambda kept: ample)
-        assert len(costs.growth) >= 2
-        assert [run() for run in ran] == [None] * len(ran)
 
 
 class Products(TorchDispatchMode):
@@ -159,24 +150,21 @@ def products(model: Any, levels: list[Level]) -> tuple[Counter[str], Counter[str
 def test_backward_computes_as_many_products_again_as_the_level_says(family: str, lora: bool) -> None:
     model = make(family, lora=lora)
     with installed(model, ours="moe" in family):
-        assert_products(model, lora)
-
-
-def assert_products(model: Any, lora: bool) -> None:
-    forward, keep = products(model, [Level.KEEP] * LAYERS)
+        found = {level: products(model, [level] * LAYERS) for level in Level}
+        _, mixed = products(model, [Level.CHECKPOINT] * (LAYERS - 1) + [Level.KEEP])
+    forward, keep = found[Level.KEEP]
     per_layer = (forward["products"] - 1) // LAYERS  # but the head
     # Autograd needs no result of the last product of a layer, so the recompute ends before it.
     last = 1 + lora
     assert keep["attention"] == 0
-    assert products(model, [Level.POINTWISE] * LAYERS) == (forward, keep)
+    assert found[Level.POINTWISE] == (forward, keep)
     for level in (Level.SELECTIVE, Level.CHECKPOINT, Level.OFFLOAD):
-        _, backward = products(model, [level] * LAYERS)
+        _, backward = found[level]
         assert keep["products"] + LAYERS * (per_layer - last) <= backward["products"]
         assert backward["products"] <= keep["products"] + LAYERS * per_layer
         assert backward["attention"] == (0 if level is Level.SELECTIVE else LAYERS)
-    _, mixed = products(model, [Level.CHECKPOINT] * (LAYERS - 1) + [Level.KEEP])
-    _, full = products(model, [Level.CHECKPOINT] * LAYERS)
-    assert (full["products"] - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
+    full = found[Level.CHECKPOINT][1]["products"]
+    assert (full - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -278,31 +266,26 @@ def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs()
     assert describe([Level.OFFLOAD, Level.OFFLOAD, Level.KEEP]) == "offload 0-1, keep 2"
 
 
-def fast(folder: Path, *, model: Any = None, **more: Any) -> FastSFTTrainer:
-    names = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
-    own = {name: more.pop(name) for name in names if name in more}
-    args = FastSFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, "max_steps": 3, **more}), **own)
-    return FastSFTTrainer(
-        model if model is not None else tiny_model("llama", num_hidden_layers=LAYERS),
-        args=args,
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-    )
+OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
+
+
+def fast(folder: Path, **more: Any) -> Any:
+    own = {name: more.pop(name) for name in OURS if name in more}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "model": llama(), **more}
+    return build(FastSFTTrainer, folder, fast=own, **options)
+
+
+def llama(**more: Any) -> Any:
+    return tiny_model("llama", num_hidden_layers=LAYERS, **more)
 
 
 def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 4, "packing": True, "max_length": 48, "eval_strategy": "no"}
     plans = []
-    for kind in (SFTConfig, FastSFTConfig):
-        trainer = FastSFTTrainer(
-            tiny_model("llama", num_hidden_layers=LAYERS),
-            args=kind(**settings(tmp_path, **options)),
-            train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )
-        planned = memory.plan_memory(trainer.fastpack_run)
-        plans.append((memory.largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
+    for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
+        run = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options).fastpack_run
+        planned = memory.plan_memory(run)
+        plans.append((memory.largest_row(run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
 
@@ -395,18 +378,13 @@ def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: A
 def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_stock(
     tmp_path: Path, checkpointing: bool
 ) -> None:
+    refused = pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
     for cls, more in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 0.001}})):
         model = tiny_model("qwen3")
         model.supports_gradient_checkpointing = False
         options = {"model": model, "gradient_checkpointing": checkpointing, "eval_strategy": "no", "max_steps": 1}
-        expected = (
-            pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
-            if checkpointing
-            else contextlib.nullcontext()
-        )
-        with expected:
-            trainer = train(cls, tmp_path, **options, **more)
-            assert trainer.state.global_step == 1
+        with refused if checkpointing else contextlib.nullcontext():
+            assert train(cls, tmp_path, **options, **more).state.global_step == 1
 
 
 def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Path) -> None:
@@ -417,7 +395,7 @@ def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Pat
 
 
 def with_dropout(folder: Path) -> FastSFTTrainer:
-    model = tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.1, attn_implementation="eager")
+    model = llama(attention_dropout=0.1, attn_implementation="eager")
     return fast(folder, model=model, activation_memory="keep", eval_strategy="no", merge_accumulation="off")
 
 
@@ -428,12 +406,7 @@ def stock_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, l
 
 @pytest.mark.parametrize(("place", "times"), [("forward", 1), ("backward", 1), ("backward", 2)])
 def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
-    tmp_path: Path,
-    stock_with_dropout: Any,
-    place: str,
-    times: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stock_with_dropout: Any, place: str, times: int, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
     monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")

@@ -222,13 +222,8 @@ def callback(**options: Any) -> AsyncCheckpointCallback:
 
 
 def run(folder: Path, *callbacks: Any, **more: Any) -> SFTTrainer:
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    options: dict[str, Any] = {
-        "model": model,
-        "gradient_accumulation_steps": 2,
-        "trainer": {"callbacks": list(callbacks)},
-    }
-    return train(SFTTrainer, folder, **options, **more)
+    model, own = tiny_model("llama", num_hidden_layers=LAYERS), {"callbacks": list(callbacks)}
+    return train(SFTTrainer, folder, model=model, gradient_accumulation_steps=2, trainer=own, **more)
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -147,17 +147,6 @@ def test_leases_end_layer_by_layer_without_the_garbage_collector() -> None:
     assert left == [4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(("mode", "most"), [("double_buffer", 2), ("single_buffer", 1)])
-def test_backward_holds_one_fetched_input_and_the_next(mode: str, most: int) -> None:
-    model = Model(mode, RecordingStreams(), keep=0)
-    graph = model.forward(8, LAYERS)
-    next(iter(model.offload.offloaders.values()))._settle()
-    for inputs, packed, _ in reversed(graph.calls):
-        x = inputs.unpack(packed)
-        assert model.streams.live_blocks == (most if inputs.index else 1)
-        del x
-
-
 def test_the_next_input_is_asked_for_before_the_layer_is_recomputed() -> None:
     model = Model("double_buffer", RecordingStreams(), keep=1)
     graph = model.forward(8, LAYERS)
