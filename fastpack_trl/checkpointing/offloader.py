@@ -154,7 +154,7 @@ class Offloader:
         self._lock = threading.Lock()
         self._returned: deque[tuple[HostBuffer, list[Pending]]] = deque()
         self._writing: weakref.ref[Lease] | None = None
-        self._ahead: list[weakref.ref[Lease]] = []
+        self._ahead: weakref.WeakSet[Lease] = weakref.WeakSet()
 
     @property
     def use(self) -> HostUse:
@@ -197,11 +197,7 @@ class Offloader:
             if buffer is None:
                 return None
             lease = Lease(self, tensor, buffer)
-            streams, compute = self.streams, self.streams.compute()
-            # The input must be computed before it is copied.
-            streams.wait(streams.copier, streams.record(compute))
-            streams.copy(lease.host, tensor)
-            lease.written = Pending(tensor, compute, streams.record(streams.copier))
+            lease.written = self._copy(lease.host, tensor, tensor)
             # Only now, a layer later, is the input before let go: its copy has had the whole layer to finish.
             self._settle()
             self._writing = weakref.ref(lease)
@@ -224,7 +220,7 @@ class Offloader:
     def _take(self, lease: Lease) -> Tensor:
         compute = self.streams.compute()
         if lease.ahead is not None and lease.ahead.stream != compute:
-            self._drop(lease)  # its memory belongs to another stream than the one that reads it
+            self._release(self._off_ahead(lease))  # its memory belongs to another stream than the one that reads it
         if lease.ahead is None:
             try:
                 self._fetch(lease)
@@ -232,9 +228,7 @@ class Offloader:
                 if not self._drop_ahead():
                     raise
                 self._fetch(lease)
-        assert lease.ahead is not None
-        tensor, _, copied = lease.ahead
-        lease.ahead = None
+        tensor, _, copied = self._off_ahead(lease)
         self.streams.wait(compute, copied)  # read before the copy is done: garbage
         return tensor
 
@@ -244,45 +238,40 @@ class Offloader:
         if not wanted:
             return
         # A backward that left its order, or broke off, leaves one fetched that nobody reads: never more than one.
-        mine = {id(lease) for lease in (*wanted, *inputs.leases)}
-        self._drop_ahead(keep=mine)
+        self._drop_ahead(keep=inputs.leases)
         try:
             for lease in wanted:
                 self._fetch(lease)
         except torch.OutOfMemoryError:
-            self._drop_ahead(keep={id(lease) for lease in inputs.leases})
+            self._drop_ahead(keep=inputs.leases)
             self.prefetch = False
             self._say("a second layer input does not fit on the device: single buffer from here on, without prefetch")
 
     def _fetch(self, lease: Lease) -> None:
+        target = self.streams.device_memory(lease.shape, lease.stride, lease.dtype)
+        lease.ahead = self._copy(target, lease.host, target)
+        self._ahead.add(lease)
+
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Pending:
         streams, compute = self.streams, self.streams.compute()
-        target = streams.device_memory(lease.shape, lease.stride, lease.dtype)
-        # Slot reuse: what computed with this memory before must be done before the copy writes to it. The copy out of
-        # the layer's input, on the same copier, is done by then as well.
+        # To the host: the input must be computed before it is copied. Slot reuse, back: what computed with this memory
+        # before must be done before the copy writes to it; the copy out of the layer's input, on the same copier, is.
         streams.wait(streams.copier, streams.record(compute))
-        streams.copy(target, lease.host)
-        lease.ahead = Pending(target, compute, streams.record(streams.copier))
-        self._ahead.append(weakref.ref(lease))
+        streams.copy(target, source)
+        return Pending(on_device, compute, streams.record(streams.copier))
 
-    def _drop_ahead(self, keep: set[int] | None = None) -> bool:
-        """Let go of what was fetched and not read, but `keep` (ids of leases); whether there was any."""
-        kept, dropped = [], False
-        for ref in self._ahead:
-            lease = ref()
-            if lease is None or lease.ahead is None:
-                continue
-            if keep and id(lease) in keep:
-                kept.append(ref)
-            else:
-                self._drop(lease)
-                dropped = True
-        self._ahead = kept
-        return dropped
+    def _drop_ahead(self, keep: Sequence[Lease] = ()) -> bool:
+        """Let go of what was fetched and not read, but `keep`; return whether there was any."""
+        dropped = [lease for lease in self._ahead if lease not in keep]
+        for lease in dropped:
+            self._release(self._off_ahead(lease))
+        return bool(dropped)
 
-    def _drop(self, lease: Lease) -> None:
+    def _off_ahead(self, lease: Lease) -> Pending:
         pending, lease.ahead = lease.ahead, None
-        if pending is not None:
-            self._release(pending)
+        self._ahead.discard(lease)
+        assert pending is not None
+        return pending
 
     def _release(self, pending: Pending) -> None:
         # Without the wait the allocator would hand the memory to a kernel while the copy is still under way.

@@ -140,7 +140,6 @@ def buffers_per_slab(nbytes: int, budget: int) -> int:
 class Slab:
     """Host memory asked for in one piece, cut into buffers of one size."""
 
-    memory: Tensor
     buffer_bytes: int
     taken_bytes: int
     """From the system, rounding of the pinned allocator included."""
@@ -215,9 +214,8 @@ class HostPool:
 
     @property
     def use(self) -> HostUse:
-        pinned = sum(slab.taken_bytes for slab in self._slabs if slab.pinned)
-        pageable = sum(slab.taken_bytes for slab in self._slabs if not slab.pinned)
-        return HostUse(self._leases, self._leased, self._most_leased, pinned, pageable)
+        taken = [sum(slab.taken_bytes for slab in self._slabs if slab.pinned is pinned) for pinned in (True, False)]
+        return HostUse(self._leases, self._leased, self._most_leased, *taken)
 
     def trim(self) -> None:
         """Drop what is not leased."""
@@ -250,25 +248,24 @@ class HostPool:
             )
             return None
         try:
-            memory = self._streams.host_memory(count * each, pinned=True)
+            return self._cut(each, count, pinned=True)
         except (RuntimeError, MemoryError) as error:
             self._pins = False
             self._say(f"pinned memory was refused ({_first_line(error)}): pageable memory from here on")
             return None
-        return self._cut(memory, each, count, pinned_size(count * each), pinned=True)
 
     def _page(self, nbytes: int) -> HostBuffer | None:
-        each = size_class(nbytes)
         try:
-            memory = self._streams.host_memory(each, pinned=False)
+            return self._cut(size_class(nbytes), 1, pinned=False)
         except (RuntimeError, MemoryError) as error:
             self._say(f"the host has no memory left ({_first_line(error)}): further layer inputs stay on the device")
             return None
-        return self._cut(memory, each, 1, each, pinned=False)
 
-    def _cut(self, memory: Tensor, each: int, count: int, taken: int, *, pinned: bool) -> HostBuffer:
-        slab = Slab(memory, each, taken, pinned, buffers=count)
-        slab.free = [HostBuffer(memory[n * each : (n + 1) * each], slab) for n in range(count)]
+    def _cut(self, each: int, count: int, *, pinned: bool) -> HostBuffer:
+        """Lease the last buffer of a new slab."""
+        memory = self._streams.host_memory(count * each, pinned=pinned)
+        slab = Slab(each, pinned_size(count * each) if pinned else each, pinned, buffers=count)
+        slab.free = [HostBuffer(data, slab) for data in memory.split(each)]
         self._slabs.append(slab)
         return slab.free.pop()
 

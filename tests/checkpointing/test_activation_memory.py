@@ -368,9 +368,13 @@ def test_what_the_user_says_is_respected_by_auto_and_a_contradiction_raises(tmp_
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("gib", [0, -2, "many"])
-def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any) -> None:
-    with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}"):
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [(-2, "must be above 0"), ("many", "is not a number, GiB"), (True, "is not a number, GiB"),
+     (float("inf"), "must be above 0 and finite")],
+)  # fmt: skip
+def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}.* {said}"):
         FastSFTConfig(**settings(tmp_path), activation_memory_gib=gib)
 
 
