@@ -115,11 +115,7 @@ class AsyncCheckpointCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        mode: Mode = "double_buffer",
-        *,
-        offload_budget_gib: float | None = None,
-        keep_last_layers: int = 1,
+        self, mode: Mode = "double_buffer", *, offload_budget_gib: float | None = None, keep_last_layers: int = 1
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
@@ -147,18 +143,12 @@ class AsyncCheckpointCallback(TrainerCallback):
         if self.reason:
             self._tell(f"checkpoint_offload: off ({self.reason})")
             return
-        self.offload = self._stack.enter_context(
-            offload_checkpoints(
-                checkpointed_layers(model),
-                self.mode,
-                offload_budget_gib=self._budget,
-                keep_last_layers=self._keep,
-                min_bytes=self._min_bytes,
-                streams=self._streams or CudaStreams,
-                active=(lambda: True) if trainer is None else _Training(trainer),
-                say=self._tell,
-            )
-        )
+        offload = offload_checkpoints(
+            checkpointed_layers(model), self.mode, offload_budget_gib=self._budget, keep_last_layers=self._keep,
+            min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._tell,
+            active=(lambda: True) if trainer is None else _Training(trainer),
+        )  # fmt: skip
+        self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
@@ -81,32 +82,27 @@ def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
     return ""
 
 
+@dataclass(eq=False, kw_only=True)
 class Offload:
     """The offload of one model while it is installed.
 
     Attributes:
         mode: ``double_buffer``, or ``single_buffer`` (each input fetched when it is needed).
+        budget_bytes, min_bytes, streams, active, tell: see `offload_checkpoints`, where `tell` is `say`.
         said: what fell back, each once, in order.
         offloaders: of each device that an input was on.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        *,
-        budget_bytes: int,
-        min_bytes: int,
-        streams: Callable[[torch.device], HostStreams],
-        active: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.mode = mode
-        self.said: list[str] = []
-        self._budget_bytes, self._min_bytes = budget_bytes, min_bytes
-        self._streams, self._active, self._tell = streams, active, say
-        self.offloaders: dict[torch.device, Offloader] = {}
-        self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
-        self._local = threading.local()
+    mode: Mode
+    budget_bytes: int
+    min_bytes: int
+    streams: Callable[[torch.device], HostStreams]
+    active: Callable[[], bool]
+    tell: Callable[[str], None]
+    said: list[str] = field(default_factory=list)
+    offloaders: dict[torch.device, Offloader] = field(default_factory=dict)
+    _before: weakref.WeakValueDictionary[torch.device, LayerInputs] = field(default_factory=weakref.WeakValueDictionary)
+    _local: threading.local = field(default_factory=threading.local)
 
     @property
     def use(self) -> HostUse:
@@ -122,11 +118,11 @@ class Offload:
     def say(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
-            self._tell(f"checkpoint_offload: {message}")
+            self.tell(f"checkpoint_offload: {message}")
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
-        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self._active():
+        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self.active():
             return None
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_floating_point():
@@ -137,18 +133,13 @@ class Offload:
         offloader = self.offloaders.get(device)
         if offloader is None:
             offloader = self.offloaders[device] = Offloader(
-                self._streams(device),
-                budget_bytes=self._budget_bytes,
-                say=self.say,
-                prefetch=self.mode == "double_buffer",
-                min_bytes=self._min_bytes,
-            )
-        ref = self._before.get(device)
-        before = None if ref is None else ref()
+                self.streams(device), budget_bytes=self.budget_bytes, min_bytes=self.min_bytes,
+                prefetch=self.mode == "double_buffer", say=self.say,
+            )  # fmt: skip
+        before = self._before.get(device)
         if before is not None and before.index >= index:
             before = None  # another forward began: its graph is differentiated at another time
-        inputs = LayerInputs(offloader, index, [] if kept else offered, before)
-        self._before[device] = weakref.ref(inputs)
+        inputs = self._before[device] = LayerInputs(offloader, index, [] if kept else offered, before)
         return inputs
 
     @torch.compiler.disable
@@ -211,7 +202,7 @@ def offload_checkpoints(
     total = memory.total
     budget = memory.available // 2 // processes if offload_budget_gib is None else int(offload_budget_gib * GIB)
     offload = Offload(
-        mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, say=say
+        mode=mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, tell=say
     )
     if budget > total:
         offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")

@@ -26,16 +26,8 @@ from fastpack_trl.checkpointing.plan import (
     level_function,
     storage_of,
 )
+from fastpack_trl.model import facts
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import (
-    UNREADABLE,
-    backbones,
-    keeps_logits,
-    learned_positions,
-    text_model,
-    token_table,
-    window_of,
-)
 from fastpack_trl.model.sharded import embeddings_put_in, local, units
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -64,10 +56,10 @@ def decoder_run(run: Run) -> DecoderRun:
 
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
-    model, embedding = backbones(run.model)[0], text_model(run.model).get_input_embeddings()
-    table = token_table(run.model)
+    model, embedding = facts.backbones(run.model)[0], facts.text_model(run.model).get_input_embeddings()
+    table = facts.token_table(run.model)
     packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
-    positions = learned_positions(run.model) or 2**62
+    positions = facts.learned_positions(run.model) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
@@ -76,7 +68,7 @@ def decoder_run(run: Run) -> DecoderRun:
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
             leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
-            last = {"logits_to_keep": 1} if keeps_logits(run.model) else {}
+            last = {"logits_to_keep": 1} if facts.keeps_logits(run.model) else {}
             with embeddings_put_in(run.model, leaf), accelerator.autocast():
                 return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits
         leaf = embedding(ids).detach().requires_grad_()
@@ -162,10 +154,10 @@ def kind_of(layer: nn.Module) -> Any:
     Whether layers of one kind keep as much, a run says: `Passes.sampled`.
     """
     modules = list(layer.modules())
-    windows = [window_of(module) for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    attentions = [module for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     shapes = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
-    return tuple(map(type, modules)), tuple(windows), tuple(shapes)
+    return tuple(map(type, modules)), tuple(map(facts.window_of, attentions)), tuple(shapes)
 
 
 def sample_layers(kinds: Sequence[Any], size: int = SAMPLED) -> tuple[list[int], list[int]]:
@@ -231,7 +223,7 @@ class Passes:
         whole = self._counted(Level.KEEP, PROBE_TOKENS[0])
         if all(layer.like_its_input for layer in whole):
             # Alone, a layer may miss what another one leaves for it.
-            with suppress(*UNREADABLE):
+            with suppress(*facts.UNREADABLE):
                 alone = few.for_all(few.kept(Level.KEEP, PROBE_TOKENS[0]))
                 if all(abs(a - b.total) <= _TOLERANCE * b.total for a, b in zip(alone, whole, strict=True)):
                     return few

@@ -283,9 +283,9 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
     options = {"gradient_accumulation_steps": 4, "packing": True, "max_length": 48, "eval_strategy": "no"}
     plans = []
     for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
-        run = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options).fastpack_run
-        planned = memory.plan_memory(run)
-        plans.append((memory.largest_row(run)[0], planned.plan.levels, planned.plan.predicted))
+        trainer = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options)
+        planned = memory.plan_memory(trainer.fastpack_run)
+        plans.append((memory.largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
 

@@ -40,7 +40,7 @@ class Model:
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.said: list[str] = []
         self.offload = Offload(
-            mode, budget_bytes=budget, min_bytes=64, say=self.said.append,
+            mode=mode, budget_bytes=budget, min_bytes=64, tell=self.said.append,
             streams=lambda _: streams, active=lambda: True,
         )  # fmt: skip
 
