@@ -22,8 +22,7 @@ from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_turns import largest_memory
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.checkpointing.buffers import GIB
-from fastpack_trl.checkpointing.trace import host_copy_seconds
+from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt

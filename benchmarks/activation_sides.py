@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from benchmarks.model_steps import shared_copy
+from benchmarks.timed_streams import TimedCudaStreams
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing.levels import layer_functions
-from fastpack_trl.checkpointing.memory import checkpointable_layers
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
-from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, Streams, TimedCudaStreams
+from fastpack_trl.checkpointing.plan import checkpointable_layers, layer_functions
+from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
 from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -99,7 +99,7 @@ def side(name: str, weights: Any, device: str, *, timed: bool = False) -> Iterat
     made = DecoderSide(name, model, device)
     layers = checkpointable_layers(model)
 
-    def streams(of: torch.device) -> Streams:
+    def streams(of: torch.device) -> HostStreams:
         if of.type != "cuda":
             return HostStreams(of)
         if not timed:

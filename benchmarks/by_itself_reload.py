@@ -15,7 +15,7 @@ from benchmarks.activation_sides import CHECKPOINT, OURS, SINGLE, Batch, Decoder
 from benchmarks.arithmetic import reload_saved
 from benchmarks.by_itself_row import Pass, row_of
 from benchmarks.lora_models import LoraModel, build
-from fastpack_trl.checkpointing.trace import host_copy_seconds
+from fastpack_trl.checkpointing.streams import host_copy_seconds
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import take_turns

@@ -27,9 +27,9 @@ from benchmarks.side_watch import peaks_gib
 from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing import memory
-from fastpack_trl.checkpointing.buffers import GIB
-from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing import activation_memory
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import trace_levels
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
@@ -256,7 +256,7 @@ def traced_once() -> Iterator[None]:
             kept.append(trace_levels(*args, **kwargs))
         return kept[0]
 
-    with attribute_set(memory, "trace_levels", trace):
+    with attribute_set(activation_memory, "trace_levels", trace):
         yield
 
 

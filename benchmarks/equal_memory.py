@@ -50,7 +50,7 @@ def measure_side(row: Row, side: str, peak_gib: float, less_gib: float, device: 
 
     from fastpack_trl import FastSFTConfig, FastSFTTrainer
     from fastpack_trl.bench.baselines import compiled_regions
-    from fastpack_trl.checkpointing.memory import memory_to_come
+    from fastpack_trl.checkpointing.activation_memory import memory_to_come
 
     torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
     given = material(row, device, seed)

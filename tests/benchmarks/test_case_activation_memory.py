@@ -19,7 +19,7 @@ from benchmarks.steps import SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.environment import quiet
-from fastpack_trl.checkpointing.memory import checkpointable_layers
+from fastpack_trl.checkpointing.plan import checkpointable_layers
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 

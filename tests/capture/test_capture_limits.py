@@ -20,7 +20,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import feature
 from fastpack_trl.capture.buckets import RowBuckets
 from fastpack_trl.capture.graphs import StepGraphs
-from fastpack_trl.checkpointing.buffers import GIB
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import Run
@@ -282,10 +282,10 @@ def test_off_with_the_reason(
     tmp_path: Path, devices: Any, reason: str, fast: dict[str, Any], options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from fastpack_trl.checkpointing import memory
+    from fastpack_trl.checkpointing import activation_memory
 
     if "activation_memory" in fast:
-        monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
+        monkeypatch.setattr(activation_memory, "offload_unavailable", lambda device: "")
     trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"} | fast, max_steps=1, **options)
     with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, figures, prepare, train
+from trainer_material import assert_same_log, both, build, figures, train
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
@@ -251,7 +251,7 @@ def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tm
     sides = []
     for cls in (FastSFTTrainer, SFTTrainer):
         setter = Sets()
-        setter.trainer = prepare(
+        setter.trainer = build(
             cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no",
             trainer={"callbacks": [setter]},
         )  # fmt: skip
