@@ -23,9 +23,8 @@ from fastpack_trl.checkpointing.retry import RetryingTrainer
 from fastpack_trl.compile.workers import start_workers
 from fastpack_trl.config import Settings
 from fastpack_trl.features import AFTER_ATTENTION, BEFORE_ATTENTION
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
 from fastpack_trl.model.loop import called
-from fastpack_trl.model.precision import fit_precision
+from fastpack_trl.model.precision import fit_precision, not_packed_on_cpu
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts

@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpack_trl.model.patches import attribute_set
+
 Kind = Literal["sync", "copy", "host"]
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -124,18 +126,17 @@ def count_host_syncs(
 @contextmanager
 def _cuda_warnings(syncs: HostSyncs, error: bool) -> Iterator[None]:
     previous = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
+    show = warnings.showwarning
+
+    def record(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if _CUDA_MESSAGE not in str(message):
+            show(message, *args, **kwargs)
+            return
+        file, line, _ = _call_site(sys._getframe(1))
+        syncs._seen["synchronize", "sync", file, line] += 1
+
+    with warnings.catch_warnings(), attribute_set(warnings, "showwarning", record):
         warnings.filterwarnings("always", message=_CUDA_MESSAGE)
-        show = warnings.showwarning
-
-        def record(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if _CUDA_MESSAGE not in str(message):
-                show(message, *args, **kwargs)
-                return
-            file, line, _ = _call_site(sys._getframe(1))
-            syncs._seen["synchronize", "sync", file, line] += 1
-
-        warnings.showwarning = record
         torch.cuda.set_sync_debug_mode("error" if error else "warn")
         try:
             yield

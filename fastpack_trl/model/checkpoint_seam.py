@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
@@ -56,11 +55,10 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
     Args:
         layer: has the function already, or may get it.
-        wrapper: called instead of the function.
-        nesting: where `wrapper` stands in the stack.
     """
     seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
-    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
+    stack_of_layer = partial(contextlib.nullcontext, _Stack())
+    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, stack_of_layer) as stack:
         entry = (nesting, wrapper)
         stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
         try:
@@ -123,10 +121,6 @@ class _Stack:
     def __init__(self) -> None:
         self.entries: list[tuple[Nesting, Wrapper]] = []
         self.wrapped: _Wrapped | None = None
-
-
-def _new_stack() -> AbstractContextManager[_Stack]:
-    return contextlib.nullcontext(_Stack())
 
 
 class _Wrapped:

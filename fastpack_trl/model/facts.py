@@ -40,7 +40,7 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFeatures:
     """The attention of one model, as a chooser needs it."""
 
@@ -48,19 +48,19 @@ class ModelFeatures:
     implementation: str
     """Stock's implementation of the text config, e.g. ``sdpa``."""
     device_type: str
-    windows: frozenset[int]
+    windows: frozenset[int] = frozenset()
     """Sizes of the sliding windows, in tokens, the token itself included."""
-    sinks: bool
-    softcap: bool
-    dropout: float
-    num_heads: int
-    head_dim: int
+    sinks: bool = False
+    softcap: bool = False
+    dropout: float = 0.0
+    num_heads: int = 1
+    head_dim: int = 1
     """The widest of query, key and value."""
     compute_dtype: torch.dtype
     """The dtype of attention: the autocast dtype of the run, else the weights'."""
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device; None elsewhere."""
-    gap: str
+    gap: str = ""
     """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
     """Heads of key and value; None: as many as of the query."""
@@ -123,8 +123,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 def is_prompt_learning(model: nn.Module) -> bool:
     """Return whether PEFT prepends virtual tokens to each *row* and drops `position_ids`: prompt, prefix, p-tuning."""
-    config = getattr(model, "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False))
+    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
@@ -133,9 +132,8 @@ ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 def is_invoked_once_per_row(model: nn.Module) -> bool:
     """Return whether PEFT looks for one invocation in each *row* and adapts what follows it: aLoRA, active or not."""
     configs = getattr(model, "peft_config", None)
-    return isinstance(configs, dict) and any(
-        getattr(config, "alora_invocation_tokens", None) for config in configs.values()
-    )
+    configs = configs.values() if isinstance(configs, dict) else ()
+    return any(getattr(config, "alora_invocation_tokens", None) for config in configs)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -187,15 +185,8 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         model_type=str(config.model_type),
         implementation=stock_implementation(config),
         device_type=device.type,
-        windows=frozenset(),
-        sinks=False,
-        softcap=False,
-        dropout=0.0,
-        num_heads=1,
-        head_dim=1,
         compute_dtype=compute_dtype or base.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        gap="",
     )
     try:
         return replace(unread, **_attention_facts(model, base, config))

@@ -152,24 +152,12 @@ TABLE: tuple[Upstream, ...] = (
         "the feature that reads them stops with an error; torch.nn has had them from its first version",
     ),
     Upstream(
-        ("torch.nn.Module._compiled_call_impl",), ("checkpointing", "compile"), "layers run eager, named as unreadable",
-    ),
-    Upstream(
         _all("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks _version"),
         ("checkpointing", "compile", "lora", "model"), "as the names above",
     ),
     Upstream(
         ("torch.nn.Module._is_replica", "accelerate.hooks.add_hook_to_module._hf_hook"), ("lora",),
         "copies of DataParallel, and layers that accelerate moves, are taken for plain ones",
-    ),
-    Upstream(
-        _all("torch.nn.modules.module",
-             "register_module_module_registration_hook register_module_parameter_registration_hook"),
-        ("step",), "`sync_free` does not import; documented, but deep",
-    ),
-    Upstream(
-        _all("torch.utils.flop_counter", "register_flop_formula FlopCounterMode"),
-        ("checkpointing", "kernels"), "custom operators do not import; documented, but deep",
     ),
     Upstream(
         ("torch._C._current_graph_task_id",), ("model",),
@@ -189,9 +177,9 @@ TABLE: tuple[Upstream, ...] = (
         "the processes that compile kernels start when the first graph is traced",
     ),
     Upstream(
-        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static")),
-        ("compile",),
-        "layers run eager, named as unreadable",
+        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static"),
+         "torch.nn.Module._compiled_call_impl"),
+        ("checkpointing", "compile"), "layers run eager, named as unreadable",
     ),
     Upstream(
         ("torch._dynamo.eval_frame.OptimizedModule._orig_mod",), ("model",),
@@ -214,11 +202,6 @@ TABLE: tuple[Upstream, ...] = (
         (*_all("torch.ops.aten", "_local_scalar_dense _index_put_impl_ _to_copy _unique _unique2"),
          _HOMES["TorchDispatchMode"], "torch.overrides.TorchFunctionMode"),
         ("measure",), "`doctor --audit` does not see that kind of sync",
-    ),
-    Upstream(("torch.nn.modules.dropout._DropoutNd",), ("bench",), "`bench` stops with an error"),
-    Upstream(
-        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError",), ("cli",),
-        "`sft` on several processes stops with an error",
     ),
     Upstream(
         _all("transformers.PreTrainedConfig", "_attn_implementation"), ("attention", "bench", "cli", "model"),
@@ -309,7 +292,8 @@ TABLE: tuple[Upstream, ...] = (
             "transformers.integrations.get_available_reporting_integrations",
             "transformers.AttentionInterface._global_mapping", "trl.scripts.utils.DatasetConfig",
             *_all("accelerate.commands", "launch.launch_command launch.launch_command_parser"),
-            "accelerate.commands.config.config_args.default_config_file",
+            "accelerate.commands.config.config_args.default_config_file", "torch.nn.modules.dropout._DropoutNd",
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
         ),
         ("bench", "cli", "quickstart", "recipe"), "the command that uses it stops with an error",
     ),

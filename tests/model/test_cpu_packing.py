@@ -13,7 +13,7 @@ from trainer_material import figures, make_dataset, make_tokenizer, settings
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
+from fastpack_trl.model.precision import not_packed_on_cpu
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.skipif(

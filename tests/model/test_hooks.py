@@ -80,7 +80,7 @@ def test_hooks_that_libraries_need_are_not_the_users() -> None:
     nn.utils.weight_norm(model.lm_head)
     with ModuleTracker():
         assert hook_inside(model) == ""
-        assert not module_hooks.has_global_hook()
+        assert module_hooks.global_hook() == ""
 
 
 def test_users_hooks_see_nothing_while_they_are_off_and_are_there_again_in_their_order() -> None:
@@ -121,5 +121,5 @@ def test_users_hooks_see_nothing_while_they_are_off_and_are_there_again_in_their
 
 
 def test_this_torch_has_the_dictionaries_of_global_hooks() -> None:
-    assert all(hasattr(torch_module, name) for name in module_hooks.GLOBAL_KINDS)
+    assert all(hasattr(torch_module, f"_global{name}") for name in module_hooks._KINDS)
     assert isinstance(RemovableHandle.next_id, int)
