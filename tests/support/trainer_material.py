@@ -65,7 +65,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return base | more
 
 
-def train(
+def build(
     cls: type[SFTTrainer],
     folder: Path,
     *,
@@ -76,10 +76,10 @@ def train(
     model: Any = None,
     **more: Any,
 ) -> SFTTrainer:
-    """A short run of `cls`; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
+    """A trainer for a short run; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
     args = settings(folder, **more)
     config = FastSFTConfig(**args, **fast) if fast else SFTConfig(**args)
-    runner = cls(
+    return cls(
         model if model is not None else tiny_model(family),
         args=config,
         train_dataset=data if isinstance(data, Dataset) else make_dataset(data),
@@ -87,8 +87,13 @@ def train(
         processing_class=make_tokenizer(),
         **(trainer or {}),
     )
-    runner.train()
-    return runner
+
+
+def train(cls: type[SFTTrainer], folder: Path, **options: Any) -> SFTTrainer:
+    """As `build`, and its short run."""
+    trainer = build(cls, folder, **options)
+    trainer.train()
+    return trainer
 
 
 def figures(trainer: SFTTrainer) -> list[dict[str, float]]:
