@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.patches import attributes_kept
 from fastpack_trl.model.sharded import local
 
 _LARGEST_STATE = 2**16  # integers; more are weights of a quantised layer, or a mask, which no forward pass writes
@@ -21,15 +22,11 @@ def run_aside(model: nn.Module, *, training: bool) -> Iterator[None]:
 
     Afterwards, also after an exception, every module's mode, every random state and every buffer is as before.
     """
-    modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
+    modes = attributes_kept(model.modules(), "training")
+    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
         model.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        yield
 
 
 @contextmanager
