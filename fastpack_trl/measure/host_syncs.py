@@ -119,7 +119,7 @@ def count_host_syncs(
     where = torch.device(device) if device is not None else None
     on_cuda = torch.cuda.is_available() if where is None else where.type == "cuda"
     syncs = HostSyncs("cuda" if on_cuda else "dispatch")
-    with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, tuple(host)):
+    with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, (*_HOST_ROOMS, *host)):
         yield syncs
 
 
@@ -150,7 +150,7 @@ def _dispatch(syncs: HostSyncs, error: bool, host: tuple[str, ...]) -> Iterator[
         file, line, rooms = _call_site(sys._getframe(2))
         if loader_only and not any(room.endswith(_LOADER) for room in rooms):
             return
-        if any(part in room for room in rooms for part in (*_HOST_ROOMS, *host)):
+        if any(part in room for room in rooms for part in host):
             kind = "host"
         if error and kind != "host":
             raise RuntimeError(f"{op} at {file}:{line} would make the host wait for the device")
@@ -181,9 +181,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._record = record
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "aten":
             name = func._schema.name.removeprefix("aten::")
@@ -225,9 +223,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._record = record
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # `str` of a tensor reads its values, and torch switches dispatch modes off meanwhile.
         if func in _READS:
