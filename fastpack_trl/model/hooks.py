@@ -84,7 +84,13 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
     """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without."""
     if found := global_hook():
         return found
-    return next((found for own, inner in module.named_modules(prefix=name) if (found := hook_on(inner, own))), "")
+    modules: list[Any] = [module]
+    for inner in modules:  # grows; names are made where there is a hook, since they take five times as long
+        if has_hooks(inner) and hook_on(inner):
+            named = module.named_modules(prefix=name)
+            return next(found for own, hooked in named if (found := hook_on(hooked, own)))
+        modules += [child for child in inner._modules.values() if child is not None]
+    return ""
 
 
 class HookWatch:

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 def called(
     trainer: Trainer,
     *,
-    at_begin: Callable[[], object] = lambda: None,
-    between_steps: Callable[[], object] = lambda: None,
+    at_begin: Callable[[], object] | None = None,
+    between_steps: Callable[[], object] | None = None,
 ) -> Iterator[None]:
     """Call functions while `trainer` trains, until the context ends.
 
@@ -27,10 +27,11 @@ def called(
         stepped = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            at_begin()
+            if at_begin is not None:
+                at_begin()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.stepped:
+            if self.stepped and between_steps is not None:
                 between_steps()
             self.stepped = True
 
