@@ -25,6 +25,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "*": "the rates of dropout, put back on exit",
         "dynamo_plugin": "of accelerate's shared state, for one call",
         "should_log": "how a callback speaks to its trainer",
+        "should_training_stop": "how a callback speaks to its trainer",
         "sees_plain_rows": "of a hook of ours",
     },
     "callbacks": {"callbacks": "a new order of them, put back by `_restore`", "sees_plain_rows": "of a hook of ours"},
@@ -47,6 +48,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "recipe": {
         "model_init_kwargs": "of arguments parsed for this run",
         "model_name_or_path": "of arguments parsed for this run",
+        "model_wrapped": "of a trainer made there, after its run",
         "resume_from_checkpoint": "of arguments parsed for this run",
         "type": "of an action of a parser made there",
     },
@@ -64,7 +66,7 @@ FRAMES = {
     "checkpointing/callback.py": "callbacks are not handed the trainer",
     "compile/graph.py": "torch counts graphs per code object",
     "measure/host_syncs.py": "names the line that waited",
-    "model/callers.py": "callbacks are not handed the trainer",
+    "model/callbacks.py": "callbacks are not handed the trainer",
     "step/loss.py": "the constants of TRL's fused head are in its closure",
 }
 """Files that look at frames or take functions apart, and why."""

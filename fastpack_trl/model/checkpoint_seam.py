@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -34,17 +34,12 @@ class Nesting(IntEnum):
     """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
 
 
-class Wrapper(Protocol):
-    """Runs a checkpoint function, or something around it."""
+Wrapper = Callable[..., Any]
+"""Called as ``wrapper(inner, function, *args, **kwargs)``, returns ``inner(function, *args, **kwargs)``.
 
-    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``inner(function, *args, **kwargs)``.
-
-        Args:
-            inner: the checkpoint function with the wrappers further inside.
-            function: what it runs, and runs again in backward: the forward of the layer with its keywords.
-            args, kwargs: of `function`; the hidden states come first.
-        """
+`inner` is the checkpoint function with the wrappers further inside. `function`, the forward of the layer with its
+keywords, runs again in backward; the hidden states come first in `args`.
+"""
 
 
 @contextlib.contextmanager
@@ -57,8 +52,7 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
         layer: has the function already, or may get it.
     """
     seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
-    stack_of_layer = partial(contextlib.nullcontext, _Stack())
-    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, stack_of_layer) as stack:
+    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
         entry = (nesting, wrapper)
         stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
         try:
@@ -121,6 +115,10 @@ class _Stack:
     def __init__(self) -> None:
         self.entries: list[tuple[Nesting, Wrapper]] = []
         self.wrapped: _Wrapped | None = None
+
+
+def _new_stack() -> contextlib.AbstractContextManager[_Stack]:
+    return contextlib.nullcontext(_Stack())
 
 
 class _Wrapped:

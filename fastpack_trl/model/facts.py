@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,9 +30,8 @@ _UNDERSTOOD_KEYWORDS = frozenset(
         "sliding_window", "softcap", "value",
     }
 )  # fmt: skip
-# Full causal attention under the names that configs use; "attention" is granitemoehybrid's.
-_FULL_LAYERS = frozenset({"full_attention", "attention"})
-_UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
+# Causal attention under the names that configs use; "attention" is granitemoehybrid's.
+_UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
@@ -66,8 +65,7 @@ class ModelFeatures:
     """Heads of key and value; None: as many as of the query."""
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
+class _AttentionCall(NamedTuple):
     keywords: frozenset[str]
     passes_kwargs: bool
 
@@ -267,9 +265,9 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
         yield f"{family} has layers that mix tokens without the attention interface"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         yield f"{family} attends in both directions (is_causal=False)"
-    parents = {id(child): (parent, name) for parent in base.modules() for name, child in parent.named_children()}
+    parents = {child: (parent, name) for parent in base.modules() for name, child in parent.named_children()}
     for module in attentions:
-        yield from _call_gaps(family, module, *parents[id(module)])
+        yield from _call_gaps(family, module, *parents[module])
 
 
 def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
@@ -288,14 +286,10 @@ def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> 
 
 def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
     """Return whether a list of decoder layers has one without interface attention (convolution, state space, ...)."""
-    known = {id(module) for module in attentions}
-    for stack in base.modules():
-        if not isinstance(stack, nn.ModuleList):
-            continue
-        has = [any(id(inner) in known for inner in layer.modules()) for layer in stack]
-        if any(has) and not all(has):
-            return True
-    return False
+    known = set(attentions)
+    stacks = (stack for stack in base.modules() if isinstance(stack, nn.ModuleList))
+    with_attention = ([not known.isdisjoint(layer.modules()) for layer in stack] for stack in stacks)
+    return any(any(has) and not all(has) for has in with_attention)
 
 
 def source_tree(function: Any) -> ast.Module | None:

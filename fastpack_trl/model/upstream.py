@@ -110,9 +110,7 @@ TABLE: tuple[Upstream, ...] = (
          "torch.ops.aten._unsafe_view"),
         ("lora",), "PEFT's own forward", "lora",
     ),
-    Upstream(
-        ("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True,
-    ),
+    Upstream(("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
     Upstream(
         _all("transformers.integrations.finegrained_fp8.FP8Linear",
              "weight_scale_inv block_size activation_scheme"),
@@ -207,9 +205,7 @@ TABLE: tuple[Upstream, ...] = (
         _all("transformers.PreTrainedConfig", "_attn_implementation"), ("attention", "bench", "cli", "model"),
         "the trainer stops with an error: no feature can know what stock would run",
     ),
-    Upstream(
-        _all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named",
-    ),
+    Upstream(_all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named"),
     Upstream(
         _all("transformers.PreTrainedConfig", "_attn_implementation_internal _experts_implementation_internal"),
         ("attention", "moe"), "a model keeps our name after the run, which then computes as stock's",
@@ -238,9 +234,7 @@ TABLE: tuple[Upstream, ...] = (
         ("transformers.Trainer._prepare_input",), ("model", "trainer"),
         "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew",
     ),
-    Upstream(
-        _all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock",
-    ),
+    Upstream(_all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock"),
     Upstream(
         (*_all("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
          *_all("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks")),
@@ -282,9 +276,7 @@ TABLE: tuple[Upstream, ...] = (
     Upstream(
         ("transformers.integrations.is_deepspeed_zero3_enabled",), ("run",), "under DeepSpeed as under ZeRO-3: stock",
     ),
-    Upstream(
-        (_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers",
-    ),
+    Upstream((_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers"),
     Upstream(
         (
             *_all("transformers.trainer_callback", "PrinterCallback ProgressCallback"),
