@@ -23,8 +23,8 @@ from fastpack_trl.compile.layer_compile import layer_compile, start_workers
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.lora.lora import lora
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
 from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.precision import not_packed_on_cpu
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.moe.moe import moe
 from fastpack_trl.run import MicroStep, Run
