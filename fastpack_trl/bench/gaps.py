@@ -158,12 +158,13 @@ def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, An
     for event in host:
         if not _is_annotation(event):
             threads.setdefault(event.thread, []).append(_span(event))
+    busiest: list[Span] = max(threads.values(), key=len, default=[])
     phases = [span for span in map(_span, host) if span.name.startswith(LABEL)]
     return {
         "launches": None,
         "busy_seconds": None,
         "timeline": "operators of the thread that trains: nothing is launched on a CPU",
-        "gaps": [gap.to_dict() for gap in find_gaps(max(threads.values(), key=len, default=[]), phases)],
+        "gaps": [gap.to_dict() for gap in find_gaps(busiest, phases)],
         "operators": operators,
     }
 
