@@ -15,6 +15,7 @@ from fastpack_trl.attention.flash_attention import missing
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.trainer import FastSFTTrainer
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
@@ -108,20 +109,15 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
     from accelerate.utils import TorchDynamoPlugin
 
     accelerator, state = trainer.accelerator, trainer.accelerator.state
-    prepare, before = accelerator.prepare_model, state.dynamo_plugin
+    prepare = accelerator.prepare_model
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        state.dynamo_plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        try:
+        plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+        with attribute_set(state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
-        finally:
-            state.dynamo_plugin = before
 
-    accelerator.prepare_model = compiling
-    try:
+    with attribute_set(accelerator, "prepare_model", compiling):
         yield
-    finally:
-        del accelerator.prepare_model
 
 
 def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:
