@@ -71,7 +71,7 @@ def ablate(
             for name, on in sides.items()
         }
         with bar(feature, plan.rounds) as progress:
-            row, complete = measure(recipes, build, plan, progress, why_not=partial(_why_not, feature))
+            row, complete = measure(recipes, build, plan, progress, partial(_why_not, feature))
         if row is not None:
             setting = f"{row['setting']}: {feature} over {without}" if "setting" in row else f"ablation: {feature}"
             rows.append({"feature": feature, "base": list(base), **row, "setting": setting})

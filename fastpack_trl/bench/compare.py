@@ -131,19 +131,16 @@ def measure(
     build: Build,
     plan: RoundPlan,
     shown: Any,
-    *,
-    subject: str | None = None,
     why_not: Callable[[Side], str] | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Measure one row: the sides' steps in turn.
+    """Measure one row: the sides' steps in turn. The ratios are over `OURS`, or the last side where that is none.
 
     Args:
         recipes: by name, the reference of the gate first.
         build: see `compare`.
         plan: how much.
         shown: a progress bar, updated once per round.
-        subject: whom the ratios are over; default: `OURS`, else the last.
-        why_not: given the subject, then built before the others, returns why it need not be measured; empty to go on.
+        why_not: given `OURS`, then built before the others, returns why it need not be measured; empty to go on.
 
     Returns:
         The row, None where nothing was timed, and whether it is complete. Where `why_not` has a reason the row is
@@ -153,7 +150,7 @@ def measure(
         UserError: see `compare`.
     """
     plan.check()
-    row = _Row(plan, subject or (OURS if OURS in recipes else list(recipes)[-1]), shown)
+    row = _Row(plan, OURS if OURS in recipes else list(recipes)[-1], shown)
     complete = True
     try:
         with one_bar():
