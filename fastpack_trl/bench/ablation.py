@@ -67,7 +67,7 @@ def ablate(
         without = _title(base)
         sides = {without: base, OURS: features() if feature == ALL else (*base, feature)}
         recipes = {
-            name: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured or {}), report=True)
+            name: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured or {}))
             for name, on in sides.items()
         }
         with bar(feature, plan.rounds) as progress:

@@ -38,14 +38,12 @@ class SideRecipe:
         trainer_class, config_class: what `build` is asked for.
         changes: fields of the configuration that make it this side.
         around: entered in the thread that trains, before `train`; yields the name of the path.
-        report: whether the trainer has a `fastpack_report` that says what runs.
     """
 
     trainer_class: Any
     config_class: Any
     changes: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[Any], AbstractContextManager[str]] = _as_built
-    report: bool = False
 
 
 def recipe_of(name: str) -> SideRecipe:
@@ -64,8 +62,8 @@ def recipe_of(name: str) -> SideRecipe:
         STOCK: SideRecipe(SFTTrainer, SFTConfig),
         TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
         REBUILD: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
-        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
-        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig, report=True),
+        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS),
+        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig),
     }[name]
 
 
