@@ -224,7 +224,7 @@ def _ratios(row: Mapping[str, Any]) -> Iterator[Ratio]:
         if over == PLAN:
             continue  # ours too: a choice between two settings, no gain over somebody else
         values = ratio.get("seconds", ratio)  # the case `moe` has one per part of the step
-        yield Ratio(*(values[name] for name in ("median", "low", "high", "coverage")), over, ours)
+        yield Ratio(values["median"], values["low"], values["high"], values["coverage"], over, ours)
         if plan is not None:
             pairs = zip(sides[over]["seconds"]["values"], plan["values"], strict=True)
             yield Ratio(**median_interval([theirs / mine for theirs, mine in pairs]).to_dict(), over=over, by=PLAN)
