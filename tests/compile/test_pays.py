@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting, compile_with, compiled, make, one_step, row
-from trainer_material import train
+from trainer_material import build, train
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus, to_static
 from torch import Tensor
-from trainer_material import make_dataset
+from trainer_material import build, make_dataset
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fastpack_trl import FastSFTTrainer
