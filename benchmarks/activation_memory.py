@@ -18,10 +18,9 @@ from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, 
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
 from benchmarks.published import RELOAD_GAINS
-from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_turns import largest_memory
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.checkpointing.buffers import GIB
 from fastpack_trl.checkpointing.trace import host_copy_seconds
 from fastpack_trl.errors import UserError

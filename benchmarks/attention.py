@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_sides import NAMES, TIMES_BUDGET, Attend, Heads, Layer, check, prepare, refusal
-from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench.environment import limited_threads
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.device_memory import PeakMemory, free_memory
 from fastpack_trl.measure.failures import attempt

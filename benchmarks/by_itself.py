@@ -21,9 +21,8 @@ import torch
 from benchmarks import by_itself_metadata, by_itself_reload, by_itself_routing
 from benchmarks.by_itself_table import table
 from benchmarks.one_line import in_one_line, record_of
-from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench.environment import quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.record import check_writable
 

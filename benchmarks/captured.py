@@ -7,7 +7,6 @@ a profile of some steps after it. Real text, public shapes with random weights.
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -19,7 +18,7 @@ from transformers import TrainerCallback
 from benchmarks.case_command import CaseCommand
 from benchmarks.training_rows import FIRST, LONGEST_DOCUMENT, ROWS, material
 from benchmarks.training_side import Side, device_here, train_side
-from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.measure.rounds import turn_order
 
@@ -59,22 +58,16 @@ def measure_row(row: Mapping[str, Any], side: str, *, rounds: int, seed: int) ->
     return {"sides": sides}
 
 
-def measure(
-    rows: Sequence[str], *, rounds: int, seed: int, seconds: float = math.inf, file: ResultFile | None = None,
-    progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure rows by name, each in a process of its own."""
-    here = OwnProcess("benchmarks.captured:measure_row", {"rounds": rounds, "seed": seed}, timeout=TIMEOUT)
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the rows, each in a process of its own."""
+    here = OwnProcess("benchmarks.captured:measure_row", {"rounds": args.rounds, "seed": args.seed}, timeout=TIMEOUT)
 
-    def task(name: str) -> RowTask:
-        label = {"setting": name, "row": name, "tokens": ROWS[name].tokens}
-        return RowTask(label, lambda seconds: here(label, "both"))
+    return [RowTask({"row": name}, lambda seconds, name=name: here({"row": name}, "both")) for name in args.rows]
 
-    settings = {**WATCHED, "rounds": rounds, "sides": SIDES, "longest_document": LONGEST_DOCUMENT}
-    return run_rows(
-        [task(name) for name in rows], case=CASE, settings=settings, seconds=seconds, device=device_here(),
-        threads=torch.get_num_threads(), seed=seed, file=file, progress=progress,
-    )  # fmt: skip
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return which steps are left out, timed and profiled, and the sides."""
+    return {**WATCHED, "rounds": args.rounds, "sides": SIDES, "longest_document": LONGEST_DOCUMENT}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -110,13 +103,8 @@ def _losses(losses: Mapping[str, float] | Sequence[float]) -> list[float]:
     return list(losses.values() if isinstance(losses, Mapping) else losses)
 
 
-def measure_asked(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
-    """Measure what the command line asks for."""
-    return measure(args.rows, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file)
-
-
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, measure=measure_asked, table=table
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings, table=table
 )
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _activation_memory(args: Namespace) -> dict[str, Any]:
 
 def _collator(args: Namespace) -> dict[str, Any]:
     from benchmarks import collator
-    from benchmarks.row_loop import RowTask, run_rows
+    from fastpack_trl.bench.result_file import RowTask, run_rows
 
     _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
     if args.device == "cuda" or (args.threads or 1) != 1:

@@ -7,9 +7,9 @@ own peak is off. Real text, public shapes with random weights.
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.case_command import CaseCommand
 from benchmarks.training_rows import ROWS
-from benchmarks.training_side import OURS, SIDES, device_here, train_side
-from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
+from benchmarks.training_side import OURS, SIDES, train_side
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.errors import UserError
 
@@ -79,21 +79,26 @@ def _keeps_all(ours: Mapping[str, Any]) -> bool:
     return bool(features["activation_memory"]["path"] == "keep" and features["cache_dequantized"]["path"] == "kept")
 
 
-def measure(
-    rows: Sequence[str], *, baseline: str, rounds: int, seed: int, seconds: float = math.inf,
-    file: ResultFile | None = None, progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure rows by name: the baseline, then ours until it is at the baseline's peak; repeated `rounds` times."""
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the rows: the baseline, then ours until it is at the baseline's peak, in processes of their own.
+
+    Raises:
+        UserError: there is no device.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("this case measures device memory: it needs a CUDA device")
 
     def task(name: str) -> RowTask:
-        label = {"setting": name, "row": name, "tokens": ROWS[name].tokens, "baseline": baseline}
-        return RowTask(label, lambda seconds: {"pairs": list(_pairs(label, rounds, seed))}, empty={"pairs": []})
+        label = {"row": name, "baseline": args.baseline}
+        pairs = partial(_pairs, label, args.rounds, args.seed)
+        return RowTask(label, lambda seconds: {"pairs": list(pairs())}, empty={"pairs": []})
 
-    settings = {**WATCHED, "rounds": rounds, "excess": EXCESS, "shortfall": SHORTFALL}
-    return run_rows(
-        [task(name) for name in rows], case=CASE, settings=settings, seconds=seconds, device=device_here(),
-        threads=torch.get_num_threads(), seed=seed, file=file, progress=progress,
-    )  # fmt: skip
+    return [task(name) for name in args.rows]
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return which steps are left out and timed, and what counts as equal."""
+    return {**WATCHED, "rounds": args.rounds, "excess": EXCESS, "shortfall": SHORTFALL}
 
 
 def _pairs(row: Mapping[str, Any], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -152,23 +157,15 @@ def _line(row: str, side: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def measure_asked(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
-    """Measure what the command line asks for."""
-    if not torch.cuda.is_available():
-        raise UserError("it measures device memory: it needs a CUDA device")
-    return measure(
-        args.rows, baseline=args.baseline, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file
-    )
-
-
 def add_options(parser: ArgumentParser) -> None:
     """Add the option that other cases do not have."""
     parser.add_argument("--baseline", choices=list(BASELINES), default="compiled", help="default: its layers compiled")
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, measure=measure_asked, table=table, more=add_options
-)
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings, table=table,
+    more=add_options,
+)  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.main())

@@ -10,7 +10,6 @@ chosen there, not how fast one is.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -19,19 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.case_command import CaseCommand
 from benchmarks.first_step_plot import figure
 from benchmarks.training_rows import ROWS, SMALL
-from benchmarks.training_side import OURS, SIDES, device_here, train_side
-from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
+from benchmarks.training_side import OURS, SIDES, train_side
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.measure.long_run import LONG_RUN
 
 CASE = "first_step"
 DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")
 STEPS = (20, 100, 500)
+LOGGED = 10
 LONG = 100
 """Steps that are run of a long run, and of stock's; seconds a step are those of the second half of a run."""
 TIMEOUT = 400
@@ -56,7 +54,7 @@ def measure_run(
     began: list[float] = []
     trainer, watch = train_side(
         ROWS[row["row"]], SIDES[side], seed, watched, made=lambda _: began.append(time.perf_counter()),
-        logging_steps=10, max_steps=LONG_RUN if long else last,
+        logging_steps=LOGGED, max_steps=LONG_RUN if long else last,
     )  # fmt: skip
     total = time.perf_counter() - began[0]
     figures = watch.figures(trainer)
@@ -78,32 +76,31 @@ def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
             yield OURS, "cold", Length((count,))
 
 
-def measure(
-    rows: Sequence[str], *, steps: Sequence[int], seed: int, seconds: float = math.inf,
-    file: ResultFile | None = None, progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure rows by name, each run in a process of its own."""
-
-    def task(name: str) -> RowTask:
-        label = {"setting": name, "row": name, "tokens": ROWS[name].tokens}
-        return RowTask(label, lambda seconds: {"runs": list(_runs(label, steps, seed))}, empty={"runs": []})
-
-    settings = {"steps": list(steps), "long": LONG, "logging_steps": 10, "small": SMALL.name}
-    return run_rows(
-        [task(name) for name in rows], case=CASE, settings=settings, seconds=seconds, device=device_here(),
-        threads=torch.get_num_threads(), seed=seed, file=file, progress=progress,
-    )  # fmt: skip
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the rows; each of their runs has a process of its own."""
+    return [
+        RowTask(
+            {"row": name}, lambda seconds, name=name: {"runs": list(_runs(name, args.steps, args.seed))},
+            empty={"runs": []},
+        )
+        for name in args.rows
+    ]  # fmt: skip
 
 
-def _runs(row: Mapping[str, Any], steps: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return the lengths of the runs."""
+    return {"steps": args.steps, "long": LONG, "logging_steps": LOGGED, "small": SMALL.name}
+
+
+def _runs(row: str, steps: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as filled:
         for number, (side, cache, length) in enumerate(runs(steps)):
             folder = Path(filled, "filled" if length.long or cache == "warm" else str(number))
             caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
             options = {**asdict(length), "seed": seed}
             here = OwnProcess("benchmarks.first_step:measure_run", options, timeout=TIMEOUT, environment=caches)
-            run = {"side": side, "cache": cache, "steps": max(length.steps), "long": length.long, **here(row, side)}
-            yield run
+            run = {"side": side, "cache": cache, "steps": max(length.steps), "long": length.long}
+            yield run | here({"row": row}, side)
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -125,11 +122,6 @@ def _line(row: str, run: Mapping[str, Any]) -> str:
     return f"{head}  {seconds}; first step {'; '.join(map(str, said))}"
 
 
-def measure_asked(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
-    """Measure what the command line asks for."""
-    return measure(args.rows, steps=args.steps, seed=args.seed, seconds=args.seconds, file=file)
-
-
 def add_options(parser: ArgumentParser) -> None:
     """Add the option that other cases do not have."""
     parser.add_argument(
@@ -138,8 +130,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, rounds=None, measure=measure_asked, table=table,
-    figure=figure, more=add_options,
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, rounds=None, tasks=tasks, settings=settings,
+    table=table, figure=figure, more=add_options,
 )  # fmt: skip
 
 if __name__ == "__main__":

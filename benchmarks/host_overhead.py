@@ -15,14 +15,12 @@ import torch
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.gpu_profile import GpuProfile
-from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, LoopSteps, LoopWatch
+from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, GpuProfile, LoopSteps, LoopWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from benchmarks.packed_attention import ParityError, check_parity
-from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES

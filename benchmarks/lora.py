@@ -22,7 +22,6 @@ from benchmarks.liger_side import liger_kernels
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, LoraModel, build, definitions
 from benchmarks.model_shapes import PAD, shape_of
 from benchmarks.model_steps import shared_copy
-from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_turns import largest_memory, measure_in_turns
 from benchmarks.steps import Step, SteppedTrainer, document_tokens, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
@@ -34,7 +33,7 @@ from fastpack_trl.bench.baselines import (
     whole_row_attention,
 )
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import attention_pairs, model_flops

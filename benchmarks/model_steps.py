@@ -20,7 +20,6 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.model_gate import TIMES_BUDGET, Reference, reference, token_losses
 from benchmarks.model_shapes import ModelShape, build_model
-from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.side_turns import largest_memory, make_sides, time_sides
 from benchmarks.steps import Step, SteppedTrainer, document_tokens, side_figures
 from benchmarks.workload import (
@@ -35,7 +34,7 @@ from benchmarks.workload import (
 )
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory

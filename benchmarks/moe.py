@@ -24,10 +24,9 @@ from benchmarks.moe_sides import (
     saved_bytes,
     sides,
 )
-from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import PeakMemory, free_memory
 from fastpack_trl.measure.failures import attempt

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.row_loop import RowTask, run_rows
 from benchmarks.steps import Step, SteppedTrainer, side_figures
 from benchmarks.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.record import OtherLoad

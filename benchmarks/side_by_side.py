@@ -9,22 +9,18 @@ grows run by run, and the same command goes on with it.
 
 from __future__ import annotations
 
-import math
 import shutil
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from benchmarks import unsloth_run
-from benchmarks.case_command import CaseCommand, known
+from benchmarks.case_command import CaseCommand
 from benchmarks.side_plot import figure
 from benchmarks.side_table import table
 from benchmarks.training_rows import FIRST, ROWS, layers_of
-from benchmarks.training_side import OURS, SIDES, device_here, train_side
-from fastpack_trl.bench.result_file import ResultFile, run_rows
-from fastpack_trl.bench.training_run import OwnProcess, in_turn
+from benchmarks.training_side import OURS, SIDES, train_side
+from fastpack_trl.bench.training_run import OwnProcess, TrainingRun, in_turn
 from fastpack_trl.errors import UserError
 
 CASE = "side_by_side"
@@ -44,56 +40,32 @@ def measure_side(row: Mapping[str, Any], side: str, *, seed: int) -> dict[str, A
     return watch.figures(trainer)
 
 
-def measure(
-    rows: Sequence[str], sides: Sequence[str], *, rounds: int, seed: int, seconds: float = math.inf,
-    file: ResultFile | None = None, progress: bool = True, unsloth: str = "", timeout: float = TIMEOUT,
-    case: str = CASE,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure sides of rows, each run in a process of its own; a run that fails is an entry with its error.
-
-    Args:
-        rows, sides: of `ROWS` and `SIDES`, and `UNSLOTH`.
-        rounds: runs of each side.
-        seed: of weights and order.
-        seconds: for all runs; none begins in less time than the longest so far took.
-        file: written after every run; what it has of this very measurement is taken over.
-        progress: show a bar, and name failures on stderr.
-        unsloth: path of the Python of the side `UNSLOTH`.
-        timeout: seconds after which a run is ended; its entry says so.
-        case: of the record.
+def tasks(args: Namespace) -> list[TrainingRun]:
+    """Return the runs, each in a process of its own.
 
     Raises:
-        UserError: an unknown row or side; no Python, or none that runs, for a side that needs one; `file` holds
-            another run.
+        UserError: no Python, or none that runs, for a side that needs one.
     """
-    known(rows, ROWS)
-    known(sides, (*SIDES, UNSLOTH), "side")
-    if (UNSLOTH in sides) != bool(unsloth):
+    python = args.unsloth
+    if (UNSLOTH in args.sides) != bool(python):
         raise UserError(f"{UNSLOTH} has an environment of its own: give --unsloth PYTHON and --sides {UNSLOTH}")
-    if unsloth and shutil.which(unsloth) is None:
-        raise UserError(f"--unsloth {unsloth!r} is no program: name the Python of an environment with {UNSLOTH}")
-    here = OwnProcess("benchmarks.side_by_side:measure_side", {"seed": seed}, timeout=timeout)
+    if python and shutil.which(python) is None:
+        raise UserError(f"--unsloth {python!r} is no program: name the Python of an environment with {UNSLOTH}")
+    here = OwnProcess("benchmarks.side_by_side:measure_side", {"seed": args.seed}, timeout=args.timeout)
 
     def launch(row: Mapping[str, Any], side: str) -> dict[str, Any]:
-        return unsloth_run.run(row, seed, WATCHED, unsloth, timeout) if side == UNSLOTH else here(row, side)
+        if side == UNSLOTH:
+            return unsloth_run.run(row, args.seed, WATCHED, python, args.timeout)
+        return here(row, side)
 
-    labels = [{"row": row, "tokens": ROWS[row].tokens, "layers": layers_of(row)} for row in rows]
-    settings = {
-        "warmup": WATCHED["warmup"] + WATCHED["settling"],
-        **{name: WATCHED[name] for name in ("timed", "profiled", "longest_warmup")},
-    }
-    return run_rows(
-        list(in_turn(labels, sides, rounds=rounds, launcher=launch)), case=case, settings=settings, seconds=seconds,
-        device=device_here(), threads=torch.get_num_threads(), seed=seed, file=file, alike=True, progress=progress,
-    )  # fmt: skip
+    labels = [{"row": row, "tokens": ROWS[row].tokens, "layers": layers_of(row)} for row in args.rows]
+    return list(in_turn(labels, args.sides, rounds=args.rounds, launcher=launch))
 
 
-def measure_asked(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
-    """Measure what the command line asks for."""
-    return measure(
-        args.rows, args.sides, rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file,
-        unsloth=args.unsloth, timeout=args.timeout,
-    )  # fmt: skip
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return which steps are left out, timed and profiled."""
+    kept = {name: WATCHED[name] for name in ("timed", "profiled", "longest_warmup")}
+    return {"warmup": WATCHED["warmup"] + WATCHED["settling"], **kept}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -105,7 +77,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 COMMAND = CaseCommand(
     case=CASE, help=__doc__, rows=ROWS, default_rows=FIRST, sides=(*SIDES, UNSLOTH), default_sides=DEFAULT_SIDES,
-    rounds=2, measure=measure_asked, table=table, figure=figure, more=add_options,
+    rounds=2, tasks=tasks, settings=settings, table=table, alike=True, figure=figure, more=add_options,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ def train(row: Mapping[str, Any], side: str, *, folder: str, watched: Mapping[st
     try:
         import unsloth  # before transformers and trl, as its README says
     except ImportError as error:
-        raise UserError(
-            "this environment has no unsloth: give --unsloth the Python of one that has it"
-        ) from error
+        raise UserError("this environment has no unsloth: give --unsloth the Python of one that has it") from error
     import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

@@ -104,7 +104,7 @@ class Task(Protocol):
 
     @property
     def label(self) -> Mapping[str, Any]:
-        """Return what the row begins with: ``setting``, ``tokens``, ...; an earlier row with the same is the same."""
+        """Return what the row begins with: its name or ``setting``, ...; an earlier row with the same is the same."""
         ...
 
     @property
@@ -215,7 +215,8 @@ def run_rows(
 
 def _name(task: Task) -> str:
     """Return setting and row length, for people."""
-    setting, tokens = str(task.label["setting"]), f"{task.label['tokens']:,} tokens"
+    setting = str(task.label.get("setting") or next(iter(task.label.values())))
+    tokens = f"{task.label['tokens']:,} tokens" if "tokens" in task.label else setting
     return setting if tokens in setting else f"{setting}, {tokens}"
 
 
