@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cases import CASES
 from benchmarks.one_line import in_one_line
-from fastpack_trl.bench.config_run import EXIT_INTERRUPTED
+from fastpack_trl.bench.command import EXIT_INTERRUPTED
 from fastpack_trl.cli.main import CommandParser
 from fastpack_trl.errors import UserError, did_you_mean
 

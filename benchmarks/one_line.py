@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.bench.config_run import EXIT_INTERRUPTED
+from fastpack_trl.bench.command import EXIT_INTERRUPTED
 from fastpack_trl.bench.report import read_record
 from fastpack_trl.cli.main import EXIT_USER_ERROR, _without_kernel_advice
 from fastpack_trl.errors import UserError, describe

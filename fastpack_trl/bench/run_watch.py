@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.gaps import covered
+from fastpack_trl.bench.gaps import busy_seconds, device_events
 
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphL")
 
@@ -152,23 +153,16 @@ def peaks_gib(device: str) -> dict[str, float | None]:
     return {name: call() / 2**30 if device == "cuda" else None for name, call in read.items()}
 
 
-def device_events(events: Sequence[Any]) -> list[Any]:
-    """Return the kernels and copies of a profile."""
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [event for event in on_device if not getattr(event, "is_user_annotation", False)]
-
-
 def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
     """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time.
 
     The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
     """
     kernels = device_events(events)
-    calls = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-    busy = covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6
+    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
     return {
         "launches": sum(name.startswith(_LAUNCHES) for name in calls) / steps,
         "kernels": len(kernels) / steps,
         "waits": sum(name.endswith("Synchronize") for name in calls) / steps,
-        "busy_seconds": busy / steps,
+        "busy_seconds": busy_seconds(kernels) / steps,
     }
