@@ -18,8 +18,8 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
 from benchmarks.captured import Row, material
+from benchmarks.lora_models import shared_copy
 from benchmarks.model_shapes import PAD
-from benchmarks.model_steps import shared_copy
 from benchmarks.side_turns import measure_in_turns
 from benchmarks.steps import Step, SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments, without_emptiest

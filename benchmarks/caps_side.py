@@ -21,8 +21,8 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.caps_search import Curve, largest_row
 from benchmarks.captured import Row, model_of
+from benchmarks.lora_models import shared_copy
 from benchmarks.model_shapes import PAD
-from benchmarks.model_steps import shared_copy
 from benchmarks.side_watch import peaks_gib
 from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
