@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-from benchmarks.model_steps import shared_copy
+from benchmarks.lora_models import shared_copy
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing.levels import layer_functions
 from fastpack_trl.checkpointing.memory import checkpointable_layers

@@ -17,8 +17,8 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
+from benchmarks.lora_models import shared_copy
 from benchmarks.model_shapes import PAD
-from benchmarks.model_steps import shared_copy
 from benchmarks.side_turns import measure_in_turns
 from benchmarks.steps import Step, SteppedTrainer
 from benchmarks.training_rows import Row, material

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.caps_search import Curve, largest_row
-from benchmarks.model_steps import shared_copy
+from benchmarks.lora_models import shared_copy
 from benchmarks.training_rows import Row, model_of
 from benchmarks.training_side import device_here
 from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments

@@ -107,5 +107,7 @@ COMMAND = CaseCommand(
     case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings, table=table
 )
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

@@ -167,5 +167,7 @@ COMMAND = CaseCommand(
     more=add_options,
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

@@ -146,18 +146,19 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the sizes of the model, the threads, and the older name of ``--rounds``."""
+    """Add the sizes of the model, and the threads."""
     add = parser.add_argument
-    add("--pairs", dest="rounds", type=int, help="the same as --rounds: timed steps of each side")
     add("--layers", type=int, default=28)
     add("--hidden", type=int, default=32)
     add("--threads", metavar="N", type=int, default=1, help="CPU threads of each side (default: 1)")
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=CELLS, default_rows=tuple(CELLS), rounds=9, row="cell", tasks=tasks,
+    case=CASE, help=__doc__, rows=CELLS, rounds=9, tasks=tasks,
     settings=settings, table=table, more=add_options,
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

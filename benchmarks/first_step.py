@@ -130,9 +130,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, rounds=None, tasks=tasks, settings=settings,
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings,
     table=table, figure=figure, more=add_options,
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

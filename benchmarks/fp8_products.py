@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from benchmarks.command import in_one_line, record_of
 from benchmarks.fp8_layer import (
     BF16,
     CANDIDATES,
@@ -43,7 +44,6 @@ from benchmarks.fp8_quantise import BLOCK, quantise_tensor
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
 from benchmarks.nf4 import replayed_graph
-from benchmarks.one_line import in_one_line, record_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.kernels.fp8 import Quantised, quantise_rows, quantise_rows_torch, transposed
 from fastpack_trl.measure.failures import attempt

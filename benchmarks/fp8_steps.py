@@ -75,10 +75,12 @@ def _decisions(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, sides=(OURS, OURS_FP8),
-    default_sides=(OURS, OURS_FP8), tasks=side_by_side.tasks, settings=side_by_side.settings, table=table, alike=True,
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, sides=(OURS, OURS_FP8), tasks=side_by_side.tasks,
+    settings=side_by_side.settings, table=table, alike=True,
     more=lambda parser: parser.set_defaults(unsloth="", timeout=side_by_side.TIMEOUT),
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

@@ -11,26 +11,23 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.cases import Run, row_lengths
 from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, GpuProfile, LoopSteps, LoopWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
-from benchmarks.packed_attention import ParityError, check_parity
+from benchmarks.packed_attention import ParityError, check_parity, refuse_several_devices
 from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
-from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
-from fastpack_trl.measure.intervals import median_interval, summary
+from fastpack_trl.measure.intervals import median_interval, ratio_summary, summary
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.trainer import FastSFTTrainer
 
-CASE = "host_overhead"
-DEFAULT_PAIRS, DEFAULT_THREADS = 7, 1
+DEFAULTS = Run(rounds=7, threads=1)
 OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
 """On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
 
@@ -74,15 +71,7 @@ CUDA = Workload("qwen3-0.6b", MODELS["qwen3-0.6b"], (64, 512), ((1024, 1), (2048
 
 
 def measure(
-    *,
-    tokens: Sequence[int] | None = None,
-    pairs: int = DEFAULT_PAIRS,
-    threads: int = DEFAULT_THREADS,
-    device: str = "cpu",
-    seed: int = 0,
-    workload: Workload | None = None,
-    progress: bool = False,
-    file: ResultFile | None = None,
+    run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, workload: Workload | None = None
 ) -> dict[str, Any]:
     """Time short runs of stock's `train` and of ours in turn, and what lies outside of the arithmetic.
 
@@ -92,105 +81,73 @@ def measure(
     the gradients set to None), and everything else, the batch included: the *overhead*.
 
     Args:
+        run: a round is a run of 8 steps per side. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one more run
+            per side under torch.profiler.
         tokens: row lengths in place of the workload's, one row per step.
-        pairs: timed runs per side, of 8 steps each; 6 or more give an interval of 95 %.
-        threads: torch's intra-op threads.
-        device: ``cpu`` or ``cuda``. On CUDA the shape of Qwen3-0.6B in bf16 autocast, and one more run per side under
-            torch.profiler.
-        seed: of weights, documents and order.
         workload: `CPU` or `CUDA` by default.
-        progress: show a progress bar (on a terminal).
-        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
-        A record (`make_record`). A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``,
-        ``phases`` and, on CUDA, ``gpu``: busy seconds, idle share, kernels and host microseconds per micro-step;
-        ``ratio``: stock's seconds / ours; ``overhead``: our overhead / stock's, run by run.
+        A record. A row has per side ``seconds`` of a step, ``overhead_seconds``, ``tokens_per_second``, ``phases`` and,
+        on CUDA, ``gpu``: busy seconds, idle share, kernels and host microseconds per micro-step; ``ratio``: stock's
+        seconds / ours; ``overhead``: our overhead / stock's, run by run.
 
     Raises:
-        UserError: a row shorter than the longest document, no pair, no thread, more than one CUDA device.
+        UserError: a row shorter than the longest document, more than one CUDA device.
         ParityError: the losses differ.
     """
-    work = workload or (CUDA if device == "cuda" else CPU)
-    rows_of = tuple((length, 1) for length in tokens) if tokens else work.rows
-    if pairs < 1 or threads < 1:
-        raise UserError(f"pairs={pairs}, threads={threads}: each must be 1 or more")
-    if min(length for length, _ in rows_of) < work.documents[1]:
-        raise UserError(
-            f"tokens={min(rows_of)[0]} is shorter than the longest document: give {work.documents[1]} or more"
-        )
-    if device == "cuda" and torch.cuda.device_count() > 1:
-        raise UserError(f"torch sees {torch.cuda.device_count()} CUDA devices: set CUDA_VISIBLE_DEVICES=0")
+    work = workload or (CUDA if run.device == "cuda" else CPU)
+    refuse_several_devices(run.device)
+    lengths = row_lengths(tokens, [length for length, _ in work.rows], work.documents[1])
     tasks = [
         RowTask(
             {"setting": _setting(work, micro_batches), "tokens": length, "micro_batches": micro_batches},
-            partial(_timed_row, work, length, micro_batches, pairs, device, seed),
+            partial(_measure_row, run, work, length, micro_batches),
             empty={"target": None, "below_target": None},
         )
-        for length, micro_batches in rows_of
+        for length, micro_batches in (((length, 1) for length in lengths) if tokens else work.rows)
     ]
-    with limited_threads(threads), quiet():
-        return run_rows(
-            tasks,
-            case=CASE,
-            settings={
-                "model": work.name,
-                "shape": {"model_type": work.shape.model_type, **work.shape.fields},
-                "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
-                "bf16": work.bf16,
-                "lora_rank": work.rank,
-                "pairs": pairs,
-                "steps_per_burst": _STEPS,
-                "warmup_steps_per_burst": WARMUP_STEPS,
-                "learning_rate": 0.0,
-                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-            },
-            apart={},
-            device=device,
-            threads=threads,
-            seed=seed,
-            file=file,
-            loud=(ParityError,),
-            progress=progress,
-        )
+    settings = {
+        "model": work.name,
+        "shape": {"model_type": work.shape.model_type, **work.shape.fields},
+        "documents": {"shortest": work.documents[0], "longest": work.documents[1], "distribution": "uniform"},
+        "bf16": work.bf16,
+        "lora_rank": work.rank,
+        "pairs": run.rounds,
+        "steps_per_burst": _STEPS,
+        "warmup_steps_per_burst": WARMUP_STEPS,
+        "learning_rate": 0.0,
+    }
+    return run.record("host_overhead", tasks, settings, loud=(ParityError,))
 
 
 def _setting(work: Workload, ga: int) -> str:
     return f"{work.name}, LoRA, {'bf16' if work.bf16 else 'fp32'}, {ga} micro-batch{'es' * (ga > 1)} per step"
 
 
-def _timed_row(
-    work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int, _seconds: float
-) -> dict[str, Any]:
-    return _measure_row(work, tokens, ga, pairs, device, seed)
-
-
-def _measure_row(work: Workload, tokens: int, ga: int, pairs: int, device: str, seed: int) -> dict[str, Any]:
+def _measure_row(run: Run, work: Workload, tokens: int, ga: int, _seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        trainers = _trainers(work, tokens, ga, device, seed, folder)
-
+        trainers = _trainers(work, tokens, ga, run.device, run.seed, folder)
         load = OtherLoad()
         found = take_turns(
-            {name: partial(_run, trainers[name], device) for name in (STOCK, OURS)},
-            rounds=pairs,
+            {name: partial(_run, trainers[name], run.device) for name in (STOCK, OURS)},
+            rounds=run.rounds,
             loud=FAILURES,
             after_round=lambda pair: _check(pair, tokens * ga * (WARMUP_STEPS + _STEPS), work.bf16),
         )
         other_load = load.cores()
-        profiles = {name: _profiled(trainers[name], device, ga) for name in (STOCK, OURS)} if device == "cuda" else {}
+        cuda = run.device == "cuda"
+        profiles = {name: _profiled(trainers[name], run.device, ga) for name in (STOCK, OURS)} if cuda else {}
         report = trainers[OURS].fastpack_report
-        paths = {line.feature: f"{line.status}: {line.path}" for line in report}
-    row = {
-        "setting": _setting(work, ga),
-        "tokens": tokens,
-        "micro_batches": ga,
+    ratios = _ratios(found)
+    return {
         "path": report["packed_attention"].path,
-        "features": paths,
+        "features": {line.feature: f"{line.status}: {line.path}" for line in report},
         "other_load": other_load,
         "order": found.order,
         **{name: _figures(found.results[name], ga, profiles.get(name)) for name in (STOCK, OURS)},
+        **ratios,
+        **_judged(ga, ratios, work),
     }
-    return row | _ratios(found) | _judged(row, _ratios(found), work)
 
 
 def _trainers(work: Workload, tokens: int, ga: int, device: str, seed: int, folder: str) -> dict[str, Any]:
@@ -260,17 +217,15 @@ def _figures(runs: Sequence[LoopSteps], ga: int, gpu: Mapping[str, Any] | None) 
 
 
 def _ratios(found: Rounds[LoopSteps]) -> dict[str, Any]:
-    pairs = list(zip(found.results[STOCK], found.results[OURS], strict=True))
-    steps = [stock.total / ours.total for stock, ours in pairs]
-    overheads = [median(ours.outside) / median(stock.outside) for stock, ours in pairs]
+    stock, ours = found.results[STOCK], found.results[OURS]
     return {
-        "ratio": summary(steps),
-        "overhead": summary(overheads),
+        "ratio": ratio_summary([run.total for run in stock], [run.total for run in ours]),
+        "overhead": ratio_summary([median(run.outside) for run in ours], [median(run.outside) for run in stock]),
     }
 
 
-def _judged(row: Mapping[str, Any], ratios: Mapping[str, Any], work: Workload) -> dict[str, Any]:
-    if work is not CPU or row["micro_batches"] > 1:
+def _judged(micro_batches: int, ratios: Mapping[str, Any], work: Workload) -> dict[str, Any]:
+    if work is not CPU or micro_batches > 1:
         return {"target": None, "below_target": None}
     reached = ratios["overhead"]["median"] <= OVERHEAD_TARGET and ratios["ratio"]["median"] >= STEP_TARGET
     return {"target": OVERHEAD_TARGET, "below_target": not reached}

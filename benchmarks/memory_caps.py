@@ -167,9 +167,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CapsCommand(
-    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES, default_sides=DEFAULT_SIDES, rounds=None,
-    row="model", seconds=SECONDS, settings=settings, table=table, more=add_options,
+    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES, default_sides=DEFAULT_SIDES,
+    seconds=SECONDS, settings=settings, table=table, more=add_options,
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

@@ -112,9 +112,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, default_rows=FIRST, sides=SIDES, default_sides=(OURS,), rounds=None,
+    case=CASE, help=__doc__, rows=ROWS, default_rows=FIRST, sides=SIDES, default_sides=(OURS,),
     tasks=tasks, settings=settings, table=table, alike=True, more=add_options,
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

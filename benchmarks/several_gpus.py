@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.case_command import CaseCommand, known
+from benchmarks.case_command import CaseCommand
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.errors import UserError
@@ -314,7 +314,9 @@ def tasks(args: Namespace) -> list[RowTask]:
             "--device cpu"
         )
     cases = cases_of(args.device)
-    known(args.rows, cases, "case")
+    for name in args.rows:
+        if name not in cases:
+            raise UserError(f"the case {name!r} is not for --device {args.device} (cases: {', '.join(cases)})")
     measured = partial(measure_case, device=args.device, limit=args.timeout)
     return [RowTask({"name": name}, partial(measured, cases[name])) for name in args.rows or cases]
 
@@ -357,10 +359,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(
-    case="several_gpus", help=__doc__, rows={case.name for case in (*CASES, *TINY)}, default_rows=(), rounds=None,
-    row="case", settings=settings, table=table, tasks=tasks, more=add_options,
+    case="several_gpus", help=__doc__, rows={case.name for case in (*CASES, *TINY)}, default_rows=(),
+    settings=settings, table=table, tasks=tasks, more=add_options,
     passed=lambda record: all(row.get("passed") for row in record["rows"]),
 )  # fmt: skip
 
+main = COMMAND.main
+
 if __name__ == "__main__":
-    raise SystemExit(COMMAND.main())
+    raise SystemExit(COMMAND.start())

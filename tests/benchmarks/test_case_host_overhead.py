@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import command, host_overhead, packed_attention
+from benchmarks.cases import Run
 from benchmarks.command import table
 from benchmarks.host_overhead import ARITHMETIC, OVERHEAD_TARGET, LoopSteps, Workload, measure
 from benchmarks.model_shapes import ModelShape
+from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.gaps import covered
 from fastpack_trl.errors import UserError
 
@@ -22,12 +25,13 @@ SHAPE = ModelShape(
         "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "tie_word_embeddings": True,
     },
 )  # fmt: skip
+ONE = Run(rounds=1, threads=1)
 MINIATURE = Workload("miniature", SHAPE, (4, 16), ((32, 1), (32, 2)), bf16=False, rank=2)
 
 
 @pytest.fixture(scope="module")
 def miniature() -> dict[str, Any]:
-    return measure(pairs=1, workload=MINIATURE)
+    return measure(ONE, workload=MINIATURE)
 
 
 def test_a_step_is_its_arithmetic_and_its_overhead(miniature: dict[str, Any]) -> None:
@@ -67,7 +71,7 @@ def test_overhead_is_what_the_arithmetic_leaves() -> None:
 )
 def test_the_target_is_the_overhead_and_that_no_step_is_slower(overhead: float, step: float, missed: bool) -> None:
     ratios = {"overhead": {"median": overhead}, "ratio": {"median": step}}
-    judged = host_overhead._judged({"micro_batches": 1}, ratios, host_overhead.CPU)
+    judged = host_overhead._judged(1, ratios, host_overhead.CPU)
     assert judged == {"target": OVERHEAD_TARGET, "below_target": missed}
 
 
@@ -82,7 +86,7 @@ def _state(trainer: Any) -> tuple[object, ...]:
 
 
 def test_a_trainer_is_left_as_it_was(tmp_path: Path) -> None:
-    with host_overhead.quiet():
+    with quiet():
         for trainer in host_overhead._trainers(MINIATURE, 32, 1, "cpu", 0, str(tmp_path)).values():
             before = _state(trainer)
             first = host_overhead._run(trainer, "cpu")
@@ -105,7 +109,7 @@ def test_covered_is_the_length_of_the_union() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"tokens": [8]}, "longest document"), ({"pairs": 0}, "1 or more"), ({"threads": 0}, "1 or more")],
+    [({"tokens": [8]}, "longest document"), ({"run": Run(rounds=0)}, "rounds=0")],
 )
 def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -114,13 +118,13 @@ def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) ->
 
 def test_options_of_other_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--case", "host_overhead", "--quick"]) == 2
-    assert "--quick does not go with this case" in capsys.readouterr().err
+    assert "--quick does not go with the case" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
 def test_on_cuda_the_profile_counts_kernels_and_the_idle_share() -> None:
     work = Workload("miniature", SHAPE, (4, 16), ((64, 1),), bf16=True, rank=2)
-    (row,) = measure(pairs=1, device="cuda", workload=work)["rows"]
+    (row,) = measure(replace(ONE, device="cuda"), workload=work)["rows"]
     for side in ("stock", "fastpack"):
         gpu = row[side]["gpu"]
         assert gpu["kernels_per_micro_step"] > 100

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, command, packed_attention, steps
+from benchmarks import command, packed_attention, steps
+from benchmarks.cases import Run
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.workload import CPU, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
 from fastpack_trl.bench.environment import limited_threads, quiet
@@ -36,7 +36,7 @@ MINIATURE = Workload(
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
-    return packed_attention.measure(workload=MINIATURE, pairs=2, threads=1)
+    return packed_attention.measure(Run(rounds=2, threads=1), workload=MINIATURE)
 
 
 def test_a_miniature_run_has_the_whole_record(measured: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
 def test_targets_are_those_of_the_default_shapes_on_the_cpu() -> None:
     def judged(tokens: int, ratio: float) -> tuple[float | None, bool | None]:
         row = {"tokens": tokens, "ratio": {"median": ratio}}
-        found = packed_attention._judged(row, PLAIN, CPU)
+        found = packed_attention._target(row, PLAIN, CPU)
         return found["target"], found["below_target"]
 
     assert judged(256, 0.98) == (0.97, False)
@@ -131,7 +131,7 @@ def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.
     monkeypatch.setattr(FastSFTTrainer, "compute_loss", wrong)
     monkeypatch.setattr(packed_attention, "take_turns", timed)
     with pytest.raises(ParityError, match=r"with fastpack and .* with stock"):
-        packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
+        packed_attention.measure(Run(rounds=1, threads=1), workload=MINIATURE)
 
 
 def test_other_rows_fail_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_other_rows_fail_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packed_attention, "make_trainers", other_rows)
     with pytest.raises(ParityError, match="different rows"):
-        packed_attention.measure(workload=MINIATURE, pairs=1, threads=1)
+        packed_attention.measure(Run(rounds=1, threads=1), workload=MINIATURE)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_parity_bounds(ours: float, tokens: int, bf16: bool, passes: bool) -> No
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"pairs": 0}, "pairs=0"),
-        ({"threads": 0}, "threads=0"),
+        ({"run": Run(rounds=0)}, "rounds=0"),
+        ({"run": Run(rounds=1, threads=0)}, "threads=0"),
+        ({"run": Run(rounds=1, seconds=0)}, "seconds=0"),
         ({"tokens": [239]}, "tokens=239 is shorter than the longest document"),
-        ({"device": "tpu"}, "device='tpu'"),
     ],
 )
 def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -> None:
@@ -182,7 +182,7 @@ def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -
 
 @pytest.mark.parametrize(
     ("case", "part"),
-    [("collator", "--liger goes with --case lora"), ("lora", "--liger: no Liger .*leave it out")],
+    [("collator", "--liger does not go with the case"), ("lora", "--liger: no Liger .*leave it out")],
 )
 def test_liger_without_its_case_or_its_device_is_a_user_error(
     case: str, part: str, capsys: pytest.CaptureFixture[str]
@@ -191,10 +191,12 @@ def test_liger_without_its_case_or_its_device_is_a_user_error(
     assert re.search(part, capsys.readouterr().err)
 
 
-def test_cuda_that_is_not_there_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_that_is_not_there_is_a_user_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA device"):
-        packed_attention.measure(device="cuda")
+    assert command.main(["--case", "packed_attention", "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_threads_and_logging_are_as_before(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,12 +247,12 @@ def test_quick_leaves_out_most_lengths_of_the_defaults(
 ) -> None:
     seen: list[tuple[str, int]] = []
 
-    def row(work: Any, setting: Any, tokens: int, *args: Any) -> dict[str, Any]:
+    def row(run: Run, work: Any, setting: Any, tokens: int, *args: Any) -> dict[str, Any]:
         seen.append((setting.name, tokens))
         return dict(measured["rows"][0])
 
     monkeypatch.setattr(packed_attention, "_measure_row", row)
-    packed_attention.measure(quick=True, threads=1)
+    packed_attention.measure(quick=True)
     assert [tokens for name, tokens in seen if name == PLAIN.name] == [256, 512, 1024, 2048, 4096, 8192]
     assert [tokens for name, tokens in seen if name != PLAIN.name] == [2048, 4096]
 
@@ -264,7 +266,8 @@ def test_the_collator_case_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert found["complete"]
     (row,) = found["rows"]
     assert len(row["stock"]["seconds"]) == len(row["fastpack"]["seconds"]) == 2
-    assert row["ratio"]["median"] > 0
+    for statistic in (row["stock"]["tokens_per_second"], row["fastpack"]["tokens_per_second"], row["ratio"]):
+        assert 0 < statistic["low"] <= statistic["median"] <= statistic["high"]
     assert bench("--case", "collator", "--tokens", "256", "--pairs", "2", "--json", str(file)) == 0
     assert "1 finished row(s) taken over" in capsys.readouterr().out
     assert json.loads(file.read_text())["rows"] == [row]
@@ -273,17 +276,23 @@ def test_the_collator_case_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
 def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(command.CASES)
+    assert [line.split()[0] for line in lines] == [*command.CASES, *command.COMMANDS]
+    assert bench() == 0
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ["no case", "packed_attention"]),
+        (["--tokens", "256"], ["no case", "packed_attention"]),
         (["--case", "packed_atention"], ["'packed_atention'", "did you mean 'packed_attention'?"]),
         (["--case", "collator", "--threads", "2"], ["one core"]),
-        (["--case", "collator", "--tokens", "8"], ["tokens_per_row=8"]),
+        (["collator", "--tokens", "8"], ["tokens=8 is shorter"]),
         (["--case", "packed_attention", "--device", "cpu", "--tokens", "8"], ["tokens=8"]),
+        (["--case", "packed_attention", "--device", "cpu", "--layers", "2"], ["--layers does not go with the case"]),
+        (["--case", "attention", "--device", "cpu", "--pairs", "0"], ["rounds=0"]),
+        (["--case", "attention", "--device", "cpu", "--backends", "varlan"], ["did you mean 'varlen'?"]),
+        (["nf4", "nosuch"], ["there is no row 'nosuch'"]),
         (["--case", "collator", "--json", "absent/x.json"], ["absent/x.json", "does not exist"]),
     ],
 )
@@ -297,13 +306,8 @@ def test_a_wrong_argument_is_one_line_and_2(
 
 def test_a_missed_target_is_still_exit_0(monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> None:
     missed = measured | {"rows": [measured["rows"][0] | {"target": 1e9, "below_target": True}]}
-    monkeypatch.setitem(command.CASES, "collator", cases.Case("missed", lambda args: missed))
-    assert (
-        command.run(
-            Namespace(list=False, case="collator", json=None, report=None, out=None, scale=None, rows=None, liger=False)
-        )
-        == 0
-    )
+    monkeypatch.setattr(packed_attention, "measure", lambda run: missed)
+    assert bench("packed_attention", "--device", "cpu") == 0
 
 
 @pytest.mark.parametrize("setting", MINIATURE.settings, ids=lambda setting: setting.name)

@@ -35,10 +35,10 @@ def test_several_cells_have_a_process_each_and_one_record(
 ) -> None:
     monkeypatch.setattr(sys, "executable", forks.python())
     small = ["--pairs", "2", "--layers", "1", "--hidden", "16"]
-    everyday.COMMAND.run(["1x1-full", "2x1-lora", *small, "--json", str(tmp_path / "record.json")])
+    everyday.COMMAND.main(["1x1-full", "2x1-lora", *small, "--json", str(tmp_path / "record.json")])
     record = json.loads((tmp_path / "record.json").read_text())
     assert [row["cell"] for row in record["rows"]] == ["1x1-full", "2x1-lora"]
     assert [row["trained_parameters"] < row["parameters"] for row in record["rows"]] == [False, True]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1x1-full", "2x1-lora"]
     with pytest.raises(UserError, match="1x1-full"):
-        everyday.COMMAND.run(["1x1-ful", "2x1-lora", *small])
+        everyday.COMMAND.main(["1x1-ful", "2x1-lora", *small])

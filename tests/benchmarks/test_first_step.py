@@ -52,5 +52,5 @@ def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:
     assert stock.beyond == {9: pytest.approx(ran[0]["seconds"][3] + 6 * ran[0]["step_seconds"])}
     assert ours.measured == {1: ran[1]["seconds"][1], 2: 0.75, 3: ran[1]["seconds"][3]}
     assert (warm.measured, warm.cache) == ({1: ran[1]["seconds"][1], 3: ran[1]["seconds"][3]}, "warm")
-    COMMAND.run(["--from", str(file), "--plot", str(tmp_path / "first_step.png")])
+    COMMAND.main(["--from", str(file), "--plot", str(tmp_path / "first_step.png")])
     assert (tmp_path / "first_step.png").read_bytes().startswith(b"\x89PNG")

@@ -146,7 +146,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     small = ["tiny", "--caps", "1", "--longest", "256", "--probes", "64", "128", "--seconds", "300"]
     small += ["--json", str(file)]
     monkeypatch.setattr(sys, "executable", forks.python())
-    memory_caps.COMMAND.run([*small, "--sides", "stock"])
+    memory_caps.COMMAND.main([*small, "--sides", "stock"])
     first = json.loads(file.read_text())
     asked: list[Any] = []
 
@@ -159,7 +159,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
         }  # fmt: skip
 
     monkeypatch.setattr(memory_caps, "measure_apart", fails)
-    memory_caps.COMMAND.run([*small, "--sides", OURS, "stock"])
+    memory_caps.COMMAND.main([*small, "--sides", OURS, "stock"])
     both = json.loads(file.read_text())
     assert asked == [("tiny", OURS, {"1": 256})]
     assert both["rows"][0]["sides"]["stock"] == first["rows"][0]["sides"]["stock"]
@@ -171,7 +171,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     (line,) = [line for line in text.splitlines() if line.split()[:2] == ["2", OURS]]
     assert line.split()[2:4] == ["(1,024)", "-"]
     with pytest.raises(UserError, match="'tinny'"):
-        memory_caps.COMMAND.run(["tinny"])
+        memory_caps.COMMAND.main(["tinny"])
 
 
 def test_the_page_names_the_caps_that_time_did_not_reach() -> None:

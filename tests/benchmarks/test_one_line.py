@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.one_line import in_one_line, record_of
+from benchmarks.command import in_one_line, record_of
 from benchmarks.results_folder import RESULTS
 from fastpack_trl.cli.main import EXIT_USER_ERROR
 
@@ -26,16 +26,16 @@ OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
         ("benchmarks.by_itself reload --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.by_itself reload --report /nosuch.json", "'/nosuch.json' cannot be read"),
         ("benchmarks.row_profile --rows nosuch", "there is no row 'nosuch'"),
-        ("benchmarks.memory_caps nosuch", "there is no model 'nosuch'"),
+        ("benchmarks.memory_caps nosuch", "there is no row 'nosuch'"),
         ("benchmarks.captured nosuch", "there is no row 'nosuch'"),
         ("benchmarks.first_step nosuch", "there is no row 'nosuch'"),
-        ("benchmarks.everyday nosuch", "there is no cell 'nosuch'"),
+        ("benchmarks.everyday nosuch", "there is no row 'nosuch'"),
         ("benchmarks.equal_memory", "it needs a CUDA device"),
         ("benchmarks.fp8_products --model nosuch", "there is no model 'nosuch'"),
         ("benchmarks.fp8_products", "torch sees no CUDA device, and these shapes are for one: give --model small"),
         (f"benchmarks.fp8_products --report {OTHER}", "is a record of nf4: name one of fp8_products"),
         ("benchmarks.several_gpus", "torch sees 0 CUDA devices, and 2 are needed"),
-        ("benchmarks.several_gpus --cases nosuch", "there is no case 'nosuch'"),
+        ("benchmarks.several_gpus --cases nosuch", "there is no row 'nosuch'"),
     ],
 )
 def test_a_wrong_command_ends_in_one_line(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import lora, side_turns
+from benchmarks.cases import Run
 from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
 from fastpack_trl.bench import baselines, result_file
@@ -238,7 +239,7 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     monkeypatch.setattr(lora, "measure_in_turns", turns)
     before = torch._dynamo.config.recompile_limit
     with pytest.raises(KeyboardInterrupt):
-        lora.row_task(LoraModel("small", "fp32"), 64, 1, 1, False, "cpu", 0).measure(60.0)
+        lora.row_task(Run(rounds=1), LoraModel("small", "fp32"), 64, 1, False).measure(60.0)
     assert limits == [baselines.RECOMPILES]
     assert torch._dynamo.config.recompile_limit == before
 
@@ -247,9 +248,3 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     for device in ("cuda", "cpu"):
         baselines.whole_row_attention(None, device)
     assert asked == ["varlen", "auto"]
-
-
-@pytest.mark.parametrize("given", [{"rounds": 0}, {"threads": 0}, {"seconds": 0.0}])
-def test_lora_steps_without_rounds_threads_or_time_are_a_user_error(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="each must be above 0"):
-        lora.measure({"small": LoraModel("small", "fp32")}, **given)

@@ -151,17 +151,17 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
     monkeypatch.setattr(side_by_side, "OwnProcess", lambda *args, **options: answer)
     file = tmp_path / "sides.json"
     for sides in (["stock", "stock compiled"], ["stock", "stock compiled", "fastpack"]):
-        assert COMMAND.run([SMALL.name, "--sides", *sides, "--rounds", "1", "--json", str(file)]) == 0
+        assert COMMAND.main([SMALL.name, "--sides", *sides, "--rounds", "1", "--json", str(file)]) == 0
     assert asked == ["stock", "stock compiled", "fastpack"]
     assert "OutOfMemoryError: too large" in table(json.loads(file.read_text()))
     pytest.importorskip("matplotlib")
-    COMMAND.run(["--report", str(file), "--plot", str(tmp_path / "sides.png")])
+    COMMAND.main(["--report", str(file), "--plot", str(tmp_path / "sides.png")])
     assert (tmp_path / "sides.png").read_bytes().startswith(b"\x89PNG")
     for wrong in (["smal lora 512"], [SMALL.name, "--sides", "stok"]):
         with pytest.raises(UserError, match="there is no"):
-            COMMAND.run(wrong)
+            COMMAND.main(wrong)
     with pytest.raises(UserError, match="give --unsloth PYTHON"):
-        COMMAND.run([SMALL.name, "--sides", "unsloth"])
+        COMMAND.main([SMALL.name, "--sides", "unsloth"])
 
 
 def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
