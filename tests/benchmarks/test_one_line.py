@@ -35,7 +35,7 @@ OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
         ("benchmarks.fp8_products", "torch sees no CUDA device, and these shapes are for one: give --model small"),
         (f"benchmarks.fp8_products --report {OTHER}", "is a record of nf4: name one of fp8_products"),
         ("benchmarks.several_gpus", "torch sees 0 CUDA devices, and 2 are needed"),
-        ("benchmarks.several_gpus --cases nosuch", "there is no row 'nosuch'"),
+        ("benchmarks.several_gpus --rows nosuch", "there is no row 'nosuch'"),
     ],
 )
 def test_a_wrong_command_ends_in_one_line(
