@@ -97,8 +97,8 @@ def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
     assert "target" not in out
     assert "1 thread of" in out
     assert f"torch {torch.__version__}" in out
-    assert "(50.0%)" in out  # what an interval of two pairs covers
-    assert "data  forward  backward  optimizer" in out
+    assert ", 50.0%)" in out  # what an interval of two pairs covers
+    assert "data, ms | forward, ms | backward, ms | optimizer, ms" in out
     busy = command.table(measured | {"rows": [first | {"other_load": 0.8}]})
     assert "128 tokens: other processes kept 0.8 cores busy" in busy
     assert "other processes" not in command.table(measured | {"rows": [first | {"other_load": None}]})
