@@ -150,14 +150,13 @@ def lora_table(name: str, record: Record) -> str:
     versions, settings = record["versions"], record["settings"]
     found = _timed(record)
     timed = [row for row, _ in found]
-    liger = any(_ran(row, "tuned_liger") for row in timed)
-    sides = ("stock", "tuned_liger" if liger else "tuned", "fastpack", "fastpack_plan")
+    sides = ("stock", "tuned", "fastpack", "fastpack_plan")
     setting = "; ".join(dict.fromkeys(row["setting"] for row in timed))
     peak = settings.get("measured_matmul_tflops")
     head = (
         f"**Training steps with LoRA: {setting}; {device_of(record)}.** Rank 16 on all "
         "projections, random weights, packed source text, the packed attention of this package on every side. Four "
-        f"values are: *stock* / *compiled* (stock, its layers compiled by accelerate{', with Liger' * liger}) / "
+        f"values are: *stock* / *compiled* (stock, its layers compiled by accelerate) / "
         "*fastpack* (stock's checkpoint setting, layers compiled) / *plan* (fastpack, every field at its default, "
         "recompute as the memory asks)."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -178,17 +177,6 @@ def test_parity_bounds(ours: float, tokens: int, bf16: bool, passes: bool) -> No
 def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], part: str) -> None:
     with pytest.raises(UserError, match=part):
         packed_attention.measure(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("case", "part"),
-    [("collator", "--liger does not go with the case"), ("lora", "--liger: no Liger .*leave it out")],
-)
-def test_liger_without_its_case_or_its_device_is_a_user_error(
-    case: str, part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--case", case, "--device", "cpu", "--liger"]) == 2
-    assert re.search(part, capsys.readouterr().err)
 
 
 def test_cuda_that_is_not_there_is_a_user_error(
