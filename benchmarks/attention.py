@@ -184,7 +184,7 @@ def measure(
     """Time every backend in turn, forward and backward, after each has been compared with float64.
 
     Args:
-        run: on CUDA times are the device's, with a cold cache.
+        run: on CUDA the cache is cold; what launches slowly is timed with the host's gaps.
         tokens: row lengths; by default those of the plan.
         backends: only these. flex compiles for each kind of layer, which can take most of the seconds.
         plan: other layers; `CPU` or `CUDA` by default.
