@@ -139,7 +139,8 @@ def time_calls(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return the seconds of each call, round by round in turns, and why others failed.
 
-    On CUDA a call is recorded into a graph and replayed: the device alone, no launch waits for the host.
+    On CUDA a call is recorded into a graph and replayed: the device alone, no launch waits for the host. Each time has
+    the graph's own launch in it, about 5 us on an H100.
     """
     ready: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}

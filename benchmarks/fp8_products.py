@@ -5,7 +5,8 @@ itself. Frozen weights are quantised beforehand. Hopper reads both operands of a
 backward needs the transposed weight: kept as a second layout, or made per use. A scale per row of W lies along
 backward's contraction: it is multiplied into dy before dy is quantised, and both directions use the same FP8 values.
 
-The sides take turns. On CUDA a layer is a graph, replayed with a cold cache: the device alone. Errors are against float64, of some rows.
+The sides take turns. On CUDA a layer is a graph, replayed with a cold cache: the device alone. Errors are against
+float64, of some rows.
 """
 
 from __future__ import annotations
