@@ -15,8 +15,8 @@ from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, 
 from benchmarks.cases import Run, known
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
-from benchmarks.row_loop import RowTask
 from benchmarks.side_turns import largest_memory
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt

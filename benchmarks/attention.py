@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import Run, known, row_lengths, seconds_of
-from benchmarks.row_loop import RowTask
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import attention_pairs

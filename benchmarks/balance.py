@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.command import in_one_line
 from benchmarks.document_lengths import (
     CHAT_SIGMA,
     HISTOGRAMS,
@@ -35,7 +36,6 @@ from benchmarks.document_lengths import (
     Lengths,
     pack,
 )
-from benchmarks.one_line import in_one_line
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.record import check_writable, make_record, write_json

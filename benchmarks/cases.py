@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.row_loop import RowTask, run_rows
 from fastpack_trl.bench.environment import limited_threads, quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.device_memory import PeakMemory, free_memory
 from fastpack_trl.measure.failures import attempt

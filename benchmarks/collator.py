@@ -14,7 +14,7 @@ from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from benchmarks.cases import Run, row_lengths
-from benchmarks.row_loop import RowTask
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.intervals import median_interval

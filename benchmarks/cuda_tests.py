@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.one_line import in_one_line
+from benchmarks.command import in_one_line
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import make_record, write_json

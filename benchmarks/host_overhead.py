@@ -15,12 +15,11 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.cases import Run, row_lengths
-from benchmarks.gpu_profile import GpuProfile
-from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, LoopSteps, LoopWatch
+from benchmarks.loop_steps import ARITHMETIC, WARMUP_STEPS, GpuProfile, LoopSteps, LoopWatch
 from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from benchmarks.packed_attention import ParityError, check_parity, refuse_several_devices
-from benchmarks.row_loop import RowTask
 from benchmarks.workload import OURS, STOCK, Setting, make_tokenizer, random_documents, trainer_arguments
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.intervals import median_interval, ratio_summary, summary

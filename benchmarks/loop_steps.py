@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
 
-from benchmarks.gpu_profile import GpuProfile
-from benchmarks.instruments import instrument
+from benchmarks.steps import instrument
+from fastpack_trl.bench.gaps import covered
+from fastpack_trl.bench.run_watch import device_events
 
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+"""Calls of the runtime in which the host does nothing but wait."""
 ARITHMETIC = ("forward", "backward", "clipping", "optimizer")
 WARMUP_STEPS = 2
 """The first steps of a run; not timed."""
@@ -156,3 +161,40 @@ class LoopWatch(TrainerCallback):
             self.steps.total, self.steps.tokens = now - self._start, self._tokens
             if self.profile is not None:
                 self.profile.stop(now - self._start)
+
+
+class GpuProfile:
+    """A profile between `start` and `stop`, both to be called when the device has finished its work."""
+
+    def __init__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        self._window = 0.0
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self, seconds: float) -> None:
+        """End the profile, whose window was that many seconds of the host."""
+        self._profile.stop()
+        self._window = seconds
+
+    def figures(self, micro_steps: int) -> dict[str, Any]:
+        """Return, per micro-step, kernels launched, busy seconds of the device, host microseconds outside of waits.
+
+        The host is slower under the profiler, on all sides alike.
+        """
+        events = list(self._profile.events() or ())
+        on_device = device_events(events)
+        copies = [event for event in on_device if event.name.startswith(("Memcpy", "Memset"))]
+        waits = [event for event in events if event.device_type == DeviceType.CPU and event.name in _WAITS]
+        busy, waited = (
+            covered((event.time_range.start, event.time_range.end) for event in some) for some in (on_device, waits)
+        )
+        return {
+            "micro_steps": micro_steps,
+            "kernels_per_micro_step": (len(on_device) - len(copies)) / micro_steps,
+            "copies_per_micro_step": len(copies) / micro_steps,
+            "waits_per_micro_step": len(waits) / micro_steps,
+            "busy_seconds_per_micro_step": busy / 1e6 / micro_steps,
+            "host_microseconds_per_micro_step": (self._window * 1e6 - waited) / micro_steps,
+        }

@@ -21,7 +21,6 @@ from benchmarks.cases import LEAST_ROUNDS, Run, known, row_lengths
 from benchmarks.launches import count_launches
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
 from benchmarks.model_shapes import PAD, shape_of
-from benchmarks.row_loop import RowTask
 from benchmarks.side_turns import SideTurns, largest_memory, measure_in_turns
 from benchmarks.steps import SteppedTrainer, document_tokens, side_figures
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
@@ -32,6 +31,7 @@ from fastpack_trl.bench.baselines import (
     compiled_regions,
     whole_row_attention,
 )
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.measure.flops import attention_pairs, model_flops
 from fastpack_trl.measure.timing import CudaClock, clock_of

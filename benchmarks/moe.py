@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from benchmarks.attention import document_lengths
 from benchmarks.cases import Pass, Run, known, row_lengths, summaries
 from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SMALL, STOCK, make_model, routing, saved_bytes, sides
-from benchmarks.row_loop import RowTask
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.timing import clock_of

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Run, row_lengths
-from benchmarks.row_loop import RowTask
 from benchmarks.steps import Step, SteppedTrainer, side_figures
 from benchmarks.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.record import OtherLoad

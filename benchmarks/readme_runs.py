@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import grid, made_by, record_of
-from benchmarks.side_by_side import FIRST
 from benchmarks.side_table import cells, peak_cell, times, work
+from benchmarks.training_rows import FIRST
 from fastpack_trl.bench.views import device_of
 
 WORK = {

@@ -122,7 +122,7 @@ _COMMANDS: dict[str, Callable[[Record], str]] = {
     "everyday": lambda record: "python -m benchmarks.everyday --json FILE",
     "balance": lambda record: "python -m benchmarks.balance --json FILE",
     "nf4": lambda record: "python -m benchmarks.nf4 --json FILE",
-    "several_gpus": lambda record: "python benchmarks/several_gpus.py --json FILE",
+    "several_gpus": lambda record: "python -m benchmarks.several_gpus --json FILE",
     "fp8_products": lambda record: "python -m benchmarks.fp8_products --json FILE",
     "fp8_steps": lambda record: f"python -m benchmarks.fp8_steps --rows {_rows_of(record)} --json FILE",
     "fp8_accuracy": lambda record: (

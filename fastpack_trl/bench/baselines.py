@@ -17,7 +17,7 @@ from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.trainer import FastSFTTrainer
 
-STOCK, TUNED, REBUILD, OURS, PLANNED = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
+STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """Fields with which a side recomputes as `gradient_checkpointing` says, as stock does."""
 RECOMPILES = 64
@@ -47,8 +47,8 @@ class SideRecipe:
     report: bool = False
 
 
-def plan_of(name: str, device: str) -> SideRecipe:
-    """Return a side by its name.
+def recipe_of(name: str) -> SideRecipe:
+    """Return the recipe of a side of `SIDES`.
 
     - ``stock``: `trl.SFTTrainer` as installed, as the configuration says.
     - ``tuned``: the same with flash-attn where it is installed, Liger's kernels where they load, and decoder layers
@@ -57,11 +57,8 @@ def plan_of(name: str, device: str) -> SideRecipe:
     - ``fastpack``: `FastSFTTrainer`, which recomputes what `gradient_checkpointing` says, as stock.
     - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks, and
       of that has what the other sides leave free; in a process of its own (``--isolate``) all of it.
-
-    Raises:
-        KeyError: another name.
     """
-    liger = {} if liger_missing(device) else {"use_liger_kernel": True}
+    liger = {} if liger_missing("cuda" if torch.cuda.is_available() else "cpu") else {"use_liger_kernel": True}
     return {
         STOCK: SideRecipe(SFTTrainer, SFTConfig),
         TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
@@ -69,9 +66,6 @@ def plan_of(name: str, device: str) -> SideRecipe:
         OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
         PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig, report=True),
     }[name]
-
-
-SIDES = (STOCK, TUNED, REBUILD, OURS, PLANNED)
 
 
 def liger_missing(device: str) -> str:

@@ -30,6 +30,16 @@ def tolerance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
 
 
+def gate_of(steps: Sequence[Mapping[str, float]], dtype: torch.dtype, dropout: bool) -> dict[str, Any]:
+    """Return the gate for a record: the losses of its steps by side, and what was allowed."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tolerance": tolerance(dtype),
+        "steps": list(steps),
+        "dropout": "off in these steps" if dropout else "none",
+    }
+
+
 def check_batches(digests: Mapping[str, str], step: int) -> None:
     """Check that all sides were given the same micro-batches.
 
@@ -76,15 +86,12 @@ def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
         Whether there was any dropout.
     """
     changed: list[tuple[Any, str, float]] = []
-    for model in models:
-        for module in model.modules():
-            fields = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS
-            for name in fields:
-                value = getattr(module, name, None)
-                if isinstance(value, float) and value > 0:
-                    changed.append((module, name, value))
-    for module, name, _ in changed:
-        setattr(module, name, 0.0)
+    for module in (module for model in models for module in model.modules()):
+        for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
+            value = getattr(module, name, None)
+            if isinstance(value, float) and value > 0:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
     try:
         yield bool(changed)
     finally:

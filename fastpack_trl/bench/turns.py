@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from fastpack_trl.errors import UserError
 
@@ -27,25 +27,19 @@ class _Ended(BaseException):
 
 
 class ProcessState:
-    """State that trainings of one process share and would disturb: random numbers, accelerate's flags.
-
-    Args:
-        trainer: whose accelerator holds the flags (sync of gradients, the loader that is being read).
-    """
+    """State that trainings of one process share and would disturb: random numbers, accelerate's flags."""
 
     def __init__(self, trainer: Any) -> None:
-        self._flags = trainer.accelerator.gradient_state.__dict__
+        self._flags = trainer.accelerator.gradient_state.__dict__  # sync of gradients, the loader that is being read
         self._device = torch.device(trainer.args.device)
         self.capture()
 
     def capture(self) -> None:
-        """Keep the state as it is now."""
         self._kept_flags = dict(self._flags)
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the global one
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Restore what was kept."""
         self._flags.clear()
         self._flags.update(self._kept_flags)
         python, numpy, cpu = self._random
@@ -86,31 +80,24 @@ class Training(TrainerCallback):
         self._thread = threading.Thread(target=self._train, daemon=True)
 
     def begin(self) -> None:
-        """Start `train` and let it run up to its first step.
-
-        Raises:
-            BaseException: what it raised.
-        """
+        """Start `train` and let it run up to its first step; raise what it raises."""
         self._thread.start()
         self._wait()
         self._state.capture()
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers of the next step."""
-        from transformers import set_seed
-
         set_seed(seed)
         self._state.capture()
 
     def advance(self, inside: AbstractContextManager[Any] | None = None) -> None:
-        """Run one optimizer step.
+        """Run one optimizer step; raise what it raises.
 
         Args:
             inside: entered in the training's thread when the step begins, left when it ends.
 
         Raises:
             UserError: training ended by itself.
-            BaseException: what the step raised.
         """
         self._inside = inside if inside is not None else contextlib.nullcontext()
         self._state.restore()

@@ -16,8 +16,9 @@ from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, wi
 from benchmarks.readme_runs import WORK
 from benchmarks.record_commands import begun
 from benchmarks.results_folder import RESULTS, load_results
-from benchmarks.side_by_side import DEFAULT_SIDES, FIRST
+from benchmarks.side_by_side import DEFAULT_SIDES
 from benchmarks.side_table import cells, peak_cell, slower
+from benchmarks.training_rows import FIRST
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora, row_loop, side_turns
+from benchmarks import lora, side_turns
 from benchmarks.cases import Run
 from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
-from benchmarks.row_loop import RowTask, run_rows
-from fastpack_trl.bench import baselines
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench import baselines, result_file
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
@@ -126,7 +125,7 @@ def test_a_loud_error_ends_the_run_and_keeps_the_file(tmp_path: Path) -> None:
 
 def test_the_budget_is_shared_by_the_rows_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 0.0, 40.0, 40.0, 61.0, 61.0])
-    monkeypatch.setattr(row_loop.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(result_file.time, "perf_counter", lambda: next(now))
     rows = Rows("a", "b", "c")
     found = run(rows)
     assert rows.shares == [20.0, 10.0]
@@ -136,7 +135,7 @@ def test_the_budget_is_shared_by_the_rows_that_wait(monkeypatch: pytest.MonkeyPa
 
 def test_rows_that_are_alike_are_not_begun_without_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 0.0, 40.0, 40.0])
-    monkeypatch.setattr(row_loop.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(result_file.time, "perf_counter", lambda: next(now))
     rows = Rows("a", "b")
     found = run(rows, alike=True)
     assert rows.calls == ["a"]
