@@ -1,9 +1,9 @@
 """Attention alone: forward and backward of every backend that loads, on packed rows of real document lengths.
 
-Each backend is first compared with float64 on a small row (`check`). Rates are counted by three conventions, all named
-in the record. ``full_square``: every pair of tokens of a document, as torch counts its own attention; ``causal_half``:
-half of that, as flash-attention papers count; ``attended``: the pairs that the mask lets through, the window included.
-A pair costs ``4 * head_dim`` operations per head forward (two products) and ``10 * head_dim`` backward (five).
+Each backend is first compared with float64 on a small row (`check`). Rates are counted by two conventions, named in the
+record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention papers count; ``attended``: the
+pairs that the mask lets through, the window included. A pair costs ``4 * head_dim`` operations per head forward (two
+products) and ``10 * head_dim`` backward (five).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.flops import attention_pairs
 from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.masks import dense_mask
@@ -34,8 +36,7 @@ DEFAULTS = Run(rounds=9)
 FORWARD_PER_PAIR, BACKWARD_PER_PAIR = 4, 10  # operations per head and per unit of head_dim
 DOCUMENTS: dict[str, int | None] = {"short": 150, "medium": 1500, "row": None}
 """Mean tokens per document; None: one document as long as the row."""
-CUDNN = "cudnn_varlen"
-NAMES = (*BACKENDS, CUDNN)
+NAMES = tuple(BACKENDS)
 TIMES_BUDGET = 2.0
 """A backend may be this many times as far from float64 as dense attention in the same dtype is."""
 GATE_LENGTHS, GATE_WINDOW, GATE_SEEDS = (1, 77, 160, 62), 40, 4
@@ -72,21 +73,13 @@ class Layer:
     @property
     def features(self) -> ModelFeatures:
         """Return the facts that a chooser would read from a model with this layer."""
-        cuda = self.device == "cuda"
         return ModelFeatures(
-            model_type="bench",
-            implementation="eager" if self.heads.sinks else "sdpa",  # stock sdpa knows no sinks
-            device_type=self.device,
-            windows=frozenset(() if self.window is None else (self.window,)),
-            sinks=self.heads.sinks,
-            softcap=False,
-            dropout=0.0,
-            num_heads=self.heads.heads,
-            head_dim=self.heads.head_dim,
-            compute_dtype=self.dtype,
-            capability=torch.cuda.get_device_capability() if cuda else None,
-            gap="",
-        )
+            model_type="bench", implementation="eager" if self.heads.sinks else "sdpa",  # stock sdpa knows no sinks
+            device_type=self.device, windows=frozenset(() if self.window is None else (self.window,)),
+            sinks=self.heads.sinks, softcap=False, dropout=0.0, num_heads=self.heads.heads,
+            head_dim=self.heads.head_dim, compute_dtype=self.dtype, gap="",
+            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
+        )  # fmt: skip
 
     @property
     def scale(self) -> float:
@@ -141,46 +134,34 @@ class Configuration:
 
     def pairs(self) -> dict[str, float]:
         """Return the pairs of tokens by convention."""
-        square = float(sum(length**2 for length in self.lengths))
-        window = self.layer.window or self.tokens
-        attended = 0
-        for length in self.lengths:
-            seen = min(length, window)
-            attended += seen * (seen + 1) // 2 + (length - seen) * seen
-        return {"full_square": square, "causal_half": square / 2, "attended": float(attended)}
+        window = self.layer.window
+        diagonal = sum(min(length, window or length) for length in self.lengths) / 2
+        return {
+            "causal_half": attention_pairs(self.lengths),
+            "attended": attention_pairs(self.lengths, window) + diagonal,
+        }
 
     def describe(self) -> dict[str, Any]:
-        heads = self.layer.heads
-        dtype = str(self.layer.dtype).removeprefix("torch.")
+        heads, dtype = self.layer.heads, str(self.layer.dtype).removeprefix("torch.")
         return {
-            "setting": f"{self.tokens:,} tokens, {heads}, {dtype}",
-            "tokens": self.tokens,
-            "heads": heads.heads,
-            "kv_heads": heads.kv_heads,
-            "head_dim": heads.head_dim,
-            "sinks": heads.sinks,
-            "dtype": dtype,
-            "window": self.layer.window,
-            "documents": self.documents,
-            "lengths": list(self.lengths),
+            "setting": f"{self.tokens:,} tokens, {heads}, {dtype}", "tokens": self.tokens, **asdict(heads),
+            "dtype": dtype, "window": self.layer.window, "documents": self.documents, "lengths": list(self.lengths),
             "pairs": self.pairs(),
-        }
+        }  # fmt: skip
 
 
 def configurations(plan: Grid, device: str, seed: int) -> list[Configuration]:
     """Return all rows of a plan in the order in which they are measured, without windows that no document exceeds."""
     found = []
-    for tokens in plan.tokens:
-        for heads in plan.layers:
-            for dtype in plan.dtypes:
-                for documents, mean in DOCUMENTS.items():
-                    lengths = document_lengths(tokens, mean, seed)
-                    if documents != "row" and len(lengths) == 1:
-                        continue  # the same as the row itself
-                    for window in plan.windows:
-                        if window is None or window < max(lengths):
-                            layer = Layer(heads, window, dtype, device)
-                            found.append(Configuration(layer, tokens, documents, lengths))
+    for tokens, heads, dtype in product(plan.tokens, plan.layers, plan.dtypes):
+        for documents, mean in DOCUMENTS.items():
+            lengths = document_lengths(tokens, mean, seed)
+            if documents != "row" and len(lengths) == 1:
+                continue  # the same as the row itself
+            found += [
+                Configuration(Layer(heads, window, dtype, device), tokens, documents, lengths)
+                for window in plan.windows if window is None or window < max(lengths)
+            ]  # fmt: skip
     return found
 
 
@@ -203,7 +184,7 @@ def measure(
     """Time every backend in turn, forward and backward, after each has been compared with float64.
 
     Args:
-        run: on CUDA times are the device's, with a cold cache.
+        run: on CUDA the cache is cold; what launches slowly is timed with the host's gaps.
         tokens: row lengths; by default those of the plan.
         backends: only these. flex compiles for each kind of layer, which can take most of the seconds.
         plan: other layers; `CPU` or `CUDA` by default.
@@ -230,8 +211,7 @@ def measure(
         "flops": {
             "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
             "backward": f"{BACKWARD_PER_PAIR} * heads * head_dim * pairs",
-            "full_square": "pairs: sum of squared document lengths",
-            "causal_half": "pairs: half of full_square",
+            "causal_half": "pairs: half of the sum of squared document lengths",
             "attended": "pairs: those that mask and window let through",
         },
         "gate": f"within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
@@ -252,7 +232,7 @@ def _measure_row(
     backends: dict[str, dict[str, Any]] = {}
     sides = {}
     for name in names:
-        reason = refusal(name, layer)
+        reason = BACKENDS[name].refuses(layer.features)
         if reason:
             backends[name] = {"refused": reason}
             continue
@@ -296,14 +276,11 @@ def _times(
 def _rates(configuration: Configuration, per_pair: int, seconds: Sequence[float]) -> dict[str, Any]:
     heads = configuration.layer.heads
     taken = median_interval(seconds)
-    rates: dict[str, Any] = {}
+    rates = {}
     for convention, pairs in configuration.pairs().items():
         operations = per_pair * heads.heads * heads.head_dim * pairs / 1e12
-        rates[convention] = {
-            "median": operations / taken.median,
-            "low": operations / taken.high,
-            "high": operations / taken.low,
-        }
+        ends = {"median": taken.median, "low": taken.high, "high": taken.low}
+        rates[convention] = {end: operations / value for end, value in ends.items()}
     return {"seconds": summary(seconds), "tflops": rates}
 
 
@@ -320,19 +297,6 @@ def _compiling() -> Iterator[None]:
         yield
 
 
-def refusal(name: str, layer: Layer) -> str:
-    """Return why a backend is not tried for a layer; empty if it is."""
-    if name != CUDNN:
-        return BACKENDS[name].refuses(layer.features)
-    reasons = {
-        f"needs CUDA, this is {layer.device}": layer.device != "cuda",
-        f"needs bf16 or fp16, not {layer.dtype}": layer.dtype not in (torch.bfloat16, torch.float16),
-        "has no window: torch's operator takes none": layer.window is not None,
-        "has no sinks": layer.heads.sinks,
-    }
-    return next((f"{CUDNN} {reason}" for reason, holds in reasons.items() if holds), "")
-
-
 def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
     """Return the call that runs per layer and step; masks and metadata are made here, once, as in training.
 
@@ -341,8 +305,6 @@ def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
         layer: its heads, window, dtype and device.
         batch: the documents, on the layer's device.
     """
-    if name == CUDNN:
-        return partial(_cudnn, batch.cu_seqlens, batch.max_seqlen, layer.scale)
     prepared = BACKENDS[name].prepare(batch, layer.features, torch.device(layer.device))
     module = _stock_module(layer) if name == "sdpa" else None
 
@@ -379,15 +341,6 @@ def _stock_module(layer: Layer) -> Any:
             self.num_key_value_groups = heads.heads // heads.kv_heads
 
     return Module()
-
-
-def _cudnn(cu_seqlens: Tensor, max_seqlen: int, scale: float, inputs: list[Tensor]) -> Tensor:
-    """Run cuDNN's attention over ragged rows, through the operator that torch's nested tensors use."""
-    tokens = [tensor[0].transpose(0, 1).contiguous() for tensor in inputs]
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(
-        *tokens, None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, True, 0.0, True, False, scale=scale
-    )[0]
-    return out[None]
 
 
 def dense(layer: Layer, batch: PackedBatch, inputs: list[Tensor]) -> Tensor:

@@ -234,14 +234,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
     no_checkpointing = {"dest": "checkpointing", "action": "store_false", "default": None}
     add("--no-checkpointing", **no_checkpointing, help="lora, moe: no gradient checkpointing on any side")
-    add("--liger", action="store_true", default=None, help="lora: Liger's kernels in the compiled stock side (CUDA)")
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
 
 
 _OF_CASES = {
     "rows": "--model", "tokens": "--tokens", "quick": "--quick", "backends": "--backends", "layers": "--layers",
-    "checkpointing": "--no-checkpointing", "liger": "--liger",
+    "checkpointing": "--no-checkpointing",
 }  # fmt: skip
 """Options that only some cases have, by the parameter of their `measure`."""
 

@@ -30,13 +30,14 @@ def _of_kind(record: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return Markdown: what is decided, a table of layers, one of errors and one of parts."""
+    """Return Markdown: what is decided, a table of layers and one of errors; of older records also one of parts."""
     lines = [layers_table(record)]
     lines += ["", "| relative error, forward / dX | outliers | of | of the worst row |", "| --- | --- | --- | --- |"]
     for row in _of_kind(record, "errors"):
         lines += list(_errors(row))
-    lines += ["", "| projection | part | us |", "| --- | --- | ---: |"]
-    for row in _of_kind(record, "parts"):
+    parts = _of_kind(record, "parts")
+    lines += ["", "| projection | part | us |", "| --- | --- | ---: |"] if parts else []
+    for row in parts:
         for part, found in row["parts"].items():
             time = found["failed"] if "failed" in found else f"{found['seconds']['median'] * 1e6:,.1f}"
             lines.append(f"| {row['setting']}, {row['shape'][0]} x {row['shape'][1]} | {part} | {time} |")

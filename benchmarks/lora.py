@@ -19,7 +19,6 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.cases import LEAST_ROUNDS, Run, known, row_lengths
 from benchmarks.launches import count_launches
-from benchmarks.liger_side import liger_kernels
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
 from benchmarks.model_shapes import PAD, shape_of
 from benchmarks.side_turns import SideTurns, largest_memory, measure_in_turns
@@ -30,20 +29,18 @@ from fastpack_trl.bench.baselines import (
     RECOMPILES,
     compiled_path,
     compiled_regions,
-    liger_missing,
     whole_row_attention,
 )
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import attention_pairs, model_flops
 from fastpack_trl.measure.timing import CudaClock, clock_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
 DEFAULTS = Run(rounds=9)
-COMPILED, LIGER, PLANNED = "tuned", "tuned_liger", "fastpack_plan"
-SIDES, LIGER_SIDES = (STOCK, COMPILED, OURS, PLANNED), (STOCK, LIGER, OURS, PLANNED)
+COMPILED, PLANNED = "tuned", "fastpack_plan"
+SIDES = (STOCK, COMPILED, OURS, PLANNED)
 TOKENS = (2048, 4096, 8192)
 WARMUP = 5
 LOSS_TOLERANCE = 0.01
@@ -54,16 +51,14 @@ PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A10
 
 def measure(
     run: Run = DEFAULTS, *, rows: Sequence[str] | None = None, tokens: Sequence[int] | None = None,
-    layers: int | None = None, checkpointing: bool = True, liger: bool = False,
+    layers: int | None = None, checkpointing: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Time whole training steps of each side in turn.
 
     ``stock``: `trl.SFTTrainer` with PEFT as installed, but with the packed attention of this package, so that the
     attention is no difference. ``tuned``: the same, its decoder layers compiled by accelerate (``torch_compile=True``,
-    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse. ``tuned_liger``, in its
-    place with `liger`: both, Liger's RMSNorm, rotary embedding and SwiGLU in the compiled layers, as
-    ``use_liger_kernel=True`` gives them. Not beside ``tuned``, which then launches as many kernels as stock (torch
-    2.11): both share their functions, and a function whose tracing failed once is not compiled again.
+    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1``), which fuses what Liger's kernels fuse (those are a side of
+    `benchmarks.side_by_side`, in a process of its own).
     ``fastpack``: `FastSFTTrainer` with ``activation_memory="off"``, so that what is recomputed is no difference either.
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
 
@@ -73,23 +68,19 @@ def measure(
         tokens: row lengths; one row per step.
         layers: only so many decoder layers; stated in the row.
         checkpointing: TRL's gradient checkpointing, on every side or on none.
-        liger: Liger's kernels in the compiled side.
 
     Returns:
         A record; a row has ``sides`` with seconds, phases, losses, memory, launches and MFU, and ``ratios``: seconds of
         each other side / seconds of fastpack, round by round. The first side that runs says what the losses are.
 
     Raises:
-        UserError: an unknown model; Liger is not installed, or there is no GPU for it.
+        UserError: an unknown model.
     """
-    if liger and (reason := liger_missing(run.device)):
-        raise UserError(f"--liger: {reason}; pip install 'fastpack-trl[liger]' and use --device cuda, or leave it out")
     cuda = run.device == "cuda"
     models = known("LoRA model", rows or (["qwen3-0.6b", "qwen3-8b", "qwen3-14b"] if cuda else ["small"]), list(MODELS))
-    sides = LIGER_SIDES if liger else SIDES
     peak = measured_tflops() if cuda else None
     tasks = [
-        row_task(run, MODELS[name], length, layers, checkpointing, sides, peak)
+        row_task(run, MODELS[name], length, layers, checkpointing, peak)
         for name in models
         for length in row_lengths(tokens, TOKENS)
     ]
@@ -98,7 +89,7 @@ def measure(
         "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "target_modules": list(PROJECTIONS)},
         "warmup_steps": WARMUP,
         "recompile_limit": RECOMPILES,
-        "sides": list(sides),
+        "sides": list(SIDES),
         "checkpointing": checkpointing,
         "loss_tolerance": LOSS_TOLERANCE,
     }
@@ -106,20 +97,20 @@ def measure(
 
 
 def row_task(
-    run: Run, model: LoraModel, tokens: int, layers: int | None, checkpointing: bool, sides: tuple[str, ...] = SIDES,
-    peak: float | None = None, backend: str = "inductor",
+    run: Run, model: LoraModel, tokens: int, layers: int | None, checkpointing: bool, peak: float | None = None,
+    backend: str = "inductor",
 ) -> RowTask:  # fmt: skip
     """Return the row of a model and a length; `peak` in TFLOP/s, `backend` of the compiled side, else as `measure`."""
     shape = shape_of(model.shape).cut_to(layers)
     policy = "checkpointing" if checkpointing else "no checkpointing"
     title = f"{model.name}, {shape.layers} of {shape.published_layers} layers, bf16 autocast, {policy}"
     label = {"setting": title, "model": model.shape, "tokens": tokens, "layers": shape.layers}
-    return RowTask(label, partial(_measure_row, run, model, tokens, layers, checkpointing, sides, peak, backend))
+    return RowTask(label, partial(_measure_row, run, model, tokens, layers, checkpointing, peak, backend))
 
 
 def _measure_row(
-    run: Run, model: LoraModel, tokens: int, layers: int | None, checkpointing: bool, names: tuple[str, ...],
-    peak: float | None, backend: str, seconds: float,
+    run: Run, model: LoraModel, tokens: int, layers: int | None, checkpointing: bool, peak: float | None,
+    backend: str, seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     start, device = time.perf_counter(), run.device
     clock = clock_of(device)
@@ -140,18 +131,18 @@ def _measure_row(
             if first is not None:
                 trainer.optimizer = first.optimizer.optimizer
             paths[name] = stack.enter_context(_installed(name, trainer, backend))
-            with compiled_regions(trainer, backend) if name in (COMPILED, LIGER) else contextlib.nullcontext():
+            with compiled_regions(trainer, backend) if name == COMPILED else contextlib.nullcontext():
                 return SteppedTrainer(trainer, clock, steps)
 
         turns = measure_in_turns(
-            names, make, weights=weights, device=device, rounds=run.rounds, warmup=WARMUP, least=LEAST_ROUNDS,
+            SIDES, make, weights=weights, device=device, rounds=run.rounds, warmup=WARMUP, least=LEAST_ROUNDS,
             seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
         # Stock's batches do not name their documents; those of each round are the same on every side.
         all_steps = turns.found.results.values()
         packed = next(([step for step, _ in steps] for steps in all_steps if steps[0][0].seq_lengths), [])
         figures: dict[str, Any] = {}
-        for name in names:
+        for name in SIDES:
             if name in turns.failed:
                 figures[name] = {"failed": turns.failed[name]}
                 continue
@@ -160,8 +151,8 @@ def _measure_row(
             if peak is not None and packed:
                 lengths = [step.seq_lengths for step in packed]
                 figures[name] |= _mfu(model_flops(weights), lengths, turns.found.seconds[name], peak)
-        _gate(figures, next((name for name in names if name not in turns.failed), STOCK))
-        good = [name for name in names if "failed" not in figures[name]]
+        _gate(figures, next((name for name in SIDES if name not in turns.failed), STOCK))
+        good = [name for name in SIDES if "failed" not in figures[name]]
         return {
             "base": model.base,
             "attention": "varlen or per_document of fastpack-trl, on every side",
@@ -206,11 +197,7 @@ def _installed(name: str, trainer: Any, backend: str = "inductor") -> Iterator[s
             yield attention.path
         return
     with whole_row_attention(trainer.model, trainer.args.device.type) as attention:
-        if name == COMPILED:
-            yield compiled_path(attention.path, backend)
-            return
-        with liger_kernels(trainer) as replaced:
-            yield compiled_path(f"{attention.path}, Liger ({', '.join(replaced)})", backend)
+        yield compiled_path(attention.path, backend)
 
 
 def _figures(turns: SideTurns, name: str, path: str) -> dict[str, Any]:

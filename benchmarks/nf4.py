@@ -1,6 +1,6 @@
 """4-bit weights made dense: bitsandbytes' kernels beside one kernel, alone and before the product that reads them.
 
-On CUDA each time is the device's, with a cold cache; the sides take turns.
+The sides take turns. On CUDA a call is a graph, replayed with a cold cache: the device alone.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_decoder_row_of_the_cpu_and_its_table(tiny: str) -> None:
     assert row["target"] is None  # no target for 48 tokens
     text = command.table(record)
     assert "2 decoder layers without the head, lora r=16, float32" in text
-    assert "per_document attention on every side" in text
+    assert "MiB kept for backward" in text
     json.dumps(record)
 
 
