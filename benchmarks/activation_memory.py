@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, DecoderSide, side
-from benchmarks.cases import Run, known
+from benchmarks.cases import Run
+from benchmarks.command import known
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
 from benchmarks.side_turns import largest_memory

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.attention import document_lengths
-from benchmarks.cases import Pass, Run, known, row_lengths, summaries
+from benchmarks.cases import Pass, Run, row_lengths, summaries
+from benchmarks.command import known
 from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SMALL, STOCK, make_model, routing, saved_bytes, sides
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.result_file import RowTask

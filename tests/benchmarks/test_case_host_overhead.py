@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +118,3 @@ def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) ->
 def test_options_of_other_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--case", "host_overhead", "--quick"]) == 2
     assert "--quick does not go with the case" in capsys.readouterr().err
-
-
-@pytest.mark.cuda
-def test_on_cuda_the_profile_counts_kernels_and_the_idle_share() -> None:
-    work = Workload("miniature", SHAPE, (4, 16), ((64, 1),), bf16=True, rank=2)
-    (row,) = measure(replace(ONE, device="cuda"), workload=work)["rows"]
-    for side in ("stock", "fastpack"):
-        gpu = row[side]["gpu"]
-        assert gpu["kernels_per_micro_step"] > 100
-        assert 0 < gpu["busy_seconds_per_micro_step"] < row[side]["seconds"]["median"]
-        assert 0 < gpu["idle_share"] < 1
-        assert gpu["host_microseconds_per_micro_step"] > 100
-    assert row["fastpack"]["gpu"]["kernels_per_micro_step"] < row["stock"]["gpu"]["kernels_per_micro_step"]
