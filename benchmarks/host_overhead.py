@@ -34,8 +34,6 @@ from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.trainer import FastSFTTrainer
 
 DEFAULTS = Run(rounds=7, threads=1)
-OVERHEAD_TARGET, STEP_TARGET = 0.2, 1.0
-"""On the CPU: most of stock's overhead that ours may have, and the least ratio of whole steps."""
 
 _STEPS = 8  # per run of either trainer, after `WARMUP_STEPS` that are not timed
 
@@ -242,7 +240,7 @@ def measure(
         RowTask(
             {"setting": _setting(work, micro_batches), "tokens": length, "micro_batches": micro_batches},
             partial(_measure_row, run, work, length, micro_batches),
-            empty={"target": None, "below_target": None},
+            empty={},
         )
         for length, micro_batches in (((length, 1) for length in lengths) if tokens else work.rows)
     ]
@@ -276,15 +274,13 @@ def _measure_row(run: Run, work: Workload, tokens: int, ga: int, _seconds: float
         )
         other_load = load.cores()
         report = trainers[OURS].fastpack_report
-    ratios = _ratios(found)
     return {
         "path": report["packed_attention"].path,
         "features": {line.feature: f"{line.status}: {line.path}" for line in report},
         "other_load": other_load,
         "order": found.order,
         **{name: _figures(found.results[name]) for name in (STOCK, OURS)},
-        **ratios,
-        **_judged(ga, ratios, work),
+        **_ratios(found),
     }
 
 
@@ -350,10 +346,3 @@ def _ratios(found: Rounds[LoopSteps]) -> dict[str, Any]:
         "ratio": ratio_summary([run.total for run in stock], [run.total for run in ours]),
         "overhead": ratio_summary([median(run.outside) for run in ours], [median(run.outside) for run in stock]),
     }
-
-
-def _judged(micro_batches: int, ratios: Mapping[str, Any], work: Workload) -> dict[str, Any]:
-    if work is not CPU or micro_batches > 1:
-        return {"target": None, "below_target": None}
-    reached = ratios["overhead"]["median"] <= OVERHEAD_TARGET and ratios["ratio"]["median"] >= STEP_TARGET
-    return {"target": OVERHEAD_TARGET, "below_target": not reached}

@@ -29,10 +29,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 DEFAULTS = Run(rounds=7, threads=1)
 WARMUP = 2
 MEAN_DOCUMENT = 256
-TARGETS = {512: 1.3, 2048: 1.1}
-"""Least ratio of a whole expert-LoRA step on the CPU, by tokens."""
-SAVED_TARGET = 1.5
-"""Least ratio of the bytes kept for backward, at 512 tokens on the CPU."""
 GATES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Most by which output and input gradient of a block may differ between the sides, relative, before they are timed."""
 
@@ -160,7 +156,7 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
             }  # fmt: skip
         return {
             **subject.facts, "gate": gate, "sides": out, "ratios": _ratios(out), "order": found.order,
-            "other_load": other_load, **_targets(row, out, run.device),
+            "other_load": other_load,
         }  # fmt: skip
 
 
@@ -176,16 +172,6 @@ def _ratios(sides: Mapping[str, Any]) -> dict[str, Any]:
             pairs = zip(side[part]["values"], ours[part]["values"], strict=True)
             out[name][part] = median_interval([theirs / mine for theirs, mine in pairs]).to_dict()
     return out
-
-
-def _targets(row: Row, sides: Mapping[str, Any], device: str) -> dict[str, Any]:
-    target = TARGETS.get(row.tokens) if device == "cpu" and row.mode == "lora" else None
-    ratio = _ratios(sides).get(STOCK)
-    if target is None or ratio is None:
-        return {"target": None}
-    saved = SAVED_TARGET if row.tokens == min(TARGETS) else None
-    below = ratio["seconds"]["median"] < target or (saved is not None and ratio["saved_bytes"] < saved)
-    return {"target": target, "saved_target": saved, "below_target": below}
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
