@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,14 @@ class Run:
     seed: int = 0
     progress: bool = False
     file: ResultFile | None = None
+
+    @classmethod
+    def of(cls, args: Namespace, file: ResultFile | None) -> Run:
+        """Return the run that options of `benchmarks.command.parse` ask for, on the GPU where there is one."""
+        return cls(
+            rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
+            device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,
+        )  # fmt: skip
 
     def record(
         self, case: str, tasks: Sequence[RowTask], settings: Mapping[str, Any], *,
