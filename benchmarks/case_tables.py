@@ -47,14 +47,14 @@ def _kept(row: Record) -> Iterator[str]:
             yield f"{name}: {side['saved_bytes'] / 2**20:,.1f} MiB kept for backward"
 
 
-def _copies(row: Record) -> Iterator[str]:
+def _hidden(row: Record) -> Iterator[str]:
     for name, events in row.get("copies", {}).get("events", {}).items():
         if events is not None and events["hidden"] is not None:
             yield f"{name}: {events['copy_seconds'] * 1000:.1f} ms of copies, {events['hidden']:.1%} hidden"
 
 
 _MORE: dict[str, Callable[[Record], Iterator[str]]] = {
-    "attention": _rates, "moe": _kept, "activation_memory": _copies,
+    "attention": _rates, "moe": _kept, "activation_memory": _hidden,
 }  # fmt: skip
 
 

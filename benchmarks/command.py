@@ -238,8 +238,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--quick", action="store_true", default=None, help="packed_attention: fewer row lengths under TRL's defaults")
     add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
     add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
-    no_checkpointing = {"dest": "checkpointing", "action": "store_false", "default": None}
-    add("--no-checkpointing", **no_checkpointing, help="lora, moe: no gradient checkpointing on any side")
+    add("--no-checkpointing", action="store_false", dest="checkpointing", help="lora: none on any side")
+    parser.set_defaults(checkpointing=None)
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
 
@@ -295,7 +295,7 @@ def _options(args: Namespace, measure: Callable[..., Any]) -> tuple[dict[str, An
         raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     given = {name: value for name, value in vars(args).items() if value is not None}
-    run_of = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
+    run_of: dict[str, Any] = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
     run_of["device"] = found if args.device == "auto" else args.device
     own = {name: given[name] for name in _OF_CASES if name in given}
     for name in own.keys() - inspect.signature(measure).parameters:

@@ -147,7 +147,7 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
                     failed[name] = f"differs from stock by {gate[name]:.2g}, not timed"
         calls = {name: partial(subject.run, contexts[name], run.device) for name in kept if name not in failed}
         found, other_load = run.turns(calls, warmup=WARMUP, end_at=end_at, clock=clock_of(run.device))
-        out = {name: {"failed": why} for name, why in (failed | found.failed).items()}
+        out: dict[str, dict[str, Any]] = {name: {"failed": why} for name, why in (failed | found.failed).items()}
         for name, passes in found.results.items():
             rates = median_interval([row.tokens / taken for taken in found.seconds[name]]).to_dict()
             out[name] = {
