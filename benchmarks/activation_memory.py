@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, DecoderSide, side
-from benchmarks.cases import Run, known
+from benchmarks.cases import Run
+from benchmarks.command import known
 from benchmarks.lora_models import LoraModel, build
 from benchmarks.model_shapes import shape_of
 from benchmarks.side_turns import largest_memory
@@ -67,13 +68,14 @@ def measure(
     tasks = []
     for name in known("workload", names, list(WORKLOADS)):
         model, default_layers, default_tokens = WORKLOADS[name]
-        shape = shape_of(model.shape).cut_to(layers or default_layers)
+        count = layers or default_layers
+        shape = shape_of(model.shape).cut_to(count)
         length = tokens[0] if tokens else default_tokens
         label = {
             "setting": f"{model.name}, {shape.layers} of {shape.published_layers} layers, decoder, bf16 autocast",
             "model": name, "tokens": length, "layers": shape.layers,
         }  # fmt: skip
-        tasks.append(RowTask(label, partial(_measure_row, run, model, shape.layers, length)))
+        tasks.append(RowTask(label, partial(_measure_row, run, model, count, length)))
     settings = {
         "document_tokens": DOCUMENT,
         "loss": "mean square of the last hidden states; the head is left out",

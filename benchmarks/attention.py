@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import Run, known, row_lengths, seconds_of
+from benchmarks.cases import Run, row_lengths, seconds_of
+from benchmarks.command import known
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.bench.result_file import RowTask

@@ -47,24 +47,14 @@ def _kept(row: Record) -> Iterator[str]:
             yield f"{name}: {side['saved_bytes'] / 2**20:,.1f} MiB kept for backward"
 
 
-def _device_work(row: Record) -> Iterator[str]:
-    for name in _PAIR:
-        if gpu := row.get(name, {}).get("gpu"):
-            yield (
-                f"{name}: per micro-step {gpu['kernels_per_micro_step']:,.0f} kernels, "
-                f"{gpu['host_microseconds_per_micro_step']:,.0f} us of the host, "
-                f"{gpu['waits_per_micro_step']:.1f} waits, device idle {gpu['idle_share']:.0%}"
-            )
-
-
-def _copies(row: Record) -> Iterator[str]:
+def _hidden(row: Record) -> Iterator[str]:
     for name, events in row.get("copies", {}).get("events", {}).items():
         if events is not None and events["hidden"] is not None:
             yield f"{name}: {events['copy_seconds'] * 1000:.1f} ms of copies, {events['hidden']:.1%} hidden"
 
 
 _MORE: dict[str, Callable[[Record], Iterator[str]]] = {
-    "attention": _rates, "moe": _kept, "host_overhead": _device_work, "activation_memory": _copies,
+    "attention": _rates, "moe": _kept, "activation_memory": _hidden,
 }  # fmt: skip
 
 

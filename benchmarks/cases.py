@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import PeakMemory, free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
@@ -48,6 +49,14 @@ class Run:
     seed: int = 0
     progress: bool = False
     file: ResultFile | None = None
+
+    @classmethod
+    def of(cls, args: Namespace, file: ResultFile | None) -> Run:
+        """Return the run that options of `benchmarks.command.parse` ask for, on the GPU where there is one."""
+        return cls(
+            rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
+            device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,
+        )  # fmt: skip
 
     def record(
         self, case: str, tasks: Sequence[RowTask], settings: Mapping[str, Any], *,
@@ -86,19 +95,6 @@ class Run:
             dropped=lambda *_: free_memory(self.device),
         )  # fmt: skip
         return found, load.cores()
-
-
-def known(kind: str, names: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
-    """Return the names as a tuple.
-
-    Raises:
-        UserError: there is none of such a name.
-    """
-    for name in names:
-        if name not in there:
-            listed = ", ".join(there)
-            raise UserError(f"there is no {kind} {name!r}{did_you_mean(name, there)} ({kind}s: {listed})")
-    return tuple(names)
 
 
 def row_lengths(tokens: Sequence[int] | None, default: Sequence[int], least: int = 1) -> tuple[int, ...]:
@@ -190,4 +186,26 @@ def summaries(passes: Sequence[Pass], device: str) -> dict[str, dict[str, Any]]:
         "forward": summary([clock.seconds(one.start, one.middle) for one in passes]),
         "backward": summary([clock.seconds(one.middle, one.end) for one in passes]),
         "seconds": summary([clock.seconds(one.start, one.end) for one in passes]),
+    }
+
+
+def count_launches(call: Callable[[], Any], device: str) -> dict[str, float] | None:
+    """Run `call` once under torch's profiler; None on the CPU, where nothing is launched.
+
+    Returns:
+        ``kernels``; ``copies``, with fills, by the device's own engine; ``busy_seconds``, the sum over both: with one
+        stream, the time the device was not idle.
+    """
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum(event.count for event in events if event.key.startswith(("Memcpy", "Memset")))
+    return {
+        "kernels": sum(event.count for event in events) - copies,
+        "copies": copies,
+        "busy_seconds": sum(event.self_device_time_total for event in events) / 1e6,
     }

@@ -101,9 +101,10 @@ def parse(
     add("--plot", metavar="PNG", help="draw the record, where it has a picture")
     add("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.rows = _known("row", [*args.named, *args.rows], rows, default_rows)
+    chosen = [*args.named, *args.rows]
+    args.rows = (known("row", chosen, rows) if rows else chosen) or list(rows if default_rows is None else default_rows)
     if sides:
-        args.sides = _known("side", args.sides, sides, default_sides)
+        args.sides = known("side", args.sides, sides) or list(sides if default_sides is None else default_sides)
     return args
 
 
@@ -121,12 +122,17 @@ def _names(names: Sequence[str], default: Sequence[str] | None) -> str:
     return f"of {', '.join(names)} (default: {'all' if default is None else ', '.join(default)})"
 
 
-def _known(kind: str, chosen: Sequence[str], names: Sequence[str], default: Sequence[str] | None) -> list[str]:
-    for name in chosen if names else ():
+def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return what was chosen.
+
+    Raises:
+        UserError: there is none of such a name.
+    """
+    for name in chosen:
         if name not in names:
             listed = ", ".join(names)
             raise UserError(f"there is no {kind} {name!r}{did_you_mean(name, names)} ({kind}s: {listed})")
-    return list(chosen or (names if default is None else default))
+    return list(chosen)
 
 
 def measured(
@@ -234,8 +240,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--quick", action="store_true", default=None, help="packed_attention: fewer row lengths under TRL's defaults")
     add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
     add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
-    no_checkpointing = {"dest": "checkpointing", "action": "store_false", "default": None}
-    add("--no-checkpointing", **no_checkpointing, help="lora, moe: no gradient checkpointing on any side")
+    add("--no-checkpointing", action="store_false", dest="checkpointing", help="lora: none on any side")
+    parser.set_defaults(checkpointing=None)
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
 
@@ -265,8 +271,7 @@ def run(args: Namespace) -> int:
         return _report(args.report, args.out)
     if args.case is None:
         raise UserError(f"no case: give --case, one of {', '.join(CASES)}; a run of your own: fastpack-trl bench")
-    if args.case not in CASES:
-        raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
+    known("case", [args.case], list(CASES))
     if args.report is not None:  # what would make it fail after the measurement
         require_matplotlib()
         if args.json is None:
@@ -292,7 +297,7 @@ def _options(args: Namespace, measure: Callable[..., Any]) -> tuple[dict[str, An
         raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     given = {name: value for name, value in vars(args).items() if value is not None}
-    run_of = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
+    run_of: dict[str, Any] = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
     run_of["device"] = found if args.device == "auto" else args.device
     own = {name: given[name] for name in _OF_CASES if name in given}
     for name in own.keys() - inspect.signature(measure).parameters:

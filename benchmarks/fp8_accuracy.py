@@ -5,6 +5,7 @@ questions about the standard library with its docstrings as answers; a seed is t
 every side. A second model computes the same with outlier channels: norms and values times 30, the weights that read
 them divided by it. FP8 passes where the mean difference of the last held-out loss to bf16's is at most the spread of
 bf16's seeds and that of NF4's. Gradients of the adapters are compared with those of the same model in fp32.
+A run that was stopped starts anew.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ float64, of some rows.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,10 +20,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks.cases import time_calls
+from benchmarks.cases import Run, time_calls
 from benchmarks.command import in_one_line, measured, parse
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
+from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.kernels.fp8 import (
     Quantised,
@@ -40,7 +39,6 @@ from fastpack_trl.kernels.fp8 import (
 )
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import ratio_summary, summary
-from fastpack_trl.measure.record import make_record
 
 CASE = "fp8_products"
 WORTH = 1.35
@@ -225,22 +223,16 @@ def random_weight(of: Projection, device: str) -> Tensor:
     return (0.02 * rows * (0.3 * torch.randn(of.out_features, 1, device=device)).exp()).bfloat16()
 
 
-def measure(
-    models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS, rounds: int = 11, seconds: float = math.inf,
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+def measure(run: Run, models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS) -> dict[str, Any]:
     """Time layers, and take the errors of each projection.
 
     Args:
+        run: see `Run`.
         models: shapes by name.
         tokens: rows of activations.
-        rounds: turns of each side.
-        seconds: no further row is begun after that many.
-        device: ``cuda`` or ``cpu``.
-        seed: of weights and activations.
 
     Returns:
-        A record; rows of the kinds ``layer`` and ``errors``. Incomplete if seconds ran out.
+        A record; rows of the kinds ``layer`` and ``errors``.
 
     Raises:
         UserError: a model has projections whose dimensions are no multiples of a block.
@@ -248,28 +240,25 @@ def measure(
     for name, shape in models.items():
         if any(each.out_features % BLOCK or each.in_features % BLOCK for each in projections(shape)):
             raise UserError(f"{name}: dimensions of its projections are no multiples of {BLOCK}, the size of a block")
-    end = time.perf_counter() + seconds
-    rows = []
-    todo = [
-        partial(_layer_row, name, shape, count, rounds, device, seed)
+    tasks = [
+        RowTask(
+            {"kind": "layer", "setting": f"{name}, {count:,} tokens", "model": name, "tokens": count},
+            partial(_layer_row, run, shape, count),
+        )
         for name, shape in models.items() for count in tokens
     ] + [
-        partial(_errors_row, name, each, device, seed)
+        RowTask(
+            {"kind": "errors", "setting": f"{name} {each.name}", "model": name, "projection": each.name},
+            partial(_errors_row, run, each),
+        )
         for name, shape in models.items() for each in distinct(projections(shape))
     ]  # fmt: skip
-    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        for task in todo:
-            if time.perf_counter() >= end:
-                break
-            rows.append(task())
     settings = {
-        "models": list(models), "tokens": list(tokens), "rounds": rounds, "worth": WORTH,
-        "error_rows": SHORT, "outliers": {name: list(outlier) for name, outlier in OUTLIERS.items()},
+        "models": list(models), "tokens": list(tokens), "worth": WORTH, "error_rows": SHORT,
+        "outliers": {name: list(outlier) for name, outlier in OUTLIERS.items()},
     }  # fmt: skip
-    return make_record(
-        case=CASE, settings=settings, rows=rows, complete=len(rows) == len(todo), device=device,
-        threads=torch.get_num_threads(), seed=seed,
-    )  # fmt: skip
+    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+        return run.record(CASE, tasks, settings)
 
 
 def distinct(of: Sequence[Projection]) -> list[Projection]:
@@ -280,15 +269,16 @@ def distinct(of: Sequence[Projection]) -> list[Projection]:
     return [Projection(", ".join(names), *shape, "") for shape, names in groups.items()]
 
 
-def _layer_row(name: str, shape: ModelShape, tokens: int, rounds: int, device: str, seed: int) -> dict[str, Any]:
-    layer = Layer.random(shape, tokens, device, seed)
+def _layer_row(run: Run, shape: ModelShape, tokens: int, _seconds: float) -> dict[str, Any]:
+    device = run.device
+    layer = Layer.random(shape, tokens, device, run.seed)
     sides: dict[str, Callable[[], int]] = {BF16: layer.in_bf16}
     nbytes = {BF16: sum(weight.nbytes for weight in layer.weights.values())}
     for side, candidate in CANDIDATES.items():
         frozen = {part: Frozen.of(weight, candidate) for part, weight in layer.weights.items()}
         nbytes[side] = sum(each.nbytes for each in frozen.values())
         sides[side] = partial(layer.in_fp8, candidate, frozen)
-    found, failed = time_calls(sides, device, rounds=rounds)
+    found, failed = time_calls(sides, device, rounds=run.rounds)
     flops = 4 * tokens * sum(each.weights for each in layer.projections)
     in_fp8 = "torch._scaled_mm" if device == "cuda" else f"{scaled_product_torch.__name__}, in fp32"
     figures: dict[str, Any] = {side: {"failed": reason} for side, reason in failed.items()}
@@ -299,13 +289,13 @@ def _layer_row(name: str, shape: ModelShape, tokens: int, rounds: int, device: s
         }  # fmt: skip
     ratios = {side: ratio_summary(found[BF16], found[side]) for side in found if side != BF16}
     return {
-        "kind": "layer", "setting": f"{name}, {tokens:,} tokens", "model": name, "tokens": tokens,
         "layers": shape.fields["num_hidden_layers"], "flops": flops, "sides": figures, "ratios": ratios,
     }  # fmt: skip
 
 
-def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
+def _errors_row(run: Run, of: Projection, _seconds: float) -> dict[str, Any]:
+    device = run.device
+    torch.manual_seed(run.seed)
     weight = random_weight(of, device)
     exact = weight.double()
     errors: dict[str, dict[str, Any]] = {}
@@ -323,10 +313,7 @@ def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, 
             errors.setdefault(side, {})[outliers] = {
                 way: error(one, other) for way, one, other in zip(("forward", "backward"), both, true, strict=True)
             }
-    return {
-        "kind": "errors", "setting": f"{name} {of.name}", "model": name, "projection": of.name,
-        "shape": [of.out_features, of.in_features], "errors": errors,
-    }  # fmt: skip
+    return {"shape": [of.out_features, of.in_features], "errors": errors}
 
 
 def _both_ways(candidate: Candidate, x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,16 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     args = parse("fp8_products", __doc__, arguments, default_rows=MODELS, rounds=11, seconds=110.0, extra=options)
 
-    def measure_here(_file: Any) -> dict[str, Any]:
-        models = {name: shape_of(name) for name in args.rows}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu" and set(models) != {SMALL}:
+    def measure_here(file: ResultFile | None) -> dict[str, Any]:
+        models, run = {name: shape_of(name) for name in args.rows}, Run.of(args, file)
+        if run.device == "cpu" and set(models) != {SMALL}:
             raise UserError(
                 f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU"
             )
-        return measure(
-            models, tokens=args.tokens, rounds=args.rounds, seconds=args.seconds, device=device, seed=args.seed
-        )
+        return measure(run, models, tokens=args.tokens)
 
     return measured(args, CASE, measure_here, table)
 

@@ -16,7 +16,7 @@ def layers_table(record: Mapping[str, Any]) -> str:
     made_by = f"{device_of(record)}, torch {record['versions']['torch']}"
     head = f"**FP8 products of frozen weights beside bf16's, {made_by}.**"
     lines = [head, "", *(decision(row, record["settings"]["worth"]) for row in rows)]
-    if not record["complete"]:
+    if not record["complete"] or any(row.get("skipped") for row in record["rows"]):
         lines.append("Seconds ran out: later rows are open.")
     lines += ["", "| layer, forward and dX | side | ms | TFLOP/s | over bf16 | weights of all layers, GiB | by |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
@@ -26,7 +26,7 @@ def layers_table(record: Mapping[str, Any]) -> str:
 
 
 def _of_kind(record: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
-    return [row for row in record["rows"] if row["kind"] == kind]
+    return [row for row in record["rows"] if row["kind"] == kind and not row.get("skipped")]
 
 
 def table(record: Mapping[str, Any]) -> str:

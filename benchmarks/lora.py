@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.cases import LEAST_ROUNDS, Run, known, row_lengths
-from benchmarks.launches import count_launches
+from benchmarks.cases import LEAST_ROUNDS, Run, count_launches, row_lengths
+from benchmarks.command import known
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
 from benchmarks.model_shapes import PAD, shape_of
 from benchmarks.side_turns import SideTurns, largest_memory, measure_in_turns
@@ -147,7 +147,7 @@ def _measure_row(
                 figures[name] = {"failed": turns.failed[name]}
                 continue
             launches = count_launches(turns.sides[name].step, device)
-            figures[name] = _figures(turns, name, paths[name]) | {"launches": launches and launches.to_dict()}
+            figures[name] = _figures(turns, name, paths[name]) | {"launches": launches}
             if peak is not None and packed:
                 lengths = [step.seq_lengths for step in packed]
                 figures[name] |= _mfu(model_flops(weights), lengths, turns.found.seconds[name], peak)

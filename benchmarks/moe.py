@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.attention import document_lengths
-from benchmarks.cases import Pass, Run, known, row_lengths, summaries
+from benchmarks.cases import Pass, Run, row_lengths, summaries
+from benchmarks.command import known
 from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SMALL, STOCK, make_model, routing, saved_bytes, sides
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.result_file import RowTask
@@ -28,10 +29,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 DEFAULTS = Run(rounds=7, threads=1)
 WARMUP = 2
 MEAN_DOCUMENT = 256
-TARGETS = {512: 1.3, 2048: 1.1}
-"""Least ratio of a whole expert-LoRA step on the CPU, by tokens."""
-SAVED_TARGET = 1.5
-"""Least ratio of the bytes kept for backward, at 512 tokens on the CPU."""
 GATES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Most by which output and input gradient of a block may differ between the sides, relative, before they are timed."""
 
@@ -150,7 +147,7 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
                     failed[name] = f"differs from stock by {gate[name]:.2g}, not timed"
         calls = {name: partial(subject.run, contexts[name], run.device) for name in kept if name not in failed}
         found, other_load = run.turns(calls, warmup=WARMUP, end_at=end_at, clock=clock_of(run.device))
-        out = {name: {"failed": why} for name, why in (failed | found.failed).items()}
+        out: dict[str, dict[str, Any]] = {name: {"failed": why} for name, why in (failed | found.failed).items()}
         for name, passes in found.results.items():
             rates = median_interval([row.tokens / taken for taken in found.seconds[name]]).to_dict()
             out[name] = {
@@ -159,7 +156,7 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
             }  # fmt: skip
         return {
             **subject.facts, "gate": gate, "sides": out, "ratios": _ratios(out), "order": found.order,
-            "other_load": other_load, **_targets(row, out, run.device),
+            "other_load": other_load,
         }  # fmt: skip
 
 
@@ -175,16 +172,6 @@ def _ratios(sides: Mapping[str, Any]) -> dict[str, Any]:
             pairs = zip(side[part]["values"], ours[part]["values"], strict=True)
             out[name][part] = median_interval([theirs / mine for theirs, mine in pairs]).to_dict()
     return out
-
-
-def _targets(row: Row, sides: Mapping[str, Any], device: str) -> dict[str, Any]:
-    target = TARGETS.get(row.tokens) if device == "cpu" and row.mode == "lora" else None
-    ratio = _ratios(sides).get(STOCK)
-    if target is None or ratio is None:
-        return {"target": None}
-    saved = SAVED_TARGET if row.tokens == min(TARGETS) else None
-    below = ratio["seconds"]["median"] < target or (saved is not None and ratio["saved_bytes"] < saved)
-    return {"target": target, "saved_target": saved, "below_target": below}
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

@@ -6,16 +6,17 @@ The sides take turns. On CUDA a call is a graph, replayed with a cold cache: the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks.cases import time_calls
+from benchmarks.cases import Run, time_calls
 from benchmarks.command import Record, in_one_line, measured, parse
+from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.kernels.dequantise import dequantise_4bit, dequantise_4bit_torch
 from fastpack_trl.measure.intervals import ratio_summary, summary
-from fastpack_trl.measure.record import make_record
 
 SHAPES = {
     "8b q, o": (4096, 4096), "8b k, v": (1024, 4096), "8b gate, up": (12288, 4096), "8b down": (4096, 12288),
@@ -27,43 +28,35 @@ TOKENS = (2048, 4096)
 
 
 def measure(
-    shapes: Mapping[str, tuple[int, int]], *, tokens: Sequence[int] = TOKENS, rounds: int = 15, nested: bool = True,
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    run: Run, shapes: Mapping[str, tuple[int, int]] = SHAPES, *, tokens: Sequence[int] = TOKENS, nested: bool = True
+) -> dict[str, Any]:
     """Time both sides over every shape.
 
     Args:
+        run: on the CPU the plain torch twin is in the kernel's place.
         shapes: (out_features, in_features) by name.
         tokens: rows of the products; each shape is also measured without one.
-        rounds: turns of each side.
         nested: whether the scales are quantised themselves.
-        device: ``cuda``, or ``cpu``, where the plain torch twin is in the kernel's place.
-        seed: of weights and order.
 
     Returns:
-        A record; a row has ``sides`` with seconds of a call, and the bytes that a call has to move.
-
-    Raises:
-        AssertionError: the sides differ.
+        A record; a row has ``sides`` with seconds of a call, and the bytes that a call has to move. Sides that differ
+        make a row fail.
     """
-    rows = [
-        _row(name, shape, count, rounds, nested, device, seed)
-        for name, shape in shapes.items()
-        for count in (0, *tokens)
-    ]
-    settings = {"rounds": rounds, "nested": nested, "dtype": "bfloat16"}
-    return make_record(
-        case="nf4", settings=settings, rows=rows, complete=True, device=device, threads=torch.get_num_threads(),
-        seed=seed,
-    )  # fmt: skip
+    tasks = [
+        RowTask(
+            {"setting": f"{name} {shape[0]} x {shape[1]}", "tokens": count},
+            partial(_row, run, shape, count, nested), {"sides": {}, "ratios": {}},
+        )
+        for name, shape in shapes.items() for count in (0, *tokens)
+    ]  # fmt: skip
+    return run.record("nf4", tasks, {"nested": nested, "dtype": "bfloat16"})
 
 
-def _row(
-    name: str, shape: tuple[int, int], tokens: int, rounds: int, nested: bool, device: str, seed: int
-) -> dict[str, Any]:
+def _row(run: Run, shape: tuple[int, int], tokens: int, nested: bool, _seconds: float) -> dict[str, Any]:
     from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
 
-    torch.manual_seed(seed)
+    device = run.device
+    torch.manual_seed(run.seed)
     weight = torch.randn(shape, dtype=torch.bfloat16, device=device)
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
     code = get_4bit_type("nf4", device=device)
@@ -73,23 +66,25 @@ def _row(
         OURS: lambda: dequantise_4bit(packed, state) if cuda else dequantise_4bit_torch(packed, state, code),
     }
     kept = dense[STOCK]()
-    assert torch.equal(kept, dense[OURS]()), f"{name}: the sides differ"
+    assert torch.equal(kept, dense[OURS]()), "the sides differ"
     calls = dense
     if tokens:
         x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=device)
-        calls = {side: lambda make=make: F.linear(x, make()) for side, make in dense.items()}
+        calls = {side: partial(_product, x, make) for side, make in dense.items()}
         calls[KEPT] = lambda: F.linear(x, kept)
-    seconds, _ = time_calls(calls, device, rounds=rounds)
+    seconds, _ = time_calls(calls, device, rounds=run.rounds)
     values = weight.numel()
     blocks = values // 64
     scales = blocks + 4 * -(-blocks // 256) if nested else 4 * blocks
     return {
-        "setting": f"{name} {shape[0]} x {shape[1]}",
-        "tokens": tokens,
         "bytes": values // 2 + scales + 2 * values,
         "sides": {side: {"seconds": summary(values)} for side, values in seconds.items()},
         "ratios": {side: ratio_summary(seconds[side], seconds[OURS]) for side in calls if side != OURS},
     }
+
+
+def _product(x: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return F.linear(x, make())
 
 
 def table(record: Record) -> str:
@@ -99,6 +94,8 @@ def table(record: Record) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     what = f"F.linear of {row['tokens']:,} tokens" if row["tokens"] else "alone"
+    if row.get("skipped"):
+        return f"{row['setting']:26} {what:24} skipped: {row['skipped']}"
     parts = []
     for name, side in row["sides"].items():
         seconds = side["seconds"]["median"]
@@ -119,13 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument("--flat", action="store_true", help="scales in fp32 (default: quantised themselves)")
 
     args = parse("nf4", __doc__, arguments, rows=list(SHAPES), rounds=15, extra=options)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return measured(
-        args, "nf4", lambda _: measure(
-            {name: SHAPES[name] for name in args.rows}, tokens=args.tokens, rounds=args.rounds, nested=not args.flat,
-            device=device, seed=args.seed,
-        ), table,
-    )  # fmt: skip
+    shapes = {name: SHAPES[name] for name in args.rows}
+
+    def measure_here(file: ResultFile | None) -> dict[str, Any]:
+        return measure(Run.of(args, file), shapes, tokens=args.tokens, nested=not args.flat)
+
+    return measured(args, "nf4", measure_here, table)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.cases import Run, row_lengths
 from benchmarks.steps import Step, SteppedTrainer, side_figures
-from benchmarks.workload import CPU, CUDA, OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
+from benchmarks.workload import CPU, CUDA, OURS, STOCK, TRL_DEFAULTS, Setting, Workload, make_trainers
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
@@ -25,10 +25,6 @@ from fastpack_trl.measure.timing import clock_of
 
 DEFAULTS = Run(rounds=5)
 GATE_STEPS, WARMUP_PAIRS = 1, 1
-
-FLOOR = 0.97
-TARGETS = {4096: 3.0, 8192: 4.5}
-"""Least speed-up of a row length on the CPU in fp32 without checkpointing; `FLOOR` for every other length."""
 
 FLOAT32_PARITY = 1e-5
 # In bf16 each side rounds each token's logits, which are of order 1 with random weights: a token's loss is off by about
@@ -60,8 +56,7 @@ def measure(
     Returns:
         A record. A row has per side ``seconds`` (median, interval, every time), ``tokens_per_second``, ``phases``
         (median seconds of data, forward, backward, optimizer) and ``losses``; ``ratio``: stock's seconds / ours, pair
-        by pair; ``target``: the least ratio promised, or None; ``other_load``: the cores that other processes kept busy
-        meanwhile, None where the system does not tell.
+        by pair; ``other_load``: the cores that other processes kept busy meanwhile.
 
     Raises:
         UserError: a row length below the longest document, or more than one CUDA device.
@@ -73,7 +68,7 @@ def measure(
         RowTask(
             {"setting": setting.name, "gradient_checkpointing": setting.gradient_checkpointing, "tokens": length},
             partial(_measure_row, run, work, setting, length),
-            empty={"target": None, "below_target": None},
+            empty={},
         )
         for setting in work.settings
         for length in row_lengths(tokens, work.tokens, work.longest)
@@ -100,14 +95,6 @@ def refuse_several_devices(device: str) -> None:
         )
 
 
-def _target(row: Mapping[str, Any], setting: Setting, work: Workload) -> dict[str, Any]:
-    """Return the promised ratio, which is about the default shapes on the CPU; other rows are reported only."""
-    if setting != PLAIN or work is not CPU:
-        return {"target": None, "below_target": None}
-    target = TARGETS.get(row["tokens"], FLOOR)
-    return {"target": target, "below_target": row["ratio"]["median"] < target}
-
-
 def _measure_row(run: Run, work: Workload, setting: Setting, tokens: int, _seconds: float) -> dict[str, Any]:
     clock = clock_of(run.device)
     steps = GATE_STEPS + WARMUP_PAIRS + run.rounds
@@ -131,7 +118,7 @@ def _measure_row(run: Run, work: Workload, setting: Setting, tokens: int, _secon
         precision = ours.accelerator.mixed_precision
     gc.collect()  # the sides hold cycles; the next row must not run beside their memory
     first = found.results[STOCK]
-    row = {
+    return {
         "mixed_precision": precision,
         "tokens": tokens,
         "path": path,
@@ -143,7 +130,6 @@ def _measure_row(run: Run, work: Workload, setting: Setting, tokens: int, _secon
         **{name: side_figures(found.seconds[name], found.results[name], clock) for name in (STOCK, OURS)},
         "ratio": found.ratio(STOCK, OURS),
     }
-    return row | _target(row, setting, work)
 
 
 def check_parity(stock: float, ours: float, *, tokens: int, bf16: bool) -> dict[str, float]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cuda_tests, fp8_accuracy_tables, fp8_steps, fp8_table, profile_table, side_table
+from benchmarks.arithmetic import SOUND, apart, published_checks
 from benchmarks.by_itself_table import step_gain
+from benchmarks.by_itself_table import table as by_itself_table
 from benchmarks.case_tables import (
     activation_table,
     collator_table,
@@ -20,7 +22,6 @@ from benchmarks.case_tables import (
     packed_attention_table,
 )
 from benchmarks.open_list import open_list
-from benchmarks.pages import PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.published import GUIDE, PUBLISHED, ROWS
 from benchmarks.readme_cells import between, grid, made_by
@@ -37,6 +38,13 @@ GLOSSARY = (
 )
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/benchmarks.md"
+
+
+PAGES = {"docs/packed-metadata.md": "metadata", "docs/offload-reload.md": "reload", "docs/routing.md": "routing"}
+FIGURES = ("<!-- by itself -->", "<!-- /by itself -->")
+CHECKS = ("<!-- published -->", "<!-- /published -->")
+_OF_PAGE = {"metadata": "metadata", "reload": "reloads"}
+"""Word in the names of the checks of the published figures, by optimisation."""
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -145,6 +153,41 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "collator": collator_table,
     "cuda_tests": cuda_tests.said,
 }
+
+
+def with_optimisation(page: str, text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of a page of `PAGES` with its figures and checks replaced.
+
+    Raises:
+        ValueError: it lacks a mark.
+    """
+    name = PAGES[page]
+    text = between(text, *FIGURES, figures(name, results))
+    return between(text, *CHECKS, checks(_OF_PAGE[name])) if name in _OF_PAGE else text
+
+
+def figures(name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the tables of the records of one optimisation on a GPU; without one, the command that makes it."""
+    found = [
+        f"{by_itself_table(record)}\n\n{made_by(file, record)}"
+        for file, record in results.items()
+        if record["case"] == "by_itself" and record["settings"]["optimisation"] == name
+        and record["machine"]["device"] == "cuda"
+    ]  # fmt: skip
+    missing = f"There is no record of it yet: `python -m benchmarks.by_itself {name} --json FILE` on a GPU makes it."
+    return "\n\n".join(found or [missing])
+
+
+def checks(word: str) -> str:
+    """Return what the arithmetic says about the published figures that have this word in their name."""
+    lines = []
+    for name, predicted, published in published_checks():
+        if word in name.split():
+            form = "{:.1%}" if published < 1 else "{:,.0f}"
+            off = apart(predicted, published)
+            far = "" if off <= SOUND else ", too far"
+            lines.append([name, form.format(predicted), form.format(published), f"{off:.0%}{far}"])
+    return grid(f"of [the guide]({GUIDE}) | >predicted | >published | >apart", lines)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import fp8_products
+from benchmarks.cases import Run
 from benchmarks.fp8_products import BLOCK, quantise_blocks, quantise_tensor
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import MODELS, ModelShape
@@ -37,7 +38,7 @@ def test_groups_and_blocks_have_the_scale_of_their_largest_value() -> None:
 
 
 def test_a_miniature_run_times_layers_and_takes_errors(tmp_path: Path) -> None:
-    record = fp8_products.measure({"tiny": TINY}, tokens=(48, 32), rounds=2, device="cpu")
+    record = fp8_products.measure(Run(rounds=2), {"tiny": TINY}, tokens=(48, 32))
     assert record["complete"]
     kinds = [row["kind"] for row in record["rows"]]
     assert kinds == ["layer"] * 2 + ["errors"] * 3  # q, k, v and o are of one shape
@@ -63,11 +64,11 @@ def test_a_miniature_run_times_layers_and_takes_errors(tmp_path: Path) -> None:
 
 
 def test_rows_that_the_seconds_do_not_reach_are_open() -> None:
-    record = fp8_products.measure({"tiny": TINY}, tokens=(32,), rounds=2, device="cpu", seconds=0)
-    assert not record["complete"]
+    record = fp8_products.measure(Run(rounds=2, seconds=1e-9), {"tiny": TINY}, tokens=(32,))
+    assert all("no time left" in row["skipped"] for row in record["rows"])
     assert "Seconds ran out" in table(record)
 
 
 def test_a_model_without_whole_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="tiny-qwen3: dimensions of its projections are no multiples of 128"):
-        fp8_products.measure({"tiny-qwen3": MODELS["tiny-qwen3"]}, tokens=(32,), rounds=2, device="cpu")
+        fp8_products.measure(Run(rounds=2), {"tiny-qwen3": MODELS["tiny-qwen3"]}, tokens=(32,))

@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 
 from benchmarks.open_list import PLANNED_CASES, open_list
-from benchmarks.pages import FIGURES, PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
-from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, with_numbers, without_gain
+from benchmarks.readme import (
+    BEGIN,
+    END,
+    FIGURES,
+    GLANCE,
+    PAGE,
+    PAGES,
+    numbers,
+    with_glance,
+    with_numbers,
+    with_optimisation,
+    without_gain,
+)  # fmt: skip
 from benchmarks.readme_runs import WORK
 from benchmarks.record_commands import begun
 from benchmarks.results_folder import RESULTS, load_results
