@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import side_by_side
 from benchmarks.case_command import CaseCommand
+from benchmarks.readme_cells import grid
 from benchmarks.side_table import Cell, cells, loss_difference, peak_cell
 from benchmarks.training_rows import ROWS
 from benchmarks.training_side import OURS, OURS_FP8
@@ -31,19 +32,18 @@ WORTH = 1.2
 
 def table(record: Mapping[str, Any]) -> str:
     """Return Markdown: a line per row and side, and whether FP8 is worth it."""
-    columns = ["row", "base", "tokens/s", "quartiles", "over as loaded", "loss apart", "kernels, ms", "peak, GiB"]
-    columns += ["activations", "frozen base"]
+    columns = "row | base | >tokens/s | >quartiles | >over as loaded | >loss apart | >kernels, ms | >peak, GiB"
     torch = record["versions"]["torch"]
     said = (
         f"**LoRA over a base in FP8, {device_of(record)}, torch {torch}.** *peak*: of tensors, + CUDA graphs beside it."
     )
-    lines = [said, "", f"| {' | '.join(columns)} |"]
-    lines.append("| --- | --- " + "| ---: " * 6 + "| --- | --- |")
-    for row, sides in cells(record).items():
-        for side in (OURS, OURS_FP8):
-            if side in sides:
-                lines.append(f"| {row} | {' | '.join(_cells(side, sides.get(OURS), sides[side]))} |")
-    return "\n".join([*lines, "", *_decisions(record)])
+    rows = [
+        [row, *_cells(side, sides.get(OURS), sides[side])]
+        for row, sides in cells(record).items()
+        for side in (OURS, OURS_FP8)
+        if side in sides
+    ]
+    return "\n".join([said, "", grid(f"{columns} | activations | frozen base", rows), "", *_decisions(record)])
 
 
 def _cells(side: str, loaded: Cell | None, cell: Cell) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.readme_cells import grid
 from fastpack_trl.bench.views import device_of
 
 LOSS_BUDGET = 1e-3
@@ -103,19 +104,18 @@ def believed(row: str, stock: Cell, other: Cell) -> bool:
 
 def table(record: Mapping[str, Any]) -> str:
     """Return Markdown: a line per row and side."""
-    head = (
-        "row", "side", "tokens/s", "quartiles", "all steps", "over stock", "over compiled", "loss from stock's",
-        "peak, GiB", "kernels, ms", "idle", "launches",
-    )  # fmt: skip
+    columns = "row | side | >tokens/s | >quartiles | >all steps | >over stock | >over compiled | >loss from stock's"
     said = (
         "*tokens/s*: of the median of the timed steps; *all steps*: of all of them together, in some of which fastpack "
         "still records graphs. *peak*: the most that tensors took at a time, + what CUDA graphs held beside it."
     )
-    lines = [f"**Side by side, {device_of(record)}.** {said}", "", f"| {' | '.join(head)} |"]
-    lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
-    for row, sides in cells(record).items():
-        for side, cell in sides.items():
-            lines.append(f"| {title(record, row)} | {side} | {' | '.join(_cells(row, sides, cell))} |")
+    rows = [
+        [title(record, row), side, *_cells(row, sides, cell)]
+        for row, sides in cells(record).items()
+        for side, cell in sides.items()
+    ]
+    lines = [f"**Side by side, {device_of(record)}.** {said}", ""]
+    lines.append(grid(f"{columns} | >peak, GiB | >kernels, ms | >idle | >launches", rows))
     if any(run["row"].startswith(LEAKS) for run in record["rows"]):
         said = "Stock lets packed documents of gpt-oss see each other: its losses are those of another computation."
         lines += ["", said]
