@@ -89,7 +89,7 @@ def _said(found: Mapping[str, Any]) -> str:
     profile, step = found["profile"], median(found["step_seconds"])
     line = found["report"]["features"].get("cuda_graph", {})
     idle = 1 - profile.get("busy_seconds", step) / step
-    gib = " of ".join(f"{found[name] or 0:.1f}" for name in ("peak_gib", "reserved_gib", "held_gib"))
+    gib = " of ".join(f"{found.get(name) or 0:.1f}" for name in ("peak_gib", "reserved_gib", "held_gib"))
     return (
         f"{step * 1e3:7.1f} ms a step, kernels {profile.get('busy_seconds', 0) * 1e3:.1f} ms, idle {idle:.0%}, "
         f"{profile.get('launches', 0):.0f} launches, {profile.get('waits', 0):.1f} waits, {gib} GiB, first step "

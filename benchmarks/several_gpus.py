@@ -327,10 +327,12 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
         if why := found.get("failed") or found.get("error"):
             yield f"{name} / {side}: {why}, {found['seconds']:.0f} s in all"
         elif found:
-            peaks = ", ".join(f"{peak or 0:.1f}" for peak in found.get("reserved_gib", ()))
+            kind = "reserved" if "reserved_gib" in found else "peak"  # of older records
+            peaks = ", ".join(f"{peak or 0:.1f}" for peak in found[f"{kind}_gib"])
+            last = median(found["step_ms"][-LAST:])
             yield (
-                f"{name} / {side}: first step {found['seconds_to_first_step']:.1f} s, last "
-                f"{found['last_step_ms']:.0f} ms, peak {peaks} GiB reserved, {found['seconds']:.0f} s in all"
+                f"{name} / {side}: first step {found['seconds_to_first_step']:.1f} s, last {last:.0f} ms, peak {peaks} "
+                f"GiB {kind}, {found['seconds']:.0f} s in all"
             )
     if "passed" not in row:
         yield f"{name}: {row.get('skipped')}"
