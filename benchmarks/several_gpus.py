@@ -328,7 +328,8 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} / {side}: {why}, {found['seconds']:.0f} s in all"
         elif found:
             kind = "reserved" if "reserved_gib" in found else "peak"  # of older records
-            peaks = ", ".join(f"{peak or 0:.1f}" for peak in found[f"{kind}_gib"])
+            ranks = found[f"{kind}_gib"] if isinstance(found[f"{kind}_gib"], list) else [found[f"{kind}_gib"]]
+            peaks = ", ".join(f"{peak or 0:.1f}" for peak in ranks)
             last = median(found["step_ms"][-LAST:])
             yield (
                 f"{name} / {side}: first step {found['seconds_to_first_step']:.1f} s, last {last:.0f} ms, peak {peaks} "
