@@ -16,7 +16,7 @@ def command_of(record: Record) -> str:
     case = record["case"]
     if case == cuda_tests.CASE:
         return cuda_tests.command(record)
-    options = _OPTIONS.get(case, lambda record: "")(record)
+    options = _OPTIONS[case](record) if case in _OPTIONS else ""
     begin = f"python -m benchmarks --case {case}" if case in CASES else f"python -m benchmarks.{case}"
     return " ".join(filter(None, (begin, options, "--json FILE", "--plot PNG" * (case == "fp8_accuracy"))))
 
