@@ -7,10 +7,8 @@ import subprocess
 from pathlib import Path
 
 import forks
-import pytest
 import torch
 
-from benchmarks import command
 from benchmarks.activation_memory import different, measure
 from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
 from benchmarks.cases import Run
@@ -21,7 +19,6 @@ from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.checkpointing.memory import checkpointable_layers
-from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
 
@@ -66,12 +63,6 @@ def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> N
         SteppedTrainer(trainer, WallClock(), 2).step()
         assert not any(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
     assert all(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
-
-
-def test_wrong_settings_are_one_line() -> None:
-    with pytest.raises(UserError, match="no workload 'qwen9'"):
-        measure(rows=["qwen9"])
-    assert command.main(["--case", "activation_memory", "--tokens", "64", "128"]) == 2
 
 
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
