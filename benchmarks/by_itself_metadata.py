@@ -76,7 +76,7 @@ def measure_row(row: Row, rounds: int, device: str, seed: int, seconds: float) -
             return SteppedTrainer(trainer, clock, steps)
 
         turns = measure_in_turns(
-            SIDES, make, weights=model, device=device, rounds=rounds, warmup=WARMUP, least=min(3, rounds),
+            SIDES, make, weights=model, device=device, rounds=rounds, warmup=WARMUP,
             seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
         packed = [row for side in turns.sides.values() for row in side.trainer.train_dataset["seq_lengths"][:_ALONE]]

@@ -162,10 +162,10 @@ class Side:
             raise RuntimeError(row["failed"])
         return "failed" not in row
 
-    def curve(self, key: str) -> Curve:
-        """Return the curve of a figure of the rows that were run without a cap, or with seconds of any."""
-        done = [row for row in self.rows if row.get(key) and row["cap_gib"] is None and "failed" not in row]
-        return Curve.through([(row["tokens"], round(row[key] * GIB)) for row in done])
+    def curve(self) -> Curve:
+        """Return the curve of the peaks of the rows that were run without a cap."""
+        done = [row for row in self.rows if row["peak_gib"] and row["cap_gib"] is None and "failed" not in row]
+        return Curve.through([(row["tokens"], round(row["peak_gib"] * GIB)) for row in done])
 
     def _drop_what_is_left(self) -> float:
         """Free the device memory of the tensors of a row that failed; return the GiB that they had.
@@ -321,7 +321,7 @@ def measure_side(
             runs.run(tokens, **(deepest if side == OURS else {}))
     context = context_bytes()
     found["context_gib"] = context / GIB
-    curve = runs.curve("peak_gib") if device == "cuda" else None
+    curve = runs.curve() if device == "cuda" else None
     for cap in sorted(caps):
         key, runs.cap = f"{cap:g}", cap
         room = cap * GIB - context

@@ -31,7 +31,6 @@ class CaseCommand:
         alike: rows take about as long as each other (`run_rows`).
         more: adds further options.
         figure: draws a record, given the name of its file too.
-        passed: returns whether all is well with a record: the exit code is 1 where it is not.
     """
 
     case: str
@@ -46,9 +45,8 @@ class CaseCommand:
     rounds: int = 1
     seconds: float = math.inf
     alike: bool = False
-    more: Callable[[ArgumentParser], None] = lambda parser: None
+    more: Callable[[ArgumentParser], object] = lambda parser: None
     figure: Callable[[Record, str], Any] | None = None
-    passed: Callable[[Record], bool] = lambda record: True
 
     def arguments(self, given: Sequence[str] | None = None) -> Namespace:
         """Return the parsed arguments; raises what `parse` does."""
@@ -75,14 +73,7 @@ class CaseCommand:
     def main(self, given: Sequence[str] | None = None) -> int:
         """Measure the rows, or read their record; print the table, and return the exit code."""
         args = self.arguments(given)
-        records: list[Record] = []
-
-        def table(record: Record) -> str:
-            records.append(record)
-            return self.table(record)
-
-        code = measured(args, self.case, lambda file: self.measure(args, file), table, self.figure)
-        return code or int(not self.passed(records[0]))
+        return measured(args, self.case, lambda file: self.measure(args, file), self.table, self.figure)
 
     def start(self) -> int:
         """Run the command line of this process; what is wrong with it is one line."""

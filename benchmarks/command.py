@@ -67,7 +67,7 @@ def parse(
     default_sides: Sequence[str] | None = None,
     rounds: int = 1,
     seconds: float = math.inf,
-    extra: Callable[[ArgumentParser], None] = lambda parser: None,
+    extra: Callable[[ArgumentParser], object] = lambda parser: None,
 ) -> Namespace:
     """Parse the options of a command of this folder.
 
@@ -152,7 +152,7 @@ def measured(
         draw: from a record and the name of its file to a figure.
 
     Returns:
-        The exit code: 130 for a record that was interrupted.
+        The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
     """
     if args.report is not None:
         record = record_of(args.report, case)
@@ -164,7 +164,9 @@ def measured(
     print(table(record))
     if args.plot is not None and draw is not None:
         draw(record, Path(args.report or args.json or "").name).savefig(args.plot)
-    return 0 if record["complete"] else EXIT_INTERRUPTED
+    if not record["complete"]:
+        return EXIT_INTERRUPTED
+    return int(any(row.get("passed") is False for row in record["rows"]))
 
 
 def in_one_line(name: str, run: Callable[[], int | None]) -> int:

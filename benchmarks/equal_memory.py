@@ -56,7 +56,7 @@ def measure_side(
         found["budget_gib"] = trainer.args.activation_memory_gib = peak_gib - fixed / 2**30 - less_gib
 
     made = limit if side == OURS else lambda trainer: None
-    fields = {"gradient_checkpointing": True, "logging_steps": 10}
+    fields: dict[str, Any] = {"gradient_checkpointing": True, "logging_steps": 10}
     trainer, watch = train_side(ROWS[row["row"]], SIDES[side], seed, WATCHED, made=made, **fields)
     return {**found, **watch.figures(trainer)}
 

@@ -88,7 +88,7 @@ def model(layers: int, hidden: int) -> LlamaForCausalLM:
 
 def measure_cell(
     row: Mapping[str, Any], side: str, *, rounds: int, seed: int, layers: int, hidden: int, threads: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compare both sides of a cell in this process; return its row of `compare`."""
     cell = CELLS[row["cell"]]
     tokenizer, rows = documents(seed)

@@ -94,8 +94,8 @@ def open_list(results: Results) -> list[str]:
             lines.append(f"- what came after the rows of `{name}`, which was stopped: `{command_of(record)}`")
     lines.append("- on two GPUs: `python -m benchmarks.several_gpus --json FILE`")
     head = (
-        "**Open.** In no record yet, for a GPU. A command that was stopped goes on with its file; those of `captured` "
-        "and `first_step` write it anew. Commands of records of older code are printed by `python -m benchmarks.stale`."
+        "**Open.** In no record yet, for a GPU. A command that was stopped goes on with its file. Commands of records "
+        "of older code are printed by `python -m benchmarks.stale`."
     )
     return ["\n".join([head, "", *lines])]
 

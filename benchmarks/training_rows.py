@@ -108,14 +108,18 @@ def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any
     model = base_of(row, positions, device, seed)
     if row.kind == "full":
         return model, None
-    from peft import LoraConfig
-
-    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if row.kind == "experts" else None
     if row.kind == "nf4-experts":
         quantize_experts(model.requires_grad_(False))
-    return model, LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=stacks
-    )
+    return model, lora_of_experts(stacks=row.kind == "experts")
+
+
+def lora_of_experts(*, stacks: bool, **more: Any) -> Any:
+    """Return the adapters of a mixture of experts: of its attention, and of its stacks of experts too."""
+    from peft import LoraConfig
+
+    of_stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if stacks else None
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=attention, target_parameters=of_stacks, **more)
 
 
 def base_of(row: Row, positions: int, device: str, seed: int) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fastpack_trl.bench.baselines import OURS, SideRecipe
-from fastpack_trl.bench.compare import NotAvailable, bar, measure
+from fastpack_trl.bench.compare import bar, measure
 from fastpack_trl.bench.side import Build, RoundPlan, Side
 from fastpack_trl.config import _CHOICES, FastSFTConfig
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
@@ -47,7 +47,7 @@ def ablate(
     plan: RoundPlan,
     *,
     configured: Mapping[str, str] | None = None,
-    save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    save: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Measure one row per feature, a `FastSFTTrainer` with it beside one without, in turn; then all together over none.
 
@@ -67,19 +67,14 @@ def ablate(
         without = _title(base)
         sides = {without: base, OURS: features() if feature == ALL else (*base, feature)}
         recipes = {
-            name: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured or {}), report=True)
+            name: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured or {}))
             for name, on in sides.items()
         }
-        label = {"feature": feature, "base": list(base), "setting": f"ablation: {feature}"}
         with bar(feature, plan.rounds) as progress:
-            try:
-                row, complete = measure(recipes, build, plan, progress, why_not=partial(_why_not, feature))
-            except NotAvailable as reason:
-                row, complete = {**label, "skipped": str(reason), "sides": {}, "tokens": 0}, True
-            else:
-                row = row and {**label, **row, "setting": f"{row['setting']}: {feature} over {without}"}
+            row, complete = measure(recipes, build, plan, progress, partial(_why_not, feature))
         if row is not None:
-            rows.append(row)
+            setting = f"{row['setting']}: {feature} over {without}" if "setting" in row else f"ablation: {feature}"
+            rows.append({"feature": feature, "base": list(base), **row, "setting": setting})
             save(rows)
         if not complete:
             return rows, False

@@ -15,6 +15,7 @@ from fastpack_trl.attention.flash_attention import missing
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.trainer import FastSFTTrainer
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
@@ -37,14 +38,12 @@ class SideRecipe:
         trainer_class, config_class: what `build` is asked for.
         changes: fields of the configuration that make it this side.
         around: entered in the thread that trains, before `train`; yields the name of the path.
-        report: whether the trainer has a `fastpack_report` that says what runs.
     """
 
     trainer_class: Any
     config_class: Any
     changes: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[Any], AbstractContextManager[str]] = _as_built
-    report: bool = False
 
 
 def recipe_of(name: str) -> SideRecipe:
@@ -63,8 +62,8 @@ def recipe_of(name: str) -> SideRecipe:
         STOCK: SideRecipe(SFTTrainer, SFTConfig),
         TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
         REBUILD: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
-        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
-        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig, report=True),
+        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS),
+        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig),
     }[name]
 
 
@@ -108,20 +107,15 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
     from accelerate.utils import TorchDynamoPlugin
 
     accelerator, state = trainer.accelerator, trainer.accelerator.state
-    prepare, before = accelerator.prepare_model, state.dynamo_plugin
+    prepare = accelerator.prepare_model
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        state.dynamo_plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        try:
+        plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+        with attribute_set(state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
-        finally:
-            state.dynamo_plugin = before
 
-    accelerator.prepare_model = compiling
-    try:
+    with attribute_set(accelerator, "prepare_model", compiling):
         yield
-    finally:
-        del accelerator.prepare_model
 
 
 def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:

@@ -235,7 +235,7 @@ def _record(args: Namespace, folder: str, file: ResultFile | None) -> dict[str, 
 
 def _measured(
     args: Namespace, folder: str, flags: Sequence[str], plan: RoundPlan, sides: Sequence[str], training: FastSFTConfig,
-    save: Callable[[list[dict[str, Any]]], object],
+    save: Callable[[list[dict[str, Any]]], Any],
 ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
     """Return the rows, and whether all are there."""
     from fastpack_trl.bench.isolation import isolated, yaml_build

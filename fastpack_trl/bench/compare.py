@@ -16,9 +16,8 @@ print(table(record))
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,15 +121,9 @@ def record_of(
     )
 
 
-@contextlib.contextmanager
-def bar(name: str, total: int, progress: bool = True) -> Iterator[Any]:
-    """Show a progress bar over rounds (on a terminal)."""
-    with tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True) as shown:
-        yield shown
-
-
-class NotAvailable(Exception):  # noqa: N818 - an answer, not a fault
-    """The side that is measured would run as the others do, for the reason in its message."""
+def bar(name: str, total: int, progress: bool = True) -> Any:
+    """Return a progress bar over rounds (on a terminal)."""
+    return tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True)
 
 
 def measure(
@@ -138,54 +131,51 @@ def measure(
     build: Build,
     plan: RoundPlan,
     shown: Any,
-    *,
-    subject: str | None = None,
     why_not: Callable[[Side], str] | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Measure one row: the sides' steps in turn.
+    """Measure one row: the sides' steps in turn. The ratios are over `OURS`, or the last side where that is none.
 
     Args:
         recipes: by name, the reference of the gate first.
         build: see `compare`.
         plan: how much.
         shown: a progress bar, updated once per round.
-        subject: whom the ratios are over; default: `OURS`, else the last.
-        why_not: given the subject, then built before the others, why it need not be measured; empty to go on.
+        why_not: given `OURS`, then built before the others, returns why it need not be measured; empty to go on.
 
     Returns:
-        The row, None where nothing was timed, and whether it is complete.
+        The row, None where nothing was timed, and whether it is complete. Where `why_not` has a reason the row is
+        ``skipped``.
 
     Raises:
-        NotAvailable: with what `why_not` said.
         UserError: see `compare`.
     """
     plan.check()
-    state = _Row(plan, subject or (OURS if OURS in recipes else list(recipes)[-1]), shown)
+    row = _Row(plan, OURS if OURS in recipes else list(recipes)[-1], shown)
     complete = True
-    with one_bar():
-        try:
-            for name in sorted(recipes, key=lambda name: why_not is not None and name != state.subject):
-                shown.set_postfix_str(f"loading {name}")
-                state.add(name, partial(Side, name, recipes[name], build, plan))
-                if why_not is not None and name == state.subject and name in state.sides:
-                    reason = why_not(state.sides[name])
-                    if reason:
-                        raise NotAvailable(reason)
-            state.sides = {name: state.sides[name] for name in recipes if name in state.sides}
-            state.run()
-            for side in state.sides.values():
-                side.run_extras()
-        except KeyboardInterrupt:
-            complete = False
-        finally:
-            other_load = state.load.cores()
-            for side in state.sides.values():
-                side.close()
     try:
-        row = state.result(complete)
-        return row and {**row, "other_load": other_load}, complete
+        with one_bar():
+            try:
+                for name in sorted(recipes, key=lambda name: why_not is not None and name != row.subject):
+                    shown.set_postfix_str(f"loading {name}")
+                    row.add(name, partial(Side, name, recipes[name], build, plan))
+                    if why_not is not None and name == row.subject and name in row.sides:
+                        reason = why_not(row.sides[name])
+                        if reason:
+                            return {"skipped": reason, "sides": {}, "tokens": 0}, True
+                row.sides = {name: row.sides[name] for name in recipes if name in row.sides}
+                row.run()
+                for side in row.sides.values():
+                    side.run_extras()
+            except KeyboardInterrupt:
+                complete = False
+            finally:
+                other_load = row.load.cores()
+                for side in row.sides.values():
+                    side.close()
+        found = row.result(complete)
+        return found and {**found, "other_load": other_load}, complete
     finally:
-        state.sides.clear()
+        row.sides.clear()
         gc.collect()
         attempt(_free_memory)
 

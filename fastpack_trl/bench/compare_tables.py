@@ -17,13 +17,10 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the record of `compare` for people: rates and ratios, where a step goes, what the device did."""
     rows = record["rows"]
     out = [] if record["complete"] else [f"INCOMPLETE: interrupted; {len(rows)} row(s) have something to show"]
-    for row in rows:
-        out += ["", *row_lines(row)]
-    return "\n".join(out)
+    return "\n".join([*out, *(line for row in rows for line in ("", *_row_lines(row)))])
 
 
-def row_lines(row: Mapping[str, Any]) -> list[str]:
-    """Return one row: its setting, a table of the sides, one of their phases, and what could not be measured."""
+def _row_lines(row: Mapping[str, Any]) -> list[str]:
     names = side_names(row["sides"])
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
     phases = [name for name in PHASES if any(name in side["phases"] for side in good.values())]

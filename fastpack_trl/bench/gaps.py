@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.autograd import DeviceType
@@ -70,21 +70,16 @@ def find_gaps(
     ordered = sorted(timeline, key=lambda span: (span.start, span.end))
     if window is None:
         window = (ordered[0].start, max(span.end for span in ordered)) if ordered else (0.0, 0.0)
-    begin, finish = window
+    reached, finish = window
+    last = ""
     gaps: list[Gap] = []
-    reached, last = begin, ""
-    for span in ordered:
+    for span in [*ordered, Span("", finish, finish)]:
         if span.start > reached and reached < finish:
             gaps.append(Gap(reached, min(span.start, finish), last, span.name if span.start < finish else ""))
         if span.end > reached:
             reached, last = span.end, span.name
-    if reached < finish:
-        gaps.append(Gap(reached, finish, last, ""))
-    gaps.sort(key=lambda gap: -gap.length)
-    return [
-        Gap(gap.start, gap.end, gap.before, gap.after, tuple(host_during(gap.start, gap.end, host).items()))
-        for gap in gaps[:top]
-    ]
+    longest = sorted(gaps, key=lambda gap: -gap.length)[:top]
+    return [replace(gap, host=tuple(host_during(gap.start, gap.end, host).items())) for gap in longest]
 
 
 def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, float]:
@@ -158,12 +153,13 @@ def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, An
     for event in host:
         if not _is_annotation(event):
             threads.setdefault(event.thread, []).append(_span(event))
+    busiest: list[Span] = max(threads.values(), key=len, default=[])
     phases = [span for span in map(_span, host) if span.name.startswith(LABEL)]
     return {
         "launches": None,
         "busy_seconds": None,
         "timeline": "operators of the thread that trains: nothing is launched on a CPU",
-        "gaps": [gap.to_dict() for gap in find_gaps(max(threads.values(), key=len, default=[]), phases)],
+        "gaps": [gap.to_dict() for gap in find_gaps(busiest, phases)],
         "operators": operators,
     }
 

@@ -1,4 +1,4 @@
-"""Sides of a YAML of ``fastpack-trl sft``: how they are built, and measured in a process each, with the memory alone."""
+"""Sides of a YAML of ``fastpack-trl sft``: how they are built, and measured in one process each, its memory alone."""
 
 from __future__ import annotations
 

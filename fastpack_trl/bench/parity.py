@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.model.patches import attribute_set
 
 FLOAT32_TOLERANCE = 1e-5
 _DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
@@ -85,15 +86,12 @@ def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
     Yields:
         Whether there was any dropout.
     """
-    changed: list[tuple[Any, str, float]] = []
-    for module in (module for model in models for module in model.modules()):
-        for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
-            value = getattr(module, name, None)
-            if isinstance(value, float) and value > 0:
-                changed.append((module, name, value))
-                setattr(module, name, 0.0)
-    try:
-        yield bool(changed)
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+    found = False
+    with contextlib.ExitStack() as stack:
+        for module in (module for model in models for module in model.modules()):
+            for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
+                value = getattr(module, name, None)
+                if isinstance(value, float) and value > 0:
+                    stack.enter_context(attribute_set(module, name, 0.0))
+                    found = True
+        yield found

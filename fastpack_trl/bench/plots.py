@@ -51,10 +51,8 @@ def speed(record: Mapping[str, Any], source: str = "") -> Figure | None:
     colours = _colours(row for row, _, _ in places)
     for row, side, place in places:
         axes.barh(place, side.rate, height=0.72, color=colours[side.key][0])
-        times = next(
-            (f"  {ratio.median:.2f} x stock" for ratio in row.ratios_over("stock") if ratio.by == side.key), ""
-        )
-        axes.annotate(f" {side.rate:,.0f}{times}", (side.rate, place), va="center", fontsize=8)
+        times = {ratio.by: f"  {ratio.median:.2f} x stock" for ratio in row.ratios_over("stock")}
+        axes.annotate(f" {side.rate:,.0f}{times.get(side.key, '')}", (side.rate, place), va="center", fontsize=8)
     axes.set_xlabel("tokens per second (medians)")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     room_for_labels(axes, [side.rate for _, side, _ in places], 0.32)

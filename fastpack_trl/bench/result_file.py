@@ -100,22 +100,19 @@ def _difference(before: Any, now: Any, name: str = "") -> str | None:
 
 
 class Task(Protocol):
-    """What `run_rows` measures: a `RowTask` or a `TrainingRun`."""
+    """A row that `run_rows` is to measure: a `RowTask` or a `TrainingRun`.
+
+    Its `label` is what the row begins with (its name or ``setting``, ...): a row of the file with the same is the same.
+    `empty` has the keys that a row without a measurement still has. `measure` is given seconds that it may take (it may
+    need more), and returns the rest of the row.
+    """
 
     @property
-    def label(self) -> Mapping[str, Any]:
-        """Return what the row begins with: its name or ``setting``, ...; an earlier row with the same is the same."""
-        ...
-
+    def label(self) -> Mapping[str, Any]: ...
     @property
-    def empty(self) -> Mapping[str, Any]:
-        """Return the keys that a row without a measurement still has."""
-        ...
-
+    def empty(self) -> Mapping[str, Any]: ...
     @property
-    def measure(self) -> Callable[[float], dict[str, Any]]:
-        """Return the call that, given seconds it may take (it may need more), returns the rest of the row."""
-        ...
+    def measure(self) -> Callable[[float], dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,8 @@ def _figures(
     rates: dict[str, dict[str, float] | None] = {}
     for name in RATES:
         counts = [step["tokens"][name] for step in steps]
-        known = None not in counts
-        rates[name] = (
-            median_interval([n / s for n, s in zip(counts, seconds, strict=True)]).to_dict() if known else None
-        )
+        per_second = [n / s for n, s in zip(counts, seconds, strict=True)] if None not in counts else []
+        rates[name] = median_interval(per_second).to_dict() if per_second else None
     busy = profile["busy_seconds"] if profile is not None else None
     return {
         "seconds": summary(seconds),

@@ -261,9 +261,8 @@ class Side:
 
     def result(self) -> dict[str, Any]:
         """Return everything that was measured, as plain data: what `compare` makes a row of."""
-        report, path = None, self.path
-        if self.recipe.report:
-            report = self.trainer.fastpack_report
+        report, path = getattr(self.trainer, "fastpack_report", None), self.path
+        if report is not None:
             path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
         return {
             "path": path,

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from fastpack_trl.bench.gaps import LABEL
 from fastpack_trl.measure.timing import Clock, CudaClock
 from fastpack_trl.measure.tokens import TokenCounter
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 PHASES = ("data", "forward", "backward", "captured", "optimizer", "other")
@@ -150,20 +151,20 @@ class StepWatch(TrainerCallback):
             self.step.calls.append({**kwargs, "input_ids": args[0]} if args else dict(kwargs))
 
         before_model.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step
-        hook = None
-        if not trainer.args.torch_compile:  # the compiled graph of a whole model would have the hook baked in
-            hook = trainer.model.register_forward_pre_hook(before_model, with_kwargs=True)
-        trainer.get_batch_samples, trainer.training_step = watched_batches, watched_step
-        trainer.compute_loss, accelerator.clip_grad_norm_ = watched_loss, watched_clip
-        # First: the optimizer's end is before the callbacks of the user.
-        trainer.callback_handler.callbacks.insert(0, self)
-        try:
+        with contextlib.ExitStack() as stack:
+            if not trainer.args.torch_compile:  # the compiled graph of a whole model would have the hook baked in
+                stack.callback(trainer.model.register_forward_pre_hook(before_model, with_kwargs=True).remove)
+            for owner, name, watched in (
+                (trainer, "get_batch_samples", watched_batches),
+                (trainer, "training_step", watched_step),
+                (trainer, "compute_loss", watched_loss),
+                (accelerator, "clip_grad_norm_", watched_clip),
+            ):
+                stack.enter_context(attribute_set(owner, name, watched))
+            # First: the optimizer's end is before the callbacks of the user.
+            trainer.callback_handler.callbacks.insert(0, self)
+            stack.callback(trainer.remove_callback, self)
             yield
-        finally:
-            trainer.remove_callback(self)
-            del trainer.get_batch_samples, trainer.training_step, trainer.compute_loss, accelerator.clip_grad_norm_
-            if hook is not None:
-                hook.remove()
 
     def _label(self, name: str) -> contextlib.AbstractContextManager[Any]:
         if not self._labelled:

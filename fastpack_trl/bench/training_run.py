@@ -138,7 +138,8 @@ class OwnProcess:
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         if "error" in found:
             raise UserError(f"{side}: {found['error']}")
-        if failed is None and found.pop("done", False):
+        done = found.pop("done", False)
+        if failed is None and done:
             return found
         last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         reason = found.pop("failed", None) or failed or f"its process ended: {last}"
@@ -165,7 +166,8 @@ class OwnProcess:
             return f"not done within {self.timeout:g} s"
         finally:  # also after an interrupt, which reaches this process only
             _end(process)
-        return None
+        # One process that has answered may still fail at its end; of several another one has failed.
+        return f"ended with {process.returncode}" if process.returncode and self.command else None
 
 
 def accelerate_launch(processes: int, *flags: str) -> list[str]:

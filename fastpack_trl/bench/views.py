@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fastpack_trl.measure.intervals import median_interval
+from fastpack_trl.measure.intervals import Interval, median_interval
 
 OURS, PLAN = "fastpack", "fastpack_plan"
 NAMES_OF_OURS = (OURS, PLAN, "double_buffer")
@@ -34,22 +34,11 @@ def side_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Seconds of the side `over` / seconds of the side `by`: above 1 `by` is faster.
-
-    Attributes:
-        over: the other side.
-        by: a side of ours.
-        median, low, high: of the rounds, with the interval.
-        coverage: probability with which the interval covers the true median.
-    """
+class Ratio(Interval):
+    """Seconds of the side `over` / seconds of `by`, a side of ours, in a round: above 1 `by` is faster."""
 
     over: str
     by: str
-    median: float
-    low: float
-    high: float
-    coverage: float
 
     @property
     def slower(self) -> bool:
@@ -73,7 +62,6 @@ class SideView:
     Attributes:
         key: as the record names it.
         name: for people.
-        path: what ran.
         seconds: of one step; None where the case times no step (collator).
         phases: seconds by name, in order; empty where the case has none.
         rate: tokens per second.
@@ -84,7 +72,6 @@ class SideView:
 
     key: str
     name: str
-    path: str
     seconds: float | None
     phases: dict[str, float]
     rate: float
@@ -217,7 +204,6 @@ def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView
     return SideView(
         key,
         name,
-        str(side.get("path", "")),
         seconds,
         {phase: float(value) for phase, value in side.get("phases", halves).items()},
         float(rate),
@@ -238,8 +224,7 @@ def _ratios(row: Mapping[str, Any]) -> Iterator[Ratio]:
         if over == PLAN:
             continue  # ours too: a choice between two settings, no gain over somebody else
         values = ratio.get("seconds", ratio)  # the case `moe` has one per part of the step
-        yield Ratio(over, ours, values["median"], values["low"], values["high"], values["coverage"])
+        yield Ratio(values["median"], values["low"], values["high"], values["coverage"], over, ours)
         if plan is not None:
             pairs = zip(sides[over]["seconds"]["values"], plan["values"], strict=True)
-            interval = median_interval([theirs / mine for theirs, mine in pairs])
-            yield Ratio(over, PLAN, interval.median, interval.low, interval.high, interval.coverage)
+            yield Ratio(**median_interval([theirs / mine for theirs, mine in pairs]).to_dict(), over=over, by=PLAN)

@@ -22,6 +22,8 @@ def answering(row: dict[str, Any], side: str, *, note: Callable[[dict[str, Any]]
         case "dies":
             print("killed by hand")
             sys.exit(3)
+        case "fails beside" if os.environ["RANK"] == "1":
+            sys.exit(4)
         case "hangs":
             time.sleep(60)
     return {"said": says, "tokens_seen": row["tokens"], "ranks": os.environ.get("WORLD_SIZE", "1")}

@@ -46,7 +46,9 @@ def test_a_run_that_takes_too_long_is_ended_and_keeps_its_notes() -> None:
 
 
 def test_of_several_processes_the_first_answers() -> None:
-    assert _process(command=torchrun(2))(ROW, "stock")["ranks"] == "2"
+    several = _process(command=torchrun(2))
+    assert several(ROW, "stock")["ranks"] == "2"
+    assert several(ROW, "fails beside")["failed"] == "ended with 1"
 
 
 def test_a_run_that_the_file_has_is_not_run_again(tmp_path: Path) -> None:
