@@ -9,8 +9,7 @@ from pathlib import Path
 import forks
 import torch
 
-from benchmarks.activation_memory import different, measure
-from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from benchmarks.activation_memory import CHECKPOINT, OURS, SIDES, SINGLE, Batch, different, measure, side
 from benchmarks.cases import Run
 from benchmarks.command import table
 from benchmarks.lora_models import LoraModel, build, definitions
@@ -68,7 +67,7 @@ def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> N
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
     """TRL logs through accelerate, whose state a trainer makes; on the CPU it may stop for another reason."""
     code = (
-        "from benchmarks.activation_sides import TRL, side\n"
+        "from benchmarks.activation_memory import TRL, side\n"
         "from benchmarks.lora_models import LoraModel, build\n"
         "weights = build(LoraModel('small', 'fp32'), layers=2, positions=64, seed=0, device='cpu')\n"
         "try:\n"
