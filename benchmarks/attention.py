@@ -385,11 +385,8 @@ def check(name: str, layer: Layer) -> dict[str, Any]:
         for part, error, bound in zip(parts, mean_error, bounds, strict=False)
         if not error <= bound  # a NaN is over every bound
     ]
-    return {
-        "errors": dict(zip(parts, mean_error, strict=False)),
-        "budget": dict(zip(parts, mean_budget, strict=False)),
-        "wrong": "; ".join(wrong),
-    }
+    errors, allowed = (dict(zip(parts, values, strict=False)) for values in (mean_error, mean_budget))
+    return {"errors": errors, "budget": allowed, "wrong": "; ".join(wrong)}
 
 
 def _run(attend: Attend, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:

@@ -10,8 +10,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.activation_memory import DOCUMENT, WORKLOADS, Workload
-from benchmarks.activation_sides import CHECKPOINT, OURS, SINGLE, Batch, DecoderSide, side
+from benchmarks.activation_memory import (
+    CHECKPOINT,
+    DOCUMENT,
+    OURS,
+    SINGLE,
+    WORKLOADS,
+    Batch,
+    DecoderSide,
+    Workload,
+    side,
+)
 from benchmarks.arithmetic import reload_saved
 from benchmarks.by_itself_row import Marked, passes_of, row_of
 from benchmarks.lora_models import LoraModel, build

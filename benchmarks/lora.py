@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.cases import LEAST_ROUNDS, Run, count_launches, row_lengths
+from benchmarks.cases import LEAST_ROUNDS, Run, count_launches, row_lengths, seconds_of
 from benchmarks.command import known
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
 from benchmarks.model_shapes import PAD, shape_of
@@ -34,7 +34,7 @@ from fastpack_trl.bench.baselines import (
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.measure.flops import attention_pairs, model_flops
-from fastpack_trl.measure.timing import CudaClock, clock_of
+from fastpack_trl.measure.timing import clock_of
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -247,16 +247,7 @@ def _gate(figures: dict[str, Any], first: str) -> None:
             figures[name] = {"failed": f"its loss is off {first}'s by {worst:.2e}, over {LOSS_TOLERANCE:g}"}
 
 
-def measured_tflops(size: int = 8192, rounds: int = 10) -> float:
-    """Measure the TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
+def measured_tflops(size: int = 8192) -> float:
+    """Return the TFLOP/s of a square bf16 product on this device: the ceiling that steps are compared with."""
     left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    clock = CudaClock()
-    best = 0.0
-    for _ in range(rounds):
-        clock.synchronise()
-        start = clock.mark()
-        left @ left
-        end = clock.mark()
-        clock.synchronise()
-        best = max(best, 2 * size**3 / clock.seconds(start, end) / 1e12)
-    return best
+    return 2 * size**3 / seconds_of(lambda: left @ left, "cuda") / 1e12

@@ -7,12 +7,9 @@ import subprocess
 from pathlib import Path
 
 import forks
-import pytest
 import torch
 
-from benchmarks import command
-from benchmarks.activation_memory import different, measure
-from benchmarks.activation_sides import CHECKPOINT, OURS, SIDES, SINGLE, Batch, side
+from benchmarks.activation_memory import CHECKPOINT, OURS, SIDES, SINGLE, Batch, different, measure, side
 from benchmarks.cases import Run
 from benchmarks.command import table
 from benchmarks.lora_models import LoraModel, build, definitions
@@ -21,7 +18,6 @@ from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.checkpointing.memory import checkpointable_layers
-from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
 
@@ -68,16 +64,10 @@ def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> N
     assert all(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
 
 
-def test_wrong_settings_are_one_line() -> None:
-    with pytest.raises(UserError, match="no workload 'qwen9'"):
-        measure(rows=["qwen9"])
-    assert command.main(["--case", "activation_memory", "--tokens", "64", "128"]) == 2
-
-
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:
     """TRL logs through accelerate, whose state a trainer makes; on the CPU it may stop for another reason."""
     code = (
-        "from benchmarks.activation_sides import TRL, side\n"
+        "from benchmarks.activation_memory import TRL, side\n"
         "from benchmarks.lora_models import LoraModel, build\n"
         "weights = build(LoraModel('small', 'fp32'), layers=2, positions=64, seed=0, device='cpu')\n"
         "try:\n"

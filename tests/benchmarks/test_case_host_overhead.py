@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, host_overhead, packed_attention
+from benchmarks import host_overhead, packed_attention
 from benchmarks.cases import Run
 from benchmarks.command import table
 from benchmarks.host_overhead import ARITHMETIC, LoopSteps, Workload, measure
 from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.gaps import covered
-from fastpack_trl.errors import UserError
 
 SHAPE = ModelShape(
     "qwen3",
@@ -92,17 +91,3 @@ def test_covered_is_the_length_of_the_union() -> None:
     assert covered([(1, 3), (0, 2), (5, 6)]) == 4
     assert covered([(0, 10), (2, 3), (4, 12)]) == 12
     assert covered([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"tokens": [8]}, "longest document"), ({"run": Run(rounds=0)}, "rounds=0")],
-)
-def test_wrong_settings_name_the_value(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        measure(workload=MINIATURE, **options)
-
-
-def test_options_of_other_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--case", "host_overhead", "--quick"]) == 2
-    assert "--quick does not go with the case" in capsys.readouterr().err
