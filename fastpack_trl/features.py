@@ -42,8 +42,8 @@ class Feature(NamedTuple):
     """One line of `FEATURES`."""
 
     install: Callable[[Run], AbstractContextManager[Any] | None]
-    """Changes trainer or model for a run, and returns what restores them; None where it decides only. A feature with a
-    field in the config has its name, and writes its line of the report."""
+    """Changes trainer or model for a run, and returns what restores them; None where it decides only. Named
+    after its field of the config where it has one (`install_attention`: ``packed_attention``)."""
     trainers: Literal["any", "sft"]
     """``any``: reads and changes the model of any trainer of TRL; ``sft``: its loss, metrics or data as in SFT."""
     when: Literal["always", "training"] = "always"
@@ -113,8 +113,8 @@ STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
     capture,  # replays what is left
 )
 """Passed by each micro-batch from first to last: each calls the next, the last one stock's own step. A part whose
-feature is off hands on at once. Merging and retry ask the trainer for its rows, and for the state to undo; all but
-`retry` need the loss of SFT."""
+feature is off hands on at once. On other trainers merging needs the rows of a step, and retry the state to undo; merging
+and capture need the loss of SFT."""
 
 
 def micro_step(run: Run, stock: Callable[..., Tensor]) -> MicroStep:

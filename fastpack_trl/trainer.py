@@ -125,7 +125,8 @@ class FastSFTTrainer(SFTTrainer):
         run = self.fastpack_run
         count = run.facts is None and dataset_name == "train"  # an evaluation set may have that name too
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
-        run.facts = facts or run.facts
+        if facts is not None:
+            run.facts = facts
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
@@ -189,6 +190,7 @@ class FastSFTTrainer(SFTTrainer):
         run = self.fastpack_run
         run.settings, run.training, run.insists = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, run, "insists", False)  # also where a feature stops the run
             for feature in FEATURES:
                 if announce or feature.when == "always":
                     feature.enter(run, stack)

@@ -266,9 +266,11 @@ class StepGraphs(TrainerCallback):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
-        with self._step.set_apart(self._accumulation) as figures:
-            loss = stock(model, dict(slot.inputs.keywords), self._items)
-        slot.inputs.batch.clear_derived()
+        try:
+            with self._step.set_apart(self._accumulation) as figures:
+                loss = stock(model, dict(slot.inputs.keywords), self._items)
+        finally:
+            slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone
         return loss, figures.table
 
     def _record_all(self, stock: MicroStep, model: nn.Module, warm: _Slot) -> None:

@@ -13,8 +13,10 @@ ENOUGH = 3
 """Eager steps whose median is believed before anything is recorded: one of them may have been logged or saved."""
 LEAST_PAIRS, MOST_PAIRS = 4, 10
 """Pairs of an eager and a captured step: decided between them, as soon as their interval allows it."""
-LEAST_BLOCK, MOST_EAGER, MOST_STEPS = 2, 6, 160
-"""Steps of one kind in a row: of each block the last counts. After the third, comparing ends without graphs."""
+LEAST_BLOCK, MOST_EAGER = 2, 6
+"""Steps of one kind in a row: of each block the last counts."""
+MOST_STEPS = 160
+"""Steps after which comparing ends without graphs."""
 LEAST_GAIN, SMALL_GAIN, SMALL_SHARE = 0.05, 0.02, 0.03
 """Share of a step that graphs have to save; the second one where they hold 3 % of the free memory at most."""
 

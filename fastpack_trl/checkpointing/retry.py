@@ -109,6 +109,8 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
 def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Undo a micro-batch that ran out of memory and run it again with less, where anything can be freed."""
     memory, trainer = run.part(ActivationMemory), run.trainer
+    if not run.training:  # switched off as a whole
+        return following(model, inputs, num_items_in_batch)
     if trainer.accelerator.num_processes > 1:
         try:
             with memory.around_step() if memory is not None else contextlib.nullcontext():

@@ -47,7 +47,7 @@ class Decisions:
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
-        parameters: returns the model's; from a list while something keeps one. None: by a walk over the model.
+        parameters: returns the model's, from the list of `sync_free` while that is on; None: by a walk over the model.
         expert_dtypes: in which experts that transformers dispatches are computed; empty without any.
         compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
         measures_first_step: what the first step takes on the device says how long later rows may be.
