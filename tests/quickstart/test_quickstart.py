@@ -134,8 +134,9 @@ def test_tokenizer_gives_every_text_back_also_after_it_was_saved_beside_a_model(
 def test_tokenizer_and_model_are_deterministic(text, tokenizer):
     import torch
 
-    again = small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
-    assert again.get_vocab() == tokenizer.get_vocab()
+    answers = [document.answer for document in text.documents[::20]]
+    first, again = (small_model.train_tokenizer(answers, progress=False).get_vocab() for _ in range(2))
+    assert first == again
     one, two, other = (small_model.build_model(tokenizer, seed=seed, max_length=64).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -175,7 +176,7 @@ def arguments(*words: object) -> argparse.Namespace:
         (("--seed", -1), "--seed -1 is below 0"),
         (("--seed", 2**32), "is above 4294967295"),
         (("--json", "no/such/folder/out.json"), "cannot be written"),
-        (("--json", "."), "cannot be written"),
+        (("--json", "."), "is a folder"),
     ],
 )
 def test_bad_settings_are_refused_on_one_line_before_anything_is_written(tmp_path, monkeypatch, words, message):
@@ -328,7 +329,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     assert found["versions"]["trl"]
     assert found["data"]["splits"]["train"] > 500
 
-    for name in ("data/train.jsonl", "init/model.safetensors", "model/config.json", "quickstart.yaml", "loss.png"):
+    for name in ("data/train.jsonl", "init/model.safetensors", "model/config.json", "quickstart.yaml"):
         assert (out / name).stat().st_size > 0
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
     for words_shown in ("x stock", "non-padding", "full fine-tune", "held-out", "adapter in fresh objects"):
