@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.recipe.paths import add_json, configs_folder
+from fastpack_trl.recipe.paths import add_json, configs_folder, json_file
 
 DEFAULT_FOLDER = Path("quickstart-output")
 MARKER = ".fastpack-quickstart"
@@ -30,7 +30,6 @@ OUR_NAMES = {
     "adapter": "the LoRA adapter",
     "quickstart.yaml": "the LoRA run's settings; yours to change: fastpack-trl sft --config ...",
     "quickstart.json": "every figure",
-    "loss.png": "both loss curves",
     "cache": "tokenized rows",
     "comparison": "working folder of the comparison",
 }
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong setting, or a folder that holds something else.
     """
-    json_file, folder = _checked(args), args.output_dir.expanduser()
+    file, folder = _checked(args), args.output_dir.expanduser()
     prepare_folder(folder, overwrite=args.overwrite)
     start = perf_counter()
     print(f"Writing to {folder}/; offline, float32, CPU.")
@@ -71,14 +70,11 @@ def run(args: argparse.Namespace) -> int:
         figures = stages.run_all(args, folder.resolve())
         figures["seconds"]["total"] = perf_counter() - start
         promises = figures["promises"] = report.promises(figures)
-        plotted = report.plot(figures, folder / "loss.png")
-    for path in filter(None, (folder / "quickstart.json", json_file)):
+    for path in filter(None, (folder / "quickstart.json", file)):
         write_json(path, figures)
     width = max(map(len, OUR_NAMES))
     written = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
     print("\n".join([f"\n{report.table(figures)}\n", f"Files in {folder}/", *written]))
-    if not plotted:
-        print("No loss.png: pip install 'fastpack-trl[plots]' draws it.")
     for promise in promises:
         if not promise["kept"]:
             said = "too short to promise" if promise["kept"] is None else "failed"
@@ -94,11 +90,7 @@ def _checked(args: argparse.Namespace) -> Path | None:
             raise UserError(f"--{name} {value} is below {least}")
     if args.seed >= 2**32:
         raise UserError(f"--seed {args.seed} is above {2**32 - 1}, the largest that numpy takes")
-    json_file = Path(args.json).expanduser() if args.json else None
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        # Now, rather than after two minutes of training.
-        raise UserError(f"--json {json_file} cannot be written: it is a folder, or its folder does not exist")
-    return json_file
+    return json_file(args)
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
