@@ -35,6 +35,7 @@ MAX_NEW_TOKENS = 48
 LAST = 10  # logged losses in a phase's last loss: a row packs documents of one size, so a step's loss is noisy
 WARMUP_STEPS = 1  # of the comparison: the first step allocates memory and chooses algorithms
 ROUNDS = 2  # of its timed steps
+FLOAT32_EPS = 2.0**-23
 # Both sides compute the same sums in float32, in another order: the losses of a step differ by a few units in the last
 # place, and the optimizer carries such differences on. 64 units (6e-5 at a loss of 8) leave room for that; documents
 # that see their neighbours move the loss of a single step by a hundred times as much.
@@ -204,7 +205,7 @@ def comparison_figures(row: dict[str, Any]) -> dict[str, Any]:
     return out | {
         # Infinite where any loss is NaN or infinite, so that it is within no bound.
         "max_loss_difference": max(abs(a - b) for a, b in pairs[:COMPARED_STEPS]) if finite else math.inf,
-        "loss_difference_bound": ROUNDING_UNITS * torch.finfo(torch.float32).eps * max(1.0, *stock["losses"]) if finite else 0.0,
+        "loss_difference_bound": ROUNDING_UNITS * FLOAT32_EPS * max(1.0, *stock["losses"]) if finite else 0.0,
         "order": row["order"],
         "runs": [
             {"side": name, "losses": side["losses"], "seconds": side["seconds"]["values"]}
