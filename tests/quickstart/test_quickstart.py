@@ -291,7 +291,7 @@ from fastpack_trl.cli.main import main
 from fastpack_trl.quickstart import corpus
 
 files = corpus.source_files
-corpus.source_files = lambda folder: files(folder)[::6]
+corpus.source_files = lambda folder: files(folder)[::8]
 sys.exit(main(sys.argv[1:]))
 """
 
