@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -30,7 +30,7 @@ from fastpack_trl.run import Run
 logger = logging.getLogger(__name__)
 
 FEATURE = "checkpoint_offload"
-MODES: tuple[Mode, ...] = ("double_buffer", "single_buffer")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @contextmanager
@@ -129,7 +129,6 @@ class AsyncCheckpointCallback(TrainerCallback):
         self._min_bytes = MIN_BYTES
         self._streams: Callable[[torch.device], HostStreams] | None = None
         self._say: Callable[[str], None] = logger.warning
-        self._said: set[str] = set()
         self._stack = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -141,11 +140,11 @@ class AsyncCheckpointCallback(TrainerCallback):
             raise ValueError(f"AsyncCheckpointCallback: {conflict}")
         self.reason = "" if self._streams is not None else offload_unavailable(args.device)
         if self.reason:
-            self._tell(f"checkpoint_offload: off ({self.reason})")
+            self._say(f"{FEATURE}: off ({self.reason})")
             return
         offload = offload_checkpoints(
             checkpointed_layers(model), self.mode, offload_budget_gib=self._budget, keep_last_layers=self._keep,
-            min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._tell,
+            min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._say,
             active=(lambda: True) if trainer is None else _Training(trainer),
         )  # fmt: skip
         self.offload = self._stack.enter_context(offload)
@@ -165,11 +164,6 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _tell(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._say(message)
 
 
 class _Training:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,9 +61,8 @@ def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [layer for layer in layers if layer.gradient_checkpointing and stock_checkpoint(layer) is not None]
 
 
-def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
+def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:
     """Return why the inputs of these layers cannot go to the host, with the remedy; empty where they can."""
-    layers = list(layers)
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
     for layer in layers:
@@ -164,7 +163,7 @@ class Offload:
 
 @contextmanager
 def offload_checkpoints(
-    layers: Iterable[GradientCheckpointingLayer],
+    layers: Sequence[GradientCheckpointingLayer],
     mode: Mode = "double_buffer",
     *,
     offload_budget_gib: float | None = None,
@@ -194,7 +193,6 @@ def offload_checkpoints(
         ValueError: a budget not above 0, fewer than 0 layers to keep, layers that cannot be offloaded.
     """
     check_offload(offload_budget_gib, keep_last_layers)
-    layers = list(layers)
     why = why_not_offloadable(layers)
     if why:
         raise ValueError(f"checkpoint_offload={mode!r}: {why}")

@@ -56,11 +56,6 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-def _show_traceback(arguments: Sequence[str]) -> bool:
-    wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
-    return wanted or "--traceback" in arguments
-
-
 def _parser(chosen: str | None) -> CommandParser:
     parser = CommandParser(
         prog=PROG,
@@ -117,12 +112,6 @@ def _option_names(parser: CommandParser, chosen: str | None) -> list[str]:
     return list(parser._option_string_actions)
 
 
-def _rank_note() -> str:
-    # Under a launcher every process reports its own error; rank 0 alone speaks without a label.
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f" [rank {rank}]"
-
-
 @contextmanager
 def _without_kernel_advice() -> Iterator[None]:
     """Drop the note of bitsandbytes, on import, that a CPU kernel is not on the hub.
@@ -148,22 +137,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     raised by a training step, leaves with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    show_traceback = _show_traceback(arguments)
+    wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
+    show_traceback = wanted or "--traceback" in arguments
     chosen = next((word for word in arguments if word != "--traceback"), None)
     chosen = None if chosen is None or chosen.startswith("-") else chosen
     name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
+    # Under a launcher every process reports its own error; rank 0 alone speaks without a label.
+    rank = os.environ.get("RANK", "0")
+    of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:
         with _without_kernel_advice():
             return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:
             traceback.print_exc()
-        print(f"{name}: error{_rank_note()}: {describe(error)}", file=sys.stderr)
+        print(f"{name}: error{of_rank}: {describe(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt as interrupt:
         if show_traceback:
             traceback.print_exc()
-        print(" ".join(filter(None, [f"{name}: interrupted{_rank_note()}", str(interrupt)])), file=sys.stderr)
+        print(" ".join(filter(None, [f"{name}: interrupted{of_rank}", str(interrupt)])), file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as exit_request:  # argparse leaves this way after --help and --version
         return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

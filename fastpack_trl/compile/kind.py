@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.compile.graph import (
     CompiledLayer,
@@ -155,8 +156,14 @@ class LayerKind:
 
     @contextmanager
     def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
-        start = time.perf_counter()
-        with _undisturbed(call):
+        """Restore random state and buffers afterwards; nothing is recorded, no saved-tensor hook sees a tensor."""
+        device, start = call.hidden.device, time.perf_counter()
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(buffers_kept(call.layer))
+            stack.enter_context(nothing_recorded())
+            if hooks_active():
+                stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
             yield
         self.deciding += time.perf_counter() - start
 
@@ -217,7 +224,7 @@ class LayerKind:
         options = self._options
         options.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
-            seconds = _step_time(compiled, call)
+            _, seconds = timed(partial(_differentiate, compiled, call), _clock(call))
         except FAILURES + self._compile_errors as error:
             close_frames(error)
             options.say("failed")
@@ -287,24 +294,6 @@ def _first_lines(error: BaseException) -> str:
     if isinstance(first_cause(error), OSError) or "[Errno" in said:
         said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
     return said
-
-
-@contextmanager
-def _undisturbed(call: LayerCall) -> Iterator[None]:
-    """Restore random state and buffers afterwards; outputs are not recorded, and no saved-tensor hook sees a tensor."""
-    device = call.hidden.device
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(buffers_kept(call.layer))
-        stack.enter_context(nothing_recorded())
-        if hooks_active():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-        yield
-
-
-def _step_time(run: LayerRun, call: LayerCall) -> float:
-    """Return the seconds of one forward and backward."""
-    return timed(partial(_differentiate, run, call), _clock(call))[1]
 
 
 def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:

@@ -1,9 +1,8 @@
-"""Figures of the quickstart: the promises that they must keep, the table and the plot."""
+"""Figures of the quickstart: the promises that they must keep, and the table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 LEAST_FALL = 0.10  # of the full fine-tune's loss
@@ -84,27 +83,3 @@ def _with_interval(interval: Figures, style: str) -> str:
 
 def _path(losses: Sequence[float]) -> str:
     return " -> ".join(f"{loss:.3f}" for loss in losses)
-
-
-def plot(figures: Figures, path: Path) -> bool:
-    """Draw both loss curves to `path`; return False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    offset = max(entry["step"] for entry in figures["full"]["log"])  # where the full fine-tune ended, LoRA goes on
-    for name, start, colour, label in (("full", 0, "C0", "full fine-tune"), ("lora", offset, "C1", "LoRA")):
-        for key, style, suffix in (("loss", "-", ""), ("eval_loss", "o--", ", held-out text")):
-            logged = [entry for entry in figures[name]["log"] if key in entry]
-            steps, losses = [start + entry["step"] for entry in logged], [entry[key] for entry in logged]
-            axes.plot(steps, losses, style, color=colour, label=label + suffix)
-    axes.axvline(offset, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="optimizer step", ylabel="loss of the answers (nats per token)", title="fastpack-trl quickstart")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True

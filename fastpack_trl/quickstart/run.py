@@ -30,7 +30,6 @@ OUR_NAMES = {
     "adapter": "the LoRA adapter",
     "quickstart.yaml": "the LoRA run's settings; yours to change: fastpack-trl sft --config ...",
     "quickstart.json": "every figure",
-    "loss.png": "both loss curves",
     "cache": "tokenized rows",
     "comparison": "working folder of the comparison",
 }
@@ -71,14 +70,11 @@ def run(args: argparse.Namespace) -> int:
         figures = stages.run_all(args, folder.resolve())
         figures["seconds"]["total"] = perf_counter() - start
         promises = figures["promises"] = report.promises(figures)
-        plotted = report.plot(figures, folder / "loss.png")
     for path in filter(None, (folder / "quickstart.json", json_file)):
         write_json(path, figures)
     width = max(map(len, OUR_NAMES))
     written = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
     print("\n".join([f"\n{report.table(figures)}\n", f"Files in {folder}/", *written]))
-    if not plotted:
-        print("No loss.png: pip install 'fastpack-trl[plots]' draws it.")
     for promise in promises:
         if not promise["kept"]:
             said = "too short to promise" if promise["kept"] is None else "failed"
@@ -136,11 +132,9 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
         raise UserError(f"{folder} cannot be written: {error}") from error
 
 
-def yaml_text(folder: Path | None = None) -> str:
-    """Return ``configs/quickstart.yaml``; with `folder`, its paths lead there."""
+def yaml_text(folder: Path) -> str:
+    """Return ``configs/quickstart.yaml``; its paths lead to `folder`."""
     text = (configs_folder() / "quickstart.yaml").read_text(encoding="utf-8")
-    if folder is None:
-        return text
 
     def moved(match: re.Match[str]) -> str:
         # A JSON string is a YAML string, whatever characters the path has.

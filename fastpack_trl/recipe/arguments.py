@@ -87,7 +87,9 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     path = "".join(paths)
     if "env" in config:
         set_environment(config.pop("env"), path)
-    with _without_rename_warning():
+    with warnings.catch_warnings():
+        # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
+        warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
         parser = make_parser(method)
         launch = _launch_options()
         own, launch_flags = _split_flags(flags, parser, launch)
@@ -283,15 +285,6 @@ def _check_stray(parser: Any, own: Sequence[str]) -> None:
     if unknown[0].endswith((".yaml", ".yml")):
         remedy = f"did you mean --config {unknown[0]}?"
     raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
-
-
-@contextmanager
-def _without_rename_warning() -> Iterator[None]:
-    """Silence a warning that no user has caused, so that an error is one line."""
-    with warnings.catch_warnings():
-        # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
-        warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        yield
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from fastpack_trl.checkpointing.plan import (
     Level,
     Planner,
     checkpointable_layers,
-    describe,
     layer_levels,
 )
 from fastpack_trl.checkpointing.streams import HostStreams
@@ -245,6 +245,9 @@ def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -
     assert planner.peak_bytes([offload] * 3 + [keep]) == 150  # either of both, not their sum
     assert planner.peak_bytes([offload] * 2 + [keep] * 2) == 200 + 50
     assert planner.peak_bytes([checkpoint] * 3 + [keep]) == 30 + 150
+    # What one layer works with is more where it was found to be, e.g. a stack of experts that is made dense.
+    much = Planner(replace(planner.costs, working=Growth(1000)), 0, 1, 1)
+    assert (much.peak_bytes([keep] * 4), much.peak_bytes([checkpoint] * 4)) == (1400, 40 + 100 + 1000)
 
 
 def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None:
@@ -257,13 +260,6 @@ def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None
         assert set(plan.levels[:-1]) == {Level.CHECKPOINT}
         plan = planner.deeper(plan)
     assert last == [Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT]
-
-
-def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs() -> None:
-    true = Growth(7, 3, 0.5)
-    found = Growth.through([(tokens, true.at(tokens, tokens)) for tokens in (8, 16, 32)])
-    assert found.at(100, 40) == true.at(100, 40)
-    assert describe([Level.OFFLOAD, Level.OFFLOAD, Level.KEEP]) == "offload 0-1, keep 2"
 
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -350,22 +346,18 @@ def test_a_model_with_a_table_of_positions_is_planned_within_it(tmp_path: Path) 
     assert_same_log(*runs)
 
 
-EXCLUDED = {
-    "gradient_checkpointing=False": ("checkpoint", {"gradient_checkpointing": False}),
-    "gradient_checkpointing_kwargs": ("keep", {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
-    "checkpoint_offload='double_buffer'": ("selective", {"checkpoint_offload": "double_buffer"}),
+EXCLUDED: dict[str, dict[str, Any]] = {
+    "gradient_checkpointing=False": {"gradient_checkpointing": False},
+    "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "checkpoint_offload='double_buffer'": {"checkpoint_offload": "double_buffer"},
 }
 
 
 @pytest.mark.parametrize("message", EXCLUDED)
-def test_what_the_user_says_is_respected_by_auto_and_a_contradiction_raises(tmp_path: Path, message: str) -> None:
-    setting, more = EXCLUDED[message]
-    trainer = fast(tmp_path / "auto", activation_memory_gib=1.0, max_steps=1, eval_strategy="no", **more)
+def test_what_the_user_says_is_respected_by_auto(tmp_path: Path, message: str) -> None:
+    trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=1, eval_strategy="no", **EXCLUDED[message])
     trainer.train()
     assert message in trainer.fastpack_report["activation_memory"].reason
-    with pytest.raises(ValueError, match=f"activation_memory='{setting}'") as error:
-        fast(tmp_path / "both", activation_memory=setting, **more).train()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

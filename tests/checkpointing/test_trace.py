@@ -10,23 +10,19 @@ from typing import Any
 import pytest
 import torch
 from decoder_material import decoder, installed
-from hypothesis import given
-from hypothesis import strategies as st
 from offload_material import enable, make
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from fastpack_trl import apply_lora
 from fastpack_trl.checkpointing.plan import (
-    WORKING_SHARE,
-    Growth,
     LayerCosts,
     Level,
     Planner,
     checkpointable_layers,
     layer_levels,
 )
-from fastpack_trl.checkpointing.trace import SAMPLED, LiveBytes, Passes, kind_of, sample_layers, trace_levels
+from fastpack_trl.checkpointing.trace import LiveBytes, Passes, kind_of, trace_levels
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.model.aside import run_aside
@@ -153,21 +149,6 @@ def test_what_we_keep_beside_a_layer_is_no_kind_of_its_own(fp8: bool) -> None:
     assert kind_of(layers[0]) == kind_of(layers[1]) == kind_of(layers[2])
 
 
-@given(kinds=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), size=st.integers(1, 8))
-def test_each_kind_is_sampled_in_its_proportion_and_the_last_layer_always(kinds: list[str], size: int) -> None:
-    taken, stands_in = sample_layers(kinds, size)
-    assert [kinds[taken[place]] for place in stands_in] == kinds
-    assert taken == sorted(set(taken))
-    assert taken[-1] == len(kinds) - 1
-    assert len(taken) <= size + len(set(kinds))
-    found = Counter(kinds[index] for index in taken)
-    for kind, there in Counter(kinds).items():
-        assert 1 <= found[kind] <= there
-        assert abs(found[kind] - size * there / len(kinds)) <= 1 or found[kind] == there
-    assert [taken[stands_in[index]] for index in taken] == taken
-    assert sample_layers(["a"] * len(kinds))[0] == list(range(len(kinds)))[-SAMPLED:]
-
-
 def with_experts(family: str) -> Any:
     experts = {"num_local_experts" if family == "gpt_oss" else "num_experts": EXPERTS}
     inner = {"intermediate_size" if family == "gpt_oss" else "moe_intermediate_size": INNER}
@@ -216,12 +197,3 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
                 torch.autograd.grad(hidden.float().sum(), leaf)
                 del leaf, hidden
             assert plan.predicted == pytest.approx(live.peak, rel=0.1)
-
-
-def test_a_peak_has_what_is_worked_with_where_that_is_more_than_the_share_of_a_layer() -> None:
-    growth = {Level.KEEP: [Growth(0, 10)] * 2, Level.CHECKPOINT: [Growth(0, 1)] * 2}
-    none = dict.fromkeys(growth, 0.0)
-    few, much = (Planner(LayerCosts(growth, none, none, Growth(constant)), 0, 4, 4) for constant in (5, 1000))
-    keep, checkpoint = [Level.KEEP] * 2, [Level.CHECKPOINT] * 2
-    assert few.peak_bytes(keep) == 80 + 40 * (WORKING_SHARE - 1)
-    assert (much.peak_bytes(keep), much.peak_bytes(checkpoint)) == (1080, 8 + 40 + 1000)

@@ -50,31 +50,6 @@ def test_help_and_a_misspelt_command_import_no_torch() -> None:
     assert all(option in ran.stdout for option in ("quickstart", "--audit", "--lengths", "--traceback"))
 
 
-def test_the_module_is_the_command() -> None:
-    command = [sys.executable, "-m", "fastpack_trl", "sft", "--config", "absent.yaml"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 2
-    assert ran.stderr.count("\n") == 1
-    assert ran.stderr.startswith("fastpack-trl sft: error: config file 'absent.yaml' does not exist")
-
-
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["probe", "--stepps", "3"], ["fastpack-trl probe: error: ", "'--stepps'", "did you mean '--steps'?"]),
-        (["probe", "--step", "3"], ["'--step'", "did you mean '--steps'?"]),
-        (["probe", "--steps", "x"], ["--steps", "invalid int value: 'x'", "fastpack-trl probe --help"]),
-    ],
-)
-def test_a_wrong_argument_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
-) -> None:
-    assert run_with(monkeypatch, lambda args: 0, *argv) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert all(part in err for part in parts), err
-
-
 def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Namespace] = []
     assert run_with(monkeypatch, lambda args: seen.append(args) or 7, "probe", "--steps", "3") == 7

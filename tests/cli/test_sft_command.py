@@ -24,25 +24,23 @@ def run(*argv: object) -> Any:
     return train([str(word) for word in argv])
 
 
-def test_three_steps_from_yaml_save_a_model_that_loads_without_us(material: Material) -> None:
-    assert main(["sft", "--config", str(material.yaml())]) == 0
-
+@pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
+def test_steps_from_a_yaml_save_a_model_that_loads_without_us_and_flags_win(
+    material: Material, streaming: bool
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from fastpack_trl.trainer import FastSFTTrainer
+
+    path = material.yaml(dataset_streaming=streaming)
+    trainer = run("--config", path, "--max_steps", "2", "--learning-rate", "5e-4")
+    assert isinstance(trainer, FastSFTTrainer)
+    assert (trainer.state.global_step, trainer.args.learning_rate) == (2, 5e-4)
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
     model = AutoModelForCausalLM.from_pretrained(material.out)
     assert model.config.model_type == "qwen3"
     assert type(model).__module__.startswith("transformers.")
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
-
-
-def test_train_returns_our_trainer_and_flags_win_over_the_yaml(material: Material) -> None:
-    trainer = run("--config", material.yaml(), "--max_steps", "2", "--learning-rate", "5e-4")
-    from fastpack_trl.trainer import FastSFTTrainer
-
-    assert isinstance(trainer, FastSFTTrainer)
-    assert trainer.state.global_step == 2
-    assert trainer.args.learning_rate == 5e-4
-    assert [row["loss"] for row in trainer.state.log_history if "loss" in row] != []
 
 
 def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
@@ -70,22 +68,6 @@ def test_lora_saves_an_adapter(material: Material) -> None:
     adapter = json.loads((material.out / "adapter_config.json").read_text(encoding="utf-8"))
     assert adapter["r"] == 4
     assert not (material.out / "model.safetensors").exists()
-
-
-def test_evaluation_uses_the_test_split_of_a_folder(material: Material) -> None:
-    write_jsonl(material.folder / "data" / "train.jsonl")
-    write_jsonl(material.folder / "data" / "test.jsonl", TEXT_ROWS[:4])
-    path = material.yaml(text="eval_strategy: steps\neval_steps: 2\n", dataset_name=str(material.folder / "data"))
-    trainer = run("--config", path)
-    assert any("eval_loss" in row for row in trainer.state.log_history)
-
-
-def test_resume_continues_at_the_checkpoint(material: Material) -> None:
-    path = material.yaml(save_strategy="steps", save_steps=2, max_steps=2)
-    run("--config", path)
-    trainer = run("--config", path, "--max_steps", "3", "--resume_from_checkpoint", "true")
-    assert trainer.state.global_step == 3
-    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -116,6 +98,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert again == [*command, "--resume_from_checkpoint", "true"]
     assert main(again) == 0
     assert "Training completed." in capsys.readouterr().out
+    state = json.loads((material.out / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3]
 
 
 def make_data(kind: str, folder: Path) -> Path:
@@ -166,10 +150,6 @@ def test_every_local_form_gives_the_same_rows(material: Material, kind: str, str
         assert [row["text"] for row in splits["train"]] == [row["text"] for row in TEXT_ROWS]
     if kind == "saved splits":
         assert len(list(by_name["test"])) == 4
-
-
-def test_streamed_data_trains(material: Material) -> None:
-    assert run("--config", material.yaml(dataset_streaming=True)).state.global_step == 3
 
 
 def test_a_mixture_of_a_local_file_and_a_builder_trains(material: Material) -> None:
@@ -233,17 +213,8 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    arguments = parse(
-        [
-            f"--config={path}",
-            "--mixed_precision=no",
-            "--main_process_port",
-            "29511",
-            "--packing",
-            "--accelerate-config",
-            "zero3",
-        ]
-    )
+    flags = "--mixed_precision=no --main_process_port 29511 --packing --accelerate-config zero3"
+    arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     assert arguments.launch[0] == "--config_file"
     assert arguments.launch[1].endswith("zero3.yaml")  # the flag wins

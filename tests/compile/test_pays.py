@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layer_compile import start_workers
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
-from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.run import Run
 
@@ -142,18 +140,6 @@ def test_auto_decides_in_the_second_step(tmp_path: Path, monkeypatch: pytest.Mon
     assert (line.path, line.reason) == (
         "pending", "Qwen3DecoderLayer is compiled at its first packed row, after the first step",
     )  # fmt: skip
-
-
-class Values(SimpleNamespace):
-    """What a run reads of its trainer for this; `SimpleNamespace` itself takes no weak reference."""
-
-
-def test_rows_that_are_merged_count_once() -> None:
-    trainer: Any = Values(args=Values(gradient_accumulation_steps=8), state=Values(max_steps=100, global_step=40))
-    run = Run(trainer, Settings())
-    assert run.steps_left() == StepsLeft(60, 8)  # before any step
-    run.step.rows = 3
-    assert run.steps_left() == StepsLeft(60, 3)
 
 
 def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

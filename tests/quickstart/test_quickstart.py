@@ -134,8 +134,9 @@ def test_tokenizer_gives_every_text_back_also_after_it_was_saved_beside_a_model(
 def test_tokenizer_and_model_are_deterministic(text, tokenizer):
     import torch
 
-    again = small_model.train_tokenizer((document.answer for document in text.documents), progress=False)
-    assert again.get_vocab() == tokenizer.get_vocab()
+    answers = [document.answer for document in text.documents[::20]]
+    first, again = (small_model.train_tokenizer(answers, progress=False).get_vocab() for _ in range(2))
+    assert first == again
     one, two, other = (small_model.build_model(tokenizer, seed=seed, max_length=64).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -220,12 +221,8 @@ def test_second_run_replaces_its_own_files_only(tmp_path):
     assert (elsewhere / "kept").read_text() == "kept"
 
 
-def test_a_checkout_reads_the_configs_beside_the_package():
+def test_a_checkout_reads_the_configs_beside_the_package_and_a_wheel_those_inside_of_it(tmp_path, monkeypatch):
     assert configs_folder() == REPOSITORY / "configs"
-    assert (REPOSITORY / "configs" / "quickstart.yaml").read_text(encoding="utf-8") == quickstart.yaml_text()
-
-
-def test_an_installed_wheel_reads_the_configs_inside_of_the_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "fastpack_trl"
     (package / "recipe").mkdir(parents=True)
     monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
@@ -235,17 +232,16 @@ def test_an_installed_wheel_reads_the_configs_inside_of_the_package(tmp_path, mo
     assert configs_folder() == package / "configs"
 
 
-@pytest.mark.parametrize("folder", [None, Path("else where: #1")])
-def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, folder):
+@pytest.mark.parametrize("root", [quickstart.DEFAULT_FOLDER, Path("else where: #1")])
+def test_yaml_parses_with_trls_parser_and_has_no_unknown_key(tmp_path, root):
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
     from fastpack_trl import FastSFTConfig
 
     path = tmp_path / "quickstart.yaml"
-    path.write_text(quickstart.yaml_text(folder), encoding="utf-8")
+    path.write_text(quickstart.yaml_text(root), encoding="utf-8")
     parser = TrlParser((ScriptArguments, FastSFTConfig, ModelConfig, DatasetMixtureConfig))
     script, training, model, _ = parser.parse_args_and_config(["--config", str(path)])
-    root = quickstart.DEFAULT_FOLDER if folder is None else folder
     assert Path(model.model_name_or_path) == root / "model"
     assert Path(script.dataset_name) == root / "data"
     # Its own folder: a later quickstart replaces `adapter`, not what a user has trained.
@@ -295,7 +291,7 @@ from fastpack_trl.cli.main import main
 from fastpack_trl.quickstart import corpus
 
 files = corpus.source_files
-corpus.source_files = lambda folder: files(folder)[::6]
+corpus.source_files = lambda folder: files(folder)[::8]
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -328,7 +324,7 @@ def test_miniature_run_writes_what_it_says_and_keeps_every_promise(tmp_path):
     assert found["versions"]["trl"]
     assert found["data"]["splits"]["train"] > 500
 
-    for name in ("data/train.jsonl", "init/model.safetensors", "model/config.json", "quickstart.yaml", "loss.png"):
+    for name in ("data/train.jsonl", "init/model.safetensors", "model/config.json", "quickstart.yaml"):
         assert (out / name).stat().st_size > 0
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
     for words_shown in ("x stock", "non-padding", "full fine-tune", "held-out", "adapter in fresh objects"):

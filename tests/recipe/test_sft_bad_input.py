@@ -1,4 +1,7 @@
-"""Whatever is wrong with the input of ``fastpack-trl sft``: one line, the value, the remedy, and nothing written."""
+"""Whatever is wrong with the input of ``fastpack-trl sft``: one line, the value, the remedy, and nothing written.
+
+What goes wrong at first contact is in `tests/test_misuses.py`; here is the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,19 @@ from fastpack_trl.cli.main import main
 
 YAML_TEXT = [
     # Names
-    ("max_lenght: 64", ["unknown key 'max_lenght'", "did you mean 'max_length'?"]),
     ("num_proceses: 2", ["'num_proceses'", "did you mean 'num_processes'?"]),
     ("learning-rate: 1", ["'learning-rate'", "did you mean 'learning_rate'?"]),
     ("qqq: 1", ["unknown key 'qqq'", "fastpack-trl sft --help"]),
     ("config: other.yaml", ["unknown key 'config'"]),
     # Values
     ("max_length: 10.5", ["max_length", "10.5 is not an integer", "default: 1024"]),
-    ("max_length: [64]", ["max_length", "[64] is not an integer"]),
     ("packing: maybe", ["packing", "'maybe' is not true or false"]),
-    ("packing: 3", ["packing", "3 is not true or false"]),
     ("learning_rate: fast", ["learning_rate", "'fast' is not a number", "default: 2e-05"]),
-    ("learning_rate: true", ["learning_rate", "True is not a number"]),
     ("learning_rate:", ["learning_rate", "None is not a number"]),
     ("learning_rate: .inf\nmax_steps: .inf", ["max_steps", "inf is not an integer"]),
     ("run_name: {a: 1}", ["run_name", "{'a': 1} is not text"]),
     ("dataset_text_field: [a, b]", ["dataset_text_field", "['a', 'b'] is not text"]),
     ("packing_strategy: bdf", ["packing_strategy", "'bdf' is not one of", "did you mean 'bfd'?"]),
-    ("dtype: float17", ["dtype", "'float17'", "did you mean 'float16'?"]),
-    ("eval_strategy: step", ["eval_strategy", "'step'", "did you mean 'steps'?"]),
     ("per_device_train_batch_size: 0", ["per_device_train_batch_size=0 is below 1", "rows per device"]),
     ("gradient_accumulation_steps: 0", ["gradient_accumulation_steps=0 is below 1"]),
     ("per_device_eval_batch_size: 0\neval_strategy: epoch", ["per_device_eval_batch_size=0 is below 1"]),
@@ -46,10 +43,6 @@ YAML_TEXT = [
         "use_peft: true\nlora_target_modules: [nowhere]",
         ["lora_target_modules 'nowhere'", "it has down_proj", "all-linear"],
     ),
-    (
-        "use_peft: true\nlora_target_modules: ['.*q_prj']",
-        ["lora_target_modules '.*q_prj'", "did you mean '.*q_proj'?", "regular expression"],
-    ),
     ("use_peft: true\nlora_target_modules: [q_prj, v_prj]", ["['q_prj', 'v_prj']", "did you mean 'q_proj' 'v_proj'?"]),
     ("use_peft: true\nlora_target_modules: [here, there]", ["lora_target_modules ['here', 'there']", "all-linear"]),
     ("accelerator_config: {splt_batches: true}", ["accelerator_config: unknown key 'splt_batches'"]),
@@ -65,7 +58,6 @@ YAML_TEXT = [
     ("env: 3", ["env", "3 is not a mapping"]),
     ("env: {A: [1]}", ["env", "is not a mapping"]),
     # Data
-    ("dataset_name: ./absent", ["data './absent' does not exist"]),
     ("dataset_name: ~/absent-folder", ["data '~/absent-folder' does not exist"]),
     ("dataset_name: owner/absent", ["data 'owner/absent' cannot be loaded", "nor is there a file or folder"]),
     ("dataset_name: data/absent/train", ["data 'data/absent/train' does not exist", "working directory"]),
@@ -78,7 +70,6 @@ YAML_TEXT = [
     ("datasets: [{pth: data.csv}]", ["unknown key 'pth'", "did you mean 'path'?"]),
     ("datasets: [{split: train}]", ["has no path"]),
     ("datasets: [{path: json, data_files: 5}]", ["datasets: data_files", "5 is not text"]),
-    ("datasets: [{path: json, columns: [5]}]", ["datasets: columns", "[5] is not a list of names"]),
     ("eval_strategy: steps\neval_steps: 1", ["dataset_test_split='test'", "it has: train", "eval_strategy to 'no'"]),
     ("dataset_streaming: true\nmax_steps: -1", ["set max_steps"]),
     ("assistant_only_loss: true", ["assistant_only_loss"]),
@@ -108,11 +99,8 @@ def test_yaml_value(material: Material, capsys: pytest.CaptureFixture[str], text
 FLAGS = [
     (["--max-lenght=64"], ["unknown option '--max-lenght'", "did you mean '--max-length'?"]),
     (["--num_proceses", "2"], ["'--num_proceses'", "did you mean '--num_processes'?"]),
-    (["--max_length", "abc"], ["--max_length", "'abc'", "int"]),
     (["--packing", "maybe"], ["--packing", "maybe", "true"]),
-    (["--packed_attention", "of"], ["--packed_attention: 'of' is not available", "did you mean 'off'?"]),
     (["--dtype", "float17"], ["--dtype", "'float17'", "float16"]),
-    (["--num-processes=0"], ["--num-processes 0 is below 1"]),
     (["--max_st", "3"], ["unknown option '--max_st'", "did you mean '--max_steps'?"]),
     (["--model_init_kwargs", "{a: 1}"], ["--model_init_kwargs", "'{a: 1}' is not JSON"]),
     (["--module", "x"], ["unknown option '--module'"]),
@@ -128,11 +116,9 @@ def test_flag(material: Material, capsys: pytest.CaptureFixture[str], flags: lis
 CONFIGS: list[tuple[str, bytes, list[str]]] = [
     ("empty", b"", ["is empty", "YAML mapping"]),
     ("a list", b"- a\n- b\n", ["holds a list", "YAML mapping"]),
-    ("text", b"hello\n", ["holds a str", "YAML mapping"]),
     ("a syntax error", b"max_length: 64\npacking: [true\nmax_steps: 3\n", ["line 3, column", "correct the YAML"]),
     ("a tab", b"env:\n\tA: 1\n", ["line 2, column 1"]),
     ("a python object", b"run_name: !!python/object/apply:os.getcwd []\n", ["line 1", "python/object/apply:os.getcwd"]),
-    ("a key twice", b"max_length: 64\npacking: true\nmax_length: 32\n", ["line 3", "'max_length'", "after line 1"]),
     ("a key twice, deeper", b"env: {A: 1, B: 2, A: 1}\n", ["line 1, column 19", "'A' is given a second time"]),
     ("not text", b"\xff\xfe\x00", ["cannot be read as UTF-8"]),
 ]

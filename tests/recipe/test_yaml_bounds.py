@@ -25,20 +25,8 @@ def bomb(levels: int = 10) -> str:
     return f"[{', '.join(lists)}]"
 
 
-KEYS = {
-    "an unknown key": "qqq: {}",
-    "a number": "max_length: {}",
-    "a flag": "packing: {}",
-    "a choice": "packed_attention: {}",
-    "a list": "use_peft: true\nlora_target_modules: {}",
-    "a mapping": "model_init_kwargs: {{a: {}}}",
-    "a launch option": "num_processes: {}",
-    "the accelerate config": "accelerate_config: {}",
-    "the environment": "env: {{A: {}}}",
-    "the data": "datasets: {}",
-    "an entry of the data": "datasets: [{{path: {}}}]",
-    "a key": "? {}\n: 1",
-}
+# Values are counted before anybody reads their keys.
+KEYS = {"a value": "qqq: {}", "deeper": "datasets: [{{path: {}}}]", "a key": "? {}\n: 1"}
 VALUES = {
     "aliases": (bomb(), "aliases make more than 100,000 values"),
     "brackets": ("[" * 5000 + "]" * 5000, "nested more than 64 levels deep"),
@@ -60,11 +48,10 @@ def test_value_without_end(tmp_path: Path, key: str, value: str, why: str) -> No
     )
 
 
-@pytest.mark.parametrize("key", ["max_length: {}", "qqq: {}", "datasets: {}"])
 @pytest.mark.parametrize("value", [value for value, _ in VALUES.values()], ids=VALUES)
-def test_the_command_ends_with_one_line(tmp_path: Path, key: str, value: str) -> None:
+def test_the_command_ends_with_one_line(tmp_path: Path, value: str) -> None:
     path = tmp_path / "sft.yaml"
-    path.write_text(key.format(value), encoding="utf-8")
+    path.write_text(f"datasets: {value}", encoding="utf-8")
     command = [sys.executable, "-m", "fastpack_trl", "sft", "--config", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).parents[2])
     assert run.returncode == 2
