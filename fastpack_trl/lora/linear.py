@@ -7,7 +7,6 @@ what the fast forward does not cover is one `super().forward` away.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,14 +16,17 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
-from fastpack_trl.lora.adapters import CastAdapter, cast_here, is_sharded, needs_cast
-from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, from_4bit
-from fastpack_trl.lora.cast_hook import CastHook, autocasts
-from fastpack_trl.lora.copies import FrozenCopies
-from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear, reason_against_layout
-from fastpack_trl.lora.host_weight import HostWeight
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
+from fastpack_trl.lora.base_weight import (
+    BaseWeight,
+    Fp8Weight,
+    HasFrozenWeight,
+    from_4bit,
+    is_fp8_linear,
+    reason_against_layout,
+)
 from fastpack_trl.lora.projection import lora_projection, low_rank
-from fastpack_trl.lora.report import LoraReport, declined
+from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
 from fastpack_trl.model.precision import emulates_bf16
@@ -39,17 +41,11 @@ _SHORT = 512
 _QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
 
 
-class FastLora(nn.Module):
+class FastLora(HasFrozenWeight):
     """Base class put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets a layer's class."""
 
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
-    fastpack_dense: BaseWeight | Fp8Weight | None = None
-    """A copy of the frozen weight, in the compute dtype or in FP8, that is kept for the run."""
-    fastpack_copied_from: Any = None
-    """The parameter that `fastpack_dense` was made from, with its version and address then."""
-    fastpack_on_host: HostWeight | None = None
-    """The frozen weight itself, where its copy stands in for it."""
     fastpack_hooked: SameInRecompute
     """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
@@ -74,8 +70,8 @@ class FastLora(nn.Module):
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
             return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype):
-            frozen: BaseWeight | Fp8Weight = self.fastpack_dense
+        if self._fastpack_copy_is_good(weight, dtype):
+            frozen: Any = self.fastpack_dense
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
@@ -91,51 +87,18 @@ class FastLora(nn.Module):
         # bitsandbytes returns the dtype it was given. PEFT adds a product in the compute dtype, off CUDA in that one.
         return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
 
-    def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
-        self._fastpack_drop_copy()
-        return super().merge(*args, **kwargs)
-
-    def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """Unmerge as PEFT; see `merge`."""
-        self._fastpack_drop_copy()
-        return super().unmerge(*args, **kwargs)
-
-    def _fastpack_fetch_weight(self) -> None:
-        """Bring a frozen weight back from the host, for a call that needs it itself; a good copy of it stays good."""
-        host, weight = self.fastpack_on_host, self.base_layer.weight
-        if host is None:
-            return
-        good = self.fastpack_dense is not None and self._fastpack_is_source(weight)
-        host.restore()
-        del self.fastpack_on_host
-        if good:
-            self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
-            logger.warning_once("frozen_base: loaded weights are back on the device, for calls without adapters")
-
-    def _fastpack_drop_copy(self) -> None:
-        self._fastpack_drop_dense()  # first: on a full device it makes room for the weight
-        self._fastpack_fetch_weight()
-
-    def _fastpack_drop_dense(self) -> None:
-        self.__dict__.pop("fastpack_dense", None)
-        self.__dict__.pop("fastpack_copied_from", None)
-
-    @property
-    def fastpack_multiplies_in_fp8(self) -> bool:
-        """True while the frozen weight in FP8 is that of the layer's parameter."""
-        return isinstance(self.fastpack_dense, Fp8Weight) and self._fastpack_is_source(self.base_layer.weight)
-
-    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        copied = self.fastpack_dense
-        assert copied is not None
-        return copied.serves(dtype) and self._fastpack_is_source(weight)
-
-    def _fastpack_is_source(self, weight: Tensor) -> bool:
-        source, version, address = self.fastpack_copied_from
-        if source is not weight:
-            return False  # merged and unmerged since: bitsandbytes made a new parameter
-        return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
+    def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
+        """Return A, B and the scaling of the one adapter that the layer runs with; None where that is not one."""
+        layer: Any = self
+        names = layer.active_adapters
+        if len(names) != 1 or layer.disable_adapters or layer.merged:
+            return None
+        first = layer._modules["lora_A"]._modules.get(names[0])
+        if first is None:
+            return None
+        a = first._parameters.get("weight")
+        b = layer._modules["lora_B"]._modules[names[0]]._parameters.get("weight")
+        return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
 
     def _fastpack_adapter(self, x: Tensor) -> _Found | None:
         """Return the adapter in use and the base under it; None if PEFT must handle this call.
@@ -182,8 +145,7 @@ class FastLora(nn.Module):
                 "adapters in the dtype of the input would be fast"
             )
             return None
-        held = self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype)
-        if is_fp8_linear(base) and not held:
+        if is_fp8_linear(base) and not self._fastpack_copy_is_good(weight, dtype):
             self._fastpack_decline("an FP8 base as it was loaded")
             return None
         return _Found(a, b, layer.scaling[name], dropout, base, dtype)
@@ -264,11 +226,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def has_lora(model: nn.Module) -> bool:
-    """Return whether any layer of the model is one of PEFT's LoRA layers."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
-
-
 def apply_lora(
     model: nn.Module,
     *,
@@ -341,7 +298,7 @@ def _apply(
         stock: Any = type(module)
         module.__class__ = _fast_class(stock)
         module.__dict__["fastpack_hooked"] = SameInRecompute()
-        report._undo.append(_Restore(module, stock))
+        report._undo.callback(_restore, module, stock)
         report.fast.append(name)
         declined.pop(module, None)
         fast.append(module)
@@ -353,21 +310,16 @@ def _apply(
         report.copies.keep_where_free()
     for backbone in _backbones(model) if fast else []:
         hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast, backbone))
-        report._undo.append(hook.remove)
+        report._undo.callback(hook.remove)
 
 
-@dataclass(frozen=True, slots=True)
-class _Restore:
-    module: Any
-    stock: Any
-
-    def __call__(self) -> None:
-        FastLora._fastpack_drop_copy(self.module)
-        self.module.__dict__.pop("fastpack_cast", None)
-        # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
-        if type(self.module) is _fast_class(self.stock):
-            self.module.__class__ = self.stock
-            self.module.__dict__.pop("fastpack_hooked", None)
+def _restore(layer: Any, stock: Any) -> None:
+    layer._fastpack_drop_copy()
+    layer.__dict__.pop("fastpack_cast", None)
+    # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
+    if type(layer) is _fast_class(stock):
+        layer.__class__ = stock
+        layer.__dict__.pop("fastpack_hooked", None)
 
 
 def _backbones(model: nn.Module) -> list[Any]:

@@ -19,12 +19,11 @@ from trainer_material import figures
 from fastpack_trl import apply_lora
 from fastpack_trl.kernels.fp8 import LARGEST, LEAST, padded, quantise_rows_torch
 from fastpack_trl.lora import frozen_base
-from fastpack_trl.lora.base_weight import Fp8Weight
-from fastpack_trl.lora.copies import FrozenCopies
-from fastpack_trl.lora.fp8_checkpoint import _multiplies_blocks, reason_against_layout
+from fastpack_trl.lora.base_weight import Fp8Weight, _multiplies_blocks, reason_against_layout
 from fastpack_trl.lora.fp8_layers import product_errors, put_in_fp8
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
+from fastpack_trl.lora.report import FrozenCopies
 
 IN, OUT, RANK = 512, 1024, 4
 

@@ -14,7 +14,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl.lora import frozen_base
-from fastpack_trl.lora.host_weight import HostWeight
+from fastpack_trl.lora.base_weight import HostWeight
 
 
 def _merged_files(folder: Path, model: Any) -> str:

@@ -20,8 +20,8 @@ from fastpack_trl.checkpointing.levels import Level
 from fastpack_trl.checkpointing.memory import ActivationMemory
 from fastpack_trl.checkpointing.plan import Plan
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
+from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.lora.lora import lora
 from fastpack_trl.lora.report import LoraReport
 
 GIB = 2**30

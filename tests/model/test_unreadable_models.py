@@ -65,7 +65,7 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")
 
-    monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
+    monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
 
@@ -76,7 +76,7 @@ def test_the_error_behind_it_is_in_the_log_for_who_looks(
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")
 
-    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", unreadable)
+    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", unreadable)
     with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
         train(FastSFTTrainer, tmp_path, packing=True)
     (record,) = [record for record in caplog.records if record.exc_info]
@@ -91,7 +91,7 @@ def test_an_error_of_the_device_is_no_matter_of_the_model(
     def fails(*_args: Any, **_kwargs: Any) -> Any:
         raise error("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", fails)
+    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", fails)
     with pytest.raises(error, match="illegal memory access"):
         train(FastSFTTrainer, tmp_path, packing=True)
 

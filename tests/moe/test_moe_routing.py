@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.plans import PlanKeeper, PlanTape
-from fastpack_trl.moe.routing import routing_plan
+from fastpack_trl.moe.routing import PlanKeeper, PlanTape, routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
 

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from benchmarks.results_folder import load_results
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.moe.measured_speed import MEASURED, Gain
+from fastpack_trl.moe.feature import MEASURED, Gain
 from fastpack_trl.step.load_balancing import load_balancing_losses
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
