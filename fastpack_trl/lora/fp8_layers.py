@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from fastpack_trl.kernels.fp8 import MULTIPLE
 from fastpack_trl.lora.base_weight import Fp8Weight, HostWeight, fp8_linear_weight, is_fp8_linear, loaded_weight
-from fastpack_trl.measure.timing import clock_of
 from fastpack_trl.model.facts import text_model
 
 MOST_ERROR = 0.08
@@ -154,8 +154,9 @@ def products_ratio(layers: Mapping[str, Any], tokens: int, dtype: torch.dtype) -
         count, device = shapes[fp8.weight.shape], fp8.weight.device
         x, grad = (_random(tokens, width, device, dtype) for width in (in_features, out_features))
         weight = _random(out_features, in_features, device, dtype)
-        total[0] += count * _seconds(partial(_dense_products, x, grad, weight))
-        total[1] += count * _seconds(partial(_fp8_products, x, grad, fp8))
+        for side, call in enumerate((partial(_dense_products, x, grad, weight), partial(_fp8_products, x, grad, fp8))):
+            timer = Timer("call()", globals={"call": call})  # warms up, and waits for the device
+            total[side] += count * timer.timeit(_TIMED).mean
     return total[0] / total[1]
 
 
@@ -165,16 +166,3 @@ def _dense_products(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Te
 
 def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> tuple[Tensor, Tensor]:
     return base.product(base.quantised(x), x.dtype), base.grad_input(base.quantised_grad(grad), x.dtype)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    clock = clock_of("cuda")
-    for _ in range(2):
-        call()
-    clock.synchronise()
-    start = clock.mark()
-    for _ in range(_TIMED):
-        call()
-    end = clock.mark()
-    clock.synchronise()
-    return clock.seconds(start, end)

@@ -104,8 +104,11 @@ def frozen_base(run: Run) -> Iterator[None]:
 def _remark_on_lost(run: Run, chosen: Mapping[str, Any]) -> None:
     """Name how many layers ended the run with another weight than that in FP8."""
     if lost := sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values()):
-        said = f"{lost} of {len(chosen)} layers ended the run as loaded"
-        run.report.remark(FEATURE, f"{said}: merged into, moved or written to in the middle of it")
+        run.report.remark(
+            FEATURE,
+            f"{lost} of {len(chosen)} layers ended the run as loaded: merged into, moved or written to in the middle "
+            "of it",
+        )
 
 
 def _put_back(layers: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _SHORT = 512
 """Rows up to which bitsandbytes has kernels, out of reach of autocast, that multiply without a dense weight."""
 # By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
-_QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
+_QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 
 class FastLora(HasFrozenWeight):
@@ -57,9 +57,9 @@ class FastLora(HasFrozenWeight):
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
         a, b, scaling, dropout, base, dtype = found
-        cast = self.fastpack_cast
-        if cast is not None and cast.serves(a, b, scaling, dtype):
-            a, b = cast.a, cast.b
+        kept = self.fastpack_cast
+        if kept is not None and kept.serves(a, b, scaling, dtype):
+            a, b = kept.a, kept.b
         elif needs_cast(a, scaling, dtype):
             a, b = cast_here(a, b, scaling, dtype)
         rows = x if x.dtype == dtype else x.to(dtype)
@@ -89,16 +89,22 @@ class FastLora(HasFrozenWeight):
 
     def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
         """Return A, B and the scaling of the one adapter that the layer runs with; None where that is not one."""
+        name, layer = self._fastpack_active_name(), cast("Any", self)
+        if name is None:
+            return None
+        a, b = (layer._modules[factor]._modules[name]._parameters.get("weight") for factor in ("lora_A", "lora_B"))
+        return None if a is None or b is None else (a, b, float(layer.scaling[name]))
+
+    def _fastpack_active_name(self) -> str | None:
         layer: Any = self
-        names = layer.active_adapters
-        if len(names) != 1 or layer.disable_adapters or layer.merged:
+        if layer.disable_adapters or layer.merged:
             return None
-        first = layer._modules["lora_A"]._modules.get(names[0])
-        if first is None:
-            return None
-        a = first._parameters.get("weight")
-        b = layer._modules["lora_B"]._modules[names[0]]._parameters.get("weight")
-        return None if a is None or b is None else (a, b, float(layer.scaling[names[0]]))
+        name = layer.active_adapter
+        if not isinstance(name, str):
+            if len(name) != 1:
+                return None
+            name = name[0]
+        return name if name in layer._modules["lora_A"]._modules else None
 
     def _fastpack_adapter(self, x: Tensor) -> _Found | None:
         """Return the adapter in use and the base under it; None if PEFT must handle this call.
@@ -106,49 +112,36 @@ class FastLora(HasFrozenWeight):
         Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
         """
         layer: Any = self
-        if layer.disable_adapters or layer.merged:
+        name = self._fastpack_active_name()
+        if name is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
             return None
         if not (layer.training or torch.is_grad_enabled() or isinstance(self.fastpack_dense, Fp8Weight)):
             return None
-        name = layer.active_adapter
-        if not isinstance(name, str):
-            if len(name) != 1:
-                return None
-            name = name[0]
         modules = layer._modules
-        first = modules["lora_A"]._modules.get(name)
-        if first is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
-            return None
-        second, dropout, base = (
-            modules["lora_B"]._modules[name],
-            modules["lora_dropout"]._modules[name],
-            modules["base_layer"],
-        )
-        if self.fastpack_hooked(are_hooked(first, second, base, dropout)):
-            self._fastpack_decline("hooks on a part of a LoRA layer or on every module, or a replaced forward")
-            return None
+        first, second, dropout = (modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+        base = modules["base_layer"]
+        hooked = self.fastpack_hooked(are_hooked(first, second, base, dropout))
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
-        if a is None or b is None or weight is None:
-            self._fastpack_decline("weights that are no parameters (parametrised, or a replica)")
-            return None
-        if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
-            dropout = None
-        dtype = _fitting_dtype(x, a, b, base, weight)
-        if dtype is not None and x.is_cuda and (other := _other_dtype(base, dtype)) and _rows(x) <= _SHORT:
-            self._fastpack_decline(f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}")
-            return None
-        if dtype is None:
+        if hooked:
+            reason = "hooks on a part of a LoRA layer or on every module, or a replaced forward"
+        elif a is None or b is None or weight is None:
+            reason = "weights that are no parameters (parametrised, or a replica)"
+        elif (dtype := _fitting_dtype(x, a, b, base, weight)) is None:
             kind = type(base).__name__
-            self._fastpack_decline(
+            reason = (
                 f"input {x.dtype}, adapters {a.dtype}, base {kind} {weight.dtype}, {x.device.type}; bf16=True or "
                 "adapters in the dtype of the input would be fast"
             )
-            return None
-        if is_fp8_linear(base) and not self._fastpack_copy_is_good(weight, dtype):
-            self._fastpack_decline("an FP8 base as it was loaded")
-            return None
-        return _Found(a, b, layer.scaling[name], dropout, base, dtype)
+        elif x.is_cuda and (other := _other_dtype(base, dtype)) and x.numel() // x.shape[-1] <= _SHORT:
+            reason = f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}"
+        elif is_fp8_linear(base) and not self._fastpack_copy_is_good(weight, dtype):
+            reason = "an FP8 base as it was loaded"
+        else:
+            drops = dropout.training and getattr(dropout, "p", 0.0) != 0.0
+            return _Found(a, b, layer.scaling[name], dropout if drops else None, base, dtype)
+        self._fastpack_decline(reason)
+        return None
 
     def _fastpack_decline(self, reason: str) -> None:
         """Name, once, what is given to PEFT call by call; `LoraReport.call_by_call` counts the layers."""
@@ -199,10 +192,6 @@ def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
     """
     other: torch.dtype | None = getattr(base, "compute_dtype", None)
     return None if other in (None, dtype, torch.float32) else other
-
-
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 class FastLinear(FastLora, LoraLinear):

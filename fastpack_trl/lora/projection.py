@@ -83,14 +83,6 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
 
-def reference_projection(
-    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
-) -> Tensor:
-    """Project by torch's own operators and autograd: the oracle."""
-    adapter = torch.nn.functional.linear(torch.nn.functional.linear(x if dropped is None else dropped, a), b)
-    return torch.nn.functional.linear(x, base.dense(x.dtype), bias) + adapter
-
-
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
     out: Tensor = _LowRank.apply(x, None, a, b, None, BaseWeight())

@@ -15,16 +15,18 @@ from lora_material import (
     assert_trains_as_peft,
     functions_for_every_size,  # noqa: F401
     joint_error,
+    reference_projection,
     saved_bytes,
     step,
 )
 from peft import PeftModel
 from quantised_material import quantised, quantised_linear
+from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.lora.base_weight import from_4bit
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.lora.projection import lora_projection, reference_projection
+from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients, tiny_model
 
 bnb = pytest.importorskip("bitsandbytes")

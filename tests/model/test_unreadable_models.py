@@ -19,9 +19,9 @@ from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
-    "lora.lora.has_lora": "lora",
+    "lora.feature.has_lora": "lora",
     "lora.linear._backbones": "lora",
-    "moe.moe.experts_modules": "moe",
+    "moe.feature.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
     "step.merge_accumulation.rope_follows_length": "merge_accumulation",
     "checkpointing.memory.checkpointable_layers": "activation_memory",

@@ -11,9 +11,11 @@ import torch
 from counted_operators import Counted
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from fastpack_trl import PackedBatch, apply_lora, packed_attention
 from fastpack_trl.lora import projection
+from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.testing import gradients, tiny_model
 
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
@@ -37,6 +39,21 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
 def functions_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny inputs take the autograd functions of large ones, too."""
     monkeypatch.setattr(projection, "_SMALL", {False: -1, True: -1})
+
+
+def reference_projection(
+    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
+) -> Tensor:
+    """Project by torch's own operators and autograd: the oracle."""
+    adapter = F.linear(F.linear(x if dropped is None else dropped, a), b)
+    return F.linear(x, base.dense(x.dtype), bias) + adapter
+
+
+def compiled_projection(*args: Any) -> Tensor:
+    """`lora_projection` in a graph, cut by Inductor's partitioner, without its code generation."""
+    torch._dynamo.reset()
+    out: Tensor = torch.compile(projection.lora_projection, backend="aot_eager_decomp_partition", fullgraph=True)(*args)
+    return out
 
 
 def any_ids(length: int = 24, seed: int = 0) -> Tensor:
