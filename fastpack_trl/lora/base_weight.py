@@ -22,12 +22,12 @@ logger = logging.get_logger(__name__)
 
 
 class BaseWeight(NamedTuple):
-    """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format, ``BaseWeight()`` is none.
+    """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format.
 
     A flat tuple of tensors and constants, so that it passes through autograd functions and `torch.compile` as it is.
     """
 
-    weight: Tensor | None = None
+    weight: Tensor
     """Dense: (out_features, in_features). 4-bit: bitsandbytes' packed storage."""
     absmax: Tensor | None = None
     """One scale per block: fp32, or uint8 where the scales are quantised themselves (double quantisation)."""
@@ -45,7 +45,6 @@ class BaseWeight(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, (out_features, in_features), in `dtype`."""
-        assert self.weight is not None
         if self.absmax is None:
             return self.weight.to(dtype)
         state = Scales(self.absmax, self.nested_absmax, self.nested_code, self.nested_offset).state(
@@ -56,7 +55,6 @@ class BaseWeight(NamedTuple):
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Return whether a projection in `dtype` may use it as it is."""
-        assert self.weight is not None
         return self.weight.dtype == dtype
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
@@ -25,7 +25,7 @@ from fastpack_trl.lora.base_weight import (
     is_fp8_linear,
     reason_against_layout,
 )
-from fastpack_trl.lora.projection import lora_projection, low_rank
+from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
@@ -68,7 +68,7 @@ class FastLora(HasFrozenWeight):
         through = _other_dtype(base, dtype)
         if kind == "Linear8bitLt":
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
-            return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
+            return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         if self._fastpack_copy_is_good(weight, dtype):
             frozen: Any = self.fastpack_dense
@@ -106,10 +106,11 @@ class FastLora(HasFrozenWeight):
             name = name[0]
         return name if name in layer._modules["lora_A"]._modules else None
 
-    def _fastpack_adapter(self, x: Tensor) -> _Found | None:
-        """Return the adapter in use and the base under it; None if PEFT must handle this call.
+    def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
+        """Return A, B, scaling, dropout or None where it is not active, base, and the dtype to compute in.
 
-        Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
+        None if PEFT must handle this call. Runs for every projection in every step: modules are read from their
+        dictionaries, past `nn.Module.__getattr__`.
         """
         layer: Any = self
         name = self._fastpack_active_name()
@@ -139,7 +140,7 @@ class FastLora(HasFrozenWeight):
             reason = "an FP8 base as it was loaded"
         else:
             drops = dropout.training and getattr(dropout, "p", 0.0) != 0.0
-            return _Found(a, b, layer.scaling[name], dropout if drops else None, base, dtype)
+            return a, b, layer.scaling[name], dropout if drops else None, base, dtype
         self._fastpack_decline(reason)
         return None
 
@@ -148,17 +149,6 @@ class FastLora(HasFrozenWeight):
         if not torch.compiler.is_compiling():
             declined[self] = reason
             logger.warning_once(f"lora: peft ({reason})")
-
-
-class _Found(NamedTuple):
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dropout: nn.Module | None
-    """None where it is not active."""
-    base: Any
-    dtype: torch.dtype
-    """That the projection computes in."""
 
 
 def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> torch.dtype | None:
@@ -261,17 +251,21 @@ def apply_lora(
             f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
-    with ExitStack() as unwinding:
-        unwinding.callback(report.revert)
-        _apply(model, report, cache_dequantized, compute_dtype, fp8_bases)
-        unwinding.pop_all()
+    with ExitStack() as undo:
+        _apply(model, report, undo, cache_dequantized, compute_dtype, fp8_bases)
+        report._undo = undo.pop_all()
     return report
 
 
 def _apply(
-    model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None, fp8_bases: bool
+    model: nn.Module,
+    report: LoraReport,
+    undo: ExitStack,
+    cache_dequantized: str,
+    compute_dtype: torch.dtype | None,
+    fp8_bases: bool,
 ) -> None:
-    fast: list[Any] = []
+    fast = report.modules
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -287,19 +281,18 @@ def _apply(
         stock: Any = type(module)
         module.__class__ = _fast_class(stock)
         module.__dict__["fastpack_hooked"] = SameInRecompute()
-        report._undo.callback(_restore, module, stock)
+        undo.callback(_restore, module, stock)
         report.fast.append(name)
         declined.pop(module, None)
         fast.append(module)
-    report.modules = fast
     report.copies = FrozenCopies(fast, compute_dtype)
     if report.copies and cache_dequantized == "on":
         report.copies.keep()
     elif report.copies and cache_dequantized == "auto":
         report.copies.keep_where_free()
-    for backbone in _backbones(model) if fast else []:
-        hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast, backbone))
-        report._undo.callback(hook.remove)
+    has_backbone = bool(fast) and hasattr(text_model(model), "get_input_embeddings")
+    for backbone in backbones(model) if has_backbone else []:
+        undo.callback(backbone.register_forward_pre_hook(CastHook(fast, backbone)).remove)
 
 
 def _restore(layer: Any, stock: Any) -> None:
@@ -309,11 +302,6 @@ def _restore(layer: Any, stock: Any) -> None:
     if type(layer) is _fast_class(stock):
         layer.__class__ = stock
         layer.__dict__.pop("fastpack_hooked", None)
-
-
-def _backbones(model: nn.Module) -> list[Any]:
-    base = text_model(model)
-    return backbones(model) if hasattr(base, "get_input_embeddings") else []
 
 
 def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool) -> str:

@@ -76,17 +76,10 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
 
     On rows from the beginning: each product of a tensor of three dimensions is two views more, forward and backward.
     """
-    assert base.weight is not None
     rows = _rows(x)
     low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
     # Not in place: selective checkpoints keep the results of products.
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
-
-
-def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
-    out: Tensor = _LowRank.apply(x, None, a, b, None, BaseWeight())
-    return out
 
 
 class _LowRank(torch.autograd.Function):
@@ -132,11 +125,7 @@ class _LowRank(torch.autograd.Function):
 def _grad_through_base(
     grad: Tensor, base: BaseWeight | Fp8Weight, grad_reduced: Tensor | None, a: Tensor | None
 ) -> Tensor:
-    if base.weight is not None:
-        return add_thin_gradient(grad_input(grad, base), grad_reduced, a)
-    assert grad_reduced is not None  # of `low_rank`
-    assert a is not None
-    return grad_reduced.mm(a)
+    return add_thin_gradient(grad_input(grad, base), grad_reduced, a)
 
 
 class _AddBase(torch.autograd.Function):
@@ -154,8 +143,8 @@ class _AddBase(torch.autograd.Function):
         return grad_out, None, None
 
 
-def _version(weight: Tensor | None) -> int:
-    return 0 if weight is None or weight.is_inference() else weight._version
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -60,9 +59,7 @@ class MoeReport:
     def __enter__(self) -> MoeReport:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.revert()
 
     def summary(self) -> str:
@@ -153,8 +150,8 @@ def _others(layers: list[LayerPath]) -> list[str]:
 
 def _summary(layers: list[LayerPath]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
-    for layer in layers:
-        groups.setdefault((layer.path, layer.reason), []).append(layer.name)
+    for name, path, reason in layers:
+        groups.setdefault((path, reason), []).append(name)
     lines = []
     for (path, reason), names in groups.items():
         where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"

@@ -23,27 +23,24 @@ from fastpack_trl.moe.routing import RoutingPlan
 
 
 class ExpertWeights(NamedTuple):
-    """The tensors of an experts block, in the model's own layout; F = 2I.
-
-    Attributes:
-        gate_up: (E, F, H), or (E, H, F) where `BlockForm.transposed`.
-        gate_up_bias: (E, F) or None.
-        down: (E, H, I), or (E, I, H) where transposed.
-        down_bias: (E, H) or None.
-        gate_up_a: (E, r, H), first factor of a low-rank addition, or None.
-        gate_up_b: (E, r, F), second factor, or None.
-        down_a: (E, r, I) or None.
-        down_b: (E, r, H) or None.
-    """
+    """The tensors of an experts block, in the model's own layout; F = 2I."""
 
     gate_up: Tensor
+    """(E, F, H), or (E, H, F) where `BlockForm.transposed`."""
     gate_up_bias: Tensor | None
+    """(E, F)."""
     down: Tensor
+    """(E, H, I), or (E, I, H) where transposed."""
     down_bias: Tensor | None
+    """(E, H)."""
     gate_up_a: Tensor | None = None
+    """(E, r, H), first factor of a low-rank addition."""
     gate_up_b: Tensor | None = None
+    """(E, r, F), second factor."""
     down_a: Tensor | None = None
+    """(E, r, I)."""
     down_b: Tensor | None = None
+    """(E, r, H)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +63,14 @@ class BlockForm:
 
 
 class Kept(NamedTuple):
-    """Tensors that backward needs beside the inputs.
-
-    Attributes:
-        h: (S, F), pre-activation without bias, in the dtype of the experts.
-        low_up: (S, r), low-rank activation of the first projection, or None.
-        low_down: (S, r), that of the second, or None.
-    """
+    """Tensors that backward needs beside the inputs."""
 
     h: Tensor
+    """(S, F), pre-activation without bias, in the dtype of the experts."""
     low_up: Tensor | None
+    """(S, r), low-rank activation of the first projection, or None."""
     low_down: Tensor | None
+    """(S, r), that of the second, or None."""
 
 
 class _Projection(NamedTuple):

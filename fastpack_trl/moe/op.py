@@ -8,6 +8,7 @@ stack of every layer for its backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +24,7 @@ from fastpack_trl.moe.routing import RoutingPlan
 
 _INPUTS, _PLAN, _BLOCK = 2, 4, len(ExpertWeights._fields)
 _TENSORS = _INPUTS + _PLAN + _BLOCK
-_SCALES, _LAYOUT = len(Scales._fields), len(Layout._fields)
+_SCALES = len(Scales._fields)
 
 
 class _Form(NamedTuple):
@@ -60,16 +61,15 @@ class _Call(NamedTuple):
         They are the input, the weights, the plan, the block, the scales of both stacks where these are packed, their
         layouts, and the form.
         """
-        hidden, weights, *rest = arguments
-        plan, block, rest = rest[:_PLAN], rest[_PLAN : _PLAN + _BLOCK], rest[_PLAN + _BLOCK :]
+        given = iter(arguments)
+        hidden, weights = next(given), next(given)
+        plan, block = RoutingPlan(*islice(given, _PLAN)), ExpertWeights(*islice(given, _BLOCK))
         up = down = None
-        if len(rest) > len(_Form._fields):
-            scales, layouts = rest[: 2 * _SCALES], rest[2 * _SCALES :]
-            up = Packed.of(Scales(*scales[:_SCALES]), Layout(*layouts[:_LAYOUT]))
-            down = Packed.of(Scales(*scales[_SCALES:]), Layout(*layouts[_LAYOUT : 2 * _LAYOUT]))
-            rest = layouts[2 * _LAYOUT :]
-        form = _Form(*rest).block_form(up, down)
-        return cls(hidden, weights, RoutingPlan(*plan), ExpertWeights(*block), form)
+        if len(arguments) > _TENSORS + len(_Form._fields):
+            scales = [Scales(*islice(given, _SCALES)) for _ in range(2)]
+            layouts = [Layout(*islice(given, len(Layout._fields))) for _ in range(2)]
+            up, down = map(Packed.of, scales, layouts)
+        return cls(hidden, weights, plan, block, _Form(*given).block_form(up, down))
 
     def stack_shapes(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return the shapes of both dense stacks, (E, ., .)."""
