@@ -1,7 +1,7 @@
 """Attention alone: forward and backward of every backend that loads, on packed rows of real document lengths.
 
-Rates are counted by three conventions, all named in the record. ``full_square``: every pair of tokens of a document,
-as torch counts its own attention; ``causal_half``: half of that, as flash-attention papers count; ``attended``: the
+Each backend is first compared with float64 on a small row (`check`). Rates are counted by two conventions, named in the
+record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention papers count; ``attended``: the
 pairs that the mask lets through, the window included. A pair costs ``4 * head_dim`` operations per head forward (two
 products) and ``10 * head_dim`` backward (five).
 """
@@ -9,38 +9,100 @@ products) and ``10 * head_dim`` backward (five).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.attention_sides import NAMES, TIMES_BUDGET, Attend, Heads, Layer, check, prepare, refusal
-from benchmarks.row_loop import RowTask, run_rows
-from fastpack_trl.bench.environment import limited_threads
-from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from benchmarks.cases import Run, row_lengths, seconds_of
+from benchmarks.command import known
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.bench.result_file import RowTask
+from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.flops import attention_pairs
 from fastpack_trl.measure.intervals import median_interval, summary
-from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import take_turns
-from fastpack_trl.measure.timing import Clock, clock_of
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-CASE = "attention"
+DEFAULTS = Run(rounds=9)
 FORWARD_PER_PAIR, BACKWARD_PER_PAIR = 4, 10  # operations per head and per unit of head_dim
-DEFAULT_ROUNDS, DEFAULT_SECONDS = 9, 480.0
-WARMUP, LEAST_ROUNDS = 2, 3
 DOCUMENTS: dict[str, int | None] = {"short": 150, "medium": 1500, "row": None}
 """Mean tokens per document; None: one document as long as the row."""
+NAMES = tuple(BACKENDS)
+TIMES_BUDGET = 2.0
+"""A backend may be this many times as far from float64 as dense attention in the same dtype is."""
+GATE_LENGTHS, GATE_WINDOW, GATE_SEEDS = (1, 77, 160, 62), 40, 4
+
+Attend = Callable[[list[Tensor]], Tensor]
+"""From query, key, value and, where there are any, sinks to (1, total_tokens, heads, head_dim)."""
 
 _SPREAD = 0.5  # lengths are uniform within this share of the mean on both sides
 _COMPILED_SHAPES = 64  # flex compiles once per kind of layer, more often than torch allows by default
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one attention layer, e.g. ``Heads(32, 8, 128)``."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads x {self.head_dim}{', sinks' * self.sinks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One attention layer on one device: everything but the row."""
+
+    heads: Heads
+    window: int | None
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def features(self) -> ModelFeatures:
+        """Return the facts that a chooser would read from a model with this layer."""
+        return ModelFeatures(
+            model_type="bench", implementation="eager" if self.heads.sinks else "sdpa",  # stock sdpa knows no sinks
+            device_type=self.device, windows=frozenset(() if self.window is None else (self.window,)),
+            sinks=self.heads.sinks, softcap=False, dropout=0.0, num_heads=self.heads.heads,
+            head_dim=self.heads.head_dim, compute_dtype=self.dtype, gap="",
+            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
+        )  # fmt: skip
+
+    @property
+    def scale(self) -> float:
+        return float(self.heads.head_dim**-0.5)
+
+    def inputs(self, total_tokens: int, seed: int) -> list[Tensor]:
+        """Return random query, key, value and sinks, laid out as by projections: (1, tokens, heads, head_dim)."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        make = partial(torch.randn, generator=generator, device=self.device)
+        heads = self.heads
+        tensors = [
+            make(1, total_tokens, count, heads.head_dim).to(self.dtype).transpose(1, 2)
+            for count in (heads.heads, heads.kv_heads, heads.kv_heads)
+        ]
+        tensors += [make(heads.heads).to(self.dtype)] if heads.sinks else []
+        return [tensor.requires_grad_() for tensor in tensors]
+
+    def upstream(self, total_tokens: int, seed: int) -> Tensor:
+        """Return a random gradient of the output in fp32, (1, tokens, heads, head_dim)."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (1, total_tokens, self.heads.heads, self.heads.head_dim)
+        return torch.randn(shape, generator=generator, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,46 +135,34 @@ class Configuration:
 
     def pairs(self) -> dict[str, float]:
         """Return the pairs of tokens by convention."""
-        square = float(sum(length**2 for length in self.lengths))
-        window = self.layer.window or self.tokens
-        attended = 0
-        for length in self.lengths:
-            seen = min(length, window)
-            attended += seen * (seen + 1) // 2 + (length - seen) * seen
-        return {"full_square": square, "causal_half": square / 2, "attended": float(attended)}
+        window = self.layer.window
+        diagonal = sum(min(length, window or length) for length in self.lengths) / 2
+        return {
+            "causal_half": attention_pairs(self.lengths),
+            "attended": attention_pairs(self.lengths, window) + diagonal,
+        }
 
     def describe(self) -> dict[str, Any]:
-        heads = self.layer.heads
-        dtype = str(self.layer.dtype).removeprefix("torch.")
+        heads, dtype = self.layer.heads, str(self.layer.dtype).removeprefix("torch.")
         return {
-            "setting": f"{self.tokens:,} tokens, {heads}, {dtype}",
-            "tokens": self.tokens,
-            "heads": heads.heads,
-            "kv_heads": heads.kv_heads,
-            "head_dim": heads.head_dim,
-            "sinks": heads.sinks,
-            "dtype": dtype,
-            "window": self.layer.window,
-            "documents": self.documents,
-            "lengths": list(self.lengths),
+            "setting": f"{self.tokens:,} tokens, {heads}, {dtype}", "tokens": self.tokens, **asdict(heads),
+            "dtype": dtype, "window": self.layer.window, "documents": self.documents, "lengths": list(self.lengths),
             "pairs": self.pairs(),
-        }
+        }  # fmt: skip
 
 
 def configurations(plan: Grid, device: str, seed: int) -> list[Configuration]:
     """Return all rows of a plan in the order in which they are measured, without windows that no document exceeds."""
     found = []
-    for tokens in plan.tokens:
-        for heads in plan.layers:
-            for dtype in plan.dtypes:
-                for documents, mean in DOCUMENTS.items():
-                    lengths = document_lengths(tokens, mean, seed)
-                    if documents != "row" and len(lengths) == 1:
-                        continue  # the same as the row itself
-                    for window in plan.windows:
-                        if window is None or window < max(lengths):
-                            layer = Layer(heads, window, dtype, device)
-                            found.append(Configuration(layer, tokens, documents, lengths))
+    for tokens, heads, dtype in product(plan.tokens, plan.layers, plan.dtypes):
+        for documents, mean in DOCUMENTS.items():
+            lengths = document_lengths(tokens, mean, seed)
+            if documents != "row" and len(lengths) == 1:
+                continue  # the same as the row itself
+            found += [
+                Configuration(Layer(heads, window, dtype, device), tokens, documents, lengths)
+                for window in plan.windows if window is None or window < max(lengths)
+            ]  # fmt: skip
     return found
 
 
@@ -129,194 +179,220 @@ def document_lengths(tokens: int, mean: int | None, seed: int) -> tuple[int, ...
 
 
 def measure(
-    *,
-    tokens: Sequence[int] | None = None,
-    backends: Sequence[str] | None = None,
-    rounds: int = DEFAULT_ROUNDS,
-    seconds: float = DEFAULT_SECONDS,
-    threads: int = 2,
-    device: str = "cpu",
-    seed: int = 0,
+    run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, backends: Sequence[str] = NAMES,
     plan: Grid | None = None,
-    progress: bool = False,
-    file: ResultFile | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Time every backend in turn, forward and backward, after each has been compared with float64.
 
     Args:
+        run: on CUDA the cache is cold; what launches slowly is timed with the host's gaps.
         tokens: row lengths; by default those of the plan.
-        backends: only these; all by default. flex compiles for each kind of layer, which can take most of the budget.
-        rounds: timed passes per backend at most; 6 or more give an interval of 95 %.
-        seconds: for the whole call; each row may use an equal share of what is left, and a row that finds no time is
-            skipped, named.
-        threads: torch's intra-op threads.
-        device: ``cpu`` or ``cuda``.
-        seed: of lengths and values.
+        backends: only these. flex compiles for each kind of layer, which can take most of the seconds.
         plan: other layers; `CPU` or `CUDA` by default.
-        progress: show a progress bar (on a terminal).
-        file: written after every row; what it has of this very run is taken over (`run_rows`).
 
     Returns:
-        A record (`make_record`). A row has ``backends``: per name seconds, rates in TFLOP/s by convention for forward
-        and backward, bytes of memory and the errors of the check; or the reason under ``refused`` (not tried),
-        ``wrong`` (over twice the error of dense attention, not timed) or ``failed`` (it raised).
+        A record. A row has ``backends``: per name seconds, rates in TFLOP/s by convention for forward and backward,
+        bytes of memory and the errors of the check; or the reason under ``refused`` (not tried), ``wrong`` (over twice
+        the error of dense attention, not timed) or ``failed`` (it raised).
 
     Raises:
-        UserError: no round, no time, a row length below 1, a backend that does not exist.
+        UserError: a row length below 1, a backend that does not exist.
     """
-    if rounds < 1 or threads < 1 or seconds <= 0:
-        raise UserError(f"rounds={rounds}, threads={threads}, seconds={seconds:g}: each must be above 0")
-    if tokens and min(tokens) < 1:
-        raise UserError(f"tokens={min(tokens)} is below 1: a row has at least one token")
-    chosen = tuple(backends or NAMES)
-    for name in chosen:
-        if name not in NAMES:
-            raise UserError(f"there is no backend {name!r}{did_you_mean(name, NAMES)} (backends: {', '.join(NAMES)})")
-    plan = plan or (CUDA if device == "cuda" else CPU)
-    if tokens:
-        plan = Grid(tuple(tokens), plan.layers, plan.windows, plan.dtypes)
-    planned = configurations(plan, device, seed)
+    chosen = known("backend", backends, NAMES)
+    plan = plan or (CUDA if run.device == "cuda" else CPU)
+    plan = replace(plan, tokens=row_lengths(tokens, plan.tokens))
     checks: dict[tuple[str, Layer], dict[str, Any]] = {}
     tasks = [
-        RowTask(
-            configuration.describe(),
-            partial(_measure_row, configuration, chosen, checks, rounds, seed=seed),
-            empty={"backends": {}},
-        )
-        for configuration in planned
+        RowTask(each.describe(), partial(_measure_row, run, each, chosen, checks), empty={"backends": {}})
+        for each in configurations(plan, run.device, run.seed)
     ]
-    with limited_threads(threads), _compiling():
-        return run_rows(
-            tasks,
-            case=CASE,
-            settings={
-                "rounds": rounds,
-                "backends": list(chosen),
-                "documents": {name: mean or "one per row" for name, mean in DOCUMENTS.items()},
-                "flops": {
-                    "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
-                    "backward": f"{BACKWARD_PER_PAIR} * heads * head_dim * pairs",
-                    "full_square": "pairs: sum of squared document lengths",
-                    "causal_half": "pairs: half of full_square",
-                    "attended": "pairs: those that mask and window let through",
-                },
-                "gate": f"within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
-                "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-            },
-            apart={"seconds": seconds},
-            seconds=seconds,
-            device=device,
-            threads=threads,
-            seed=seed,
-            file=file,
-            progress=progress,
-        )
+    settings = {
+        "backends": list(chosen),
+        "documents": {name: mean or "one per row" for name, mean in DOCUMENTS.items()},
+        "flops": {
+            "forward": f"{FORWARD_PER_PAIR} * heads * head_dim * pairs",
+            "backward": f"{BACKWARD_PER_PAIR} * heads * head_dim * pairs",
+            "causal_half": "pairs: half of the sum of squared document lengths",
+            "attended": "pairs: those that mask and window let through",
+        },
+        "gate": f"within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
+    }
+    with _compiling():
+        return run.record("attention", tasks, settings)
 
 
 def _measure_row(
-    configuration: Configuration,
-    names: Sequence[str],
-    checks: dict[tuple[str, Layer], dict[str, Any]],
-    rounds: int,
+    run: Run, configuration: Configuration, names: Sequence[str], checks: dict[tuple[str, Layer], dict[str, Any]],
     seconds: float,
-    seed: int,
-) -> dict[str, Any]:
-    layer, device = configuration.layer, configuration.layer.device
-    start = time.perf_counter()
+) -> dict[str, Any]:  # fmt: skip
+    layer, device = configuration.layer, run.device
+    end_at = time.perf_counter() + seconds
     batch = PackedBatch.from_lengths(configuration.lengths).to(device)
-    inputs = layer.inputs(configuration.tokens, seed)
-    upstream = torch.randn(
-        1, configuration.tokens, layer.heads.heads, layer.heads.head_dim, dtype=layer.dtype, device=device,
-        generator=torch.Generator(device).manual_seed(seed + 1),
-    )  # fmt: skip
-    clock = clock_of(device)
+    inputs = layer.inputs(configuration.tokens, run.seed)
+    upstream = layer.upstream(configuration.tokens, run.seed + 1).to(layer.dtype)
     backends: dict[str, dict[str, Any]] = {}
     sides = {}
     for name in names:
-        reason = refusal(name, layer)
+        reason = BACKENDS[name].refuses(layer.features)
         if reason:
             backends[name] = {"refused": reason}
             continue
-        gate = _checked(name, layer, checks)
-        backends[name] = dict(gate)
-        if "errors" not in gate or gate["wrong"]:
+        if (name, layer) not in checks:  # once per run
+            found, failure = attempt(partial(check, name, layer))
+            checks[name, layer] = found if found is not None else {"failed": f"in its check: {failure}"}
+        backends[name] = dict(checks[name, layer])
+        if "failed" in backends[name] or backends[name]["wrong"]:
             continue
         attend, failure = attempt(partial(prepare, name, layer, batch))
         if attend is None:
             backends[name]["failed"] = failure
         else:
-            sides[name] = partial(_pass, attend, inputs, upstream, clock, device)
-    if not sides:
-        return {"backends": backends, "order": [], "other_load": None}
-    load = OtherLoad()
-    found = take_turns(
-        sides,
-        rounds=rounds,
-        warmup=WARMUP,
-        seconds=seconds - (time.perf_counter() - start),
-        least=min(LEAST_ROUNDS, rounds),
-        clock=clock,
-        begin=load.restart,
-        dropped=lambda *_: free_memory(device),
-    )
+            sides[name] = partial(_times, attend, inputs, upstream, device)
+    turns, other_load = run.turns(sides, warmup=1, end_at=end_at)
     for name in sides:
-        if name in found.failed:
-            backends[name]["failed"] = found.failed[name]
+        if name in turns.failed:
+            backends[name]["failed"] = turns.failed[name]
             continue
-        passes = found.results[name]
+        forward, backward, memory = zip(*turns.results[name], strict=True)
         backends[name] |= {
-            "forward": _rates(configuration, FORWARD_PER_PAIR, [clock.seconds(p.start, p.middle) for p in passes]),
-            "backward": _rates(configuration, BACKWARD_PER_PAIR, [clock.seconds(p.middle, p.end) for p in passes]),
-            "memory": passes[-1].memory,
+            "forward": _rates(configuration, FORWARD_PER_PAIR, forward),
+            "backward": _rates(configuration, BACKWARD_PER_PAIR, backward),
+            "memory": memory[-1],
         }
-    return {"backends": backends, "order": found.order, "other_load": load.cores()}
+    return {"backends": backends, "order": turns.order, "other_load": other_load}
 
 
-def _checked(name: str, layer: Layer, checks: dict[tuple[str, Layer], dict[str, Any]]) -> dict[str, Any]:
-    """Return the check of a backend for a layer, made once per run."""
-    if (name, layer) not in checks:
-        found, failure = attempt(partial(check, name, layer))
-        checks[name, layer] = found if found is not None else {"failed": f"in its check: {failure}"}
-    return checks[name, layer]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One forward and backward pass: three marks of the clock, and bytes of memory."""
-
-    start: Any
-    middle: Any
-    end: Any
-    memory: dict[str, int] | None
-
-
-def _pass(attend: Attend, inputs: list[Tensor], upstream: Tensor, clock: Clock, device: str) -> Pass:
+def _times(
+    attend: Attend, inputs: list[Tensor], upstream: Tensor, device: str
+) -> tuple[float, float, dict[str, int] | None]:
+    """Return the seconds of forward and of backward, and the memory of both."""
     memory = PeakMemory(device)
-    start = clock.mark()
     out = attend(inputs)
-    middle = clock.mark()
-    torch.autograd.grad(out, inputs, upstream)
-    return Pass(start, middle, clock.mark(), memory.read())
+    torch.autograd.grad(out, inputs, upstream, retain_graph=True)
+    used = memory.read()
+    forward = seconds_of(lambda: attend(inputs), device)
+    return forward, seconds_of(lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True), device), used
 
 
-def _rates(configuration: Configuration, per_pair: int, seconds: list[float]) -> dict[str, Any]:
+def _rates(configuration: Configuration, per_pair: int, seconds: Sequence[float]) -> dict[str, Any]:
     heads = configuration.layer.heads
     taken = median_interval(seconds)
-    rates: dict[str, Any] = {}
+    rates = {}
     for convention, pairs in configuration.pairs().items():
         operations = per_pair * heads.heads * heads.head_dim * pairs / 1e12
-        rates[convention] = {
-            "median": operations / taken.median,
-            "low": operations / taken.high,
-            "high": operations / taken.low,
-        }
+        ends = {"median": taken.median, "low": taken.high, "high": taken.low}
+        rates[convention] = {end: operations / value for end, value in ends.items()}
     return {"seconds": summary(seconds), "tflops": rates}
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Leave room for one compiled flex per kind of layer, and raise if it is used up: nothing runs uncompiled."""
-    import torch._dynamo.config as config
+    """Leave room for one compiled flex per kind of layer, with a backward that runs more than once; none uncompiled."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
 
-    with config.patch(recompile_limit=_COMPILED_SHAPES, fail_on_recompile_limit_hit=True):
+    with (
+        dynamo.patch(recompile_limit=_COMPILED_SHAPES, fail_on_recompile_limit_hit=True),
+        functorch.patch(donated_buffer=False),
+    ):
         yield
+
+
+def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
+    """Return the call that runs per layer and step; masks and metadata are made here, once, as in training.
+
+    Args:
+        name: one of `NAMES`.
+        layer: its heads, window, dtype and device.
+        batch: the documents, on the layer's device.
+    """
+    prepared = BACKENDS[name].prepare(batch, layer.features, torch.device(layer.device))
+    module = _stock_module(layer) if name == "sdpa" else None
+
+    def attend(inputs: list[Tensor]) -> Tensor:
+        query, key, value, *sinks = inputs
+        if module is not None and sinks:
+            module.sinks = sinks[0]  # stock's eager function reads them from the module
+        return prepared.attend(
+            AttentionCall(query, key, value, layer.scale, layer.window, sinks[0] if sinks else None, module=module)
+        )
+
+    return attend
+
+
+def _stock_module(layer: Layer) -> Any:
+    """Return an attention module for stock's function to read: gpt-oss's with sinks, Llama's without."""
+    from transformers import LlamaConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    heads = layer.heads
+    fields = {
+        "num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim,
+        "hidden_size": heads.heads, "num_hidden_layers": 1, "attention_dropout": 0.0,  # no projection of it is used
+    }  # fmt: skip
+    if not heads.sinks:
+        return LlamaAttention(LlamaConfig(**fields), 0)
+
+    class Module(GptOssAttention):
+        sinks: Any = None
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)  # none of its projections is used
+            self.num_key_value_groups = heads.heads // heads.kv_heads
+
+    return Module()
+
+
+def dense(layer: Layer, batch: PackedBatch, inputs: list[Tensor]) -> Tensor:
+    """Run attention under a dense mask in plain torch: exact in float64, stock's arithmetic in lower dtypes."""
+    query, key, value, *sinks = inputs
+    key, value = (tensor.repeat_interleave(layer.heads.heads // layer.heads.kv_heads, dim=1) for tensor in (key, value))
+    allowed = dense_mask(batch, layer.window, query.device)
+    scores = (query @ key.transpose(-1, -2) * layer.scale).masked_fill(~allowed, -torch.inf)
+    if sinks:
+        column = sinks[0].view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probabilities = scores.softmax(-1)[..., : batch.total_tokens]
+    return (probabilities @ value).transpose(1, 2)
+
+
+def check(name: str, layer: Layer) -> dict[str, Any]:
+    """Compare output and gradients on a small row with float64, beside those of dense attention in the same dtype.
+
+    Returns:
+        ``errors`` and ``budget``: relative errors in the 2-norm, over several draws, of the output and of the gradients
+        of query, key, value and sinks; ``wrong``: what is over its budget, empty where nothing is.
+    """
+    # A window that the small row exceeds, where the layer has one.
+    small = replace(layer, window=None if layer.window is None else min(layer.window, GATE_WINDOW))
+    batch = PackedBatch.from_lengths(GATE_LENGTHS).to(layer.device)
+    attend = prepare(name, small, batch)
+    actual, budget = [], []
+    for seed in range(GATE_SEEDS):
+        inputs = small.inputs(batch.total_tokens, seed)
+        upstream = small.upstream(batch.total_tokens, seed + GATE_SEEDS)
+        doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        exact = _run(partial(dense, small, batch), doubles, upstream)
+        actual.append(_errors(_run(attend, inputs, upstream), exact))
+        budget.append(_errors(_run(partial(dense, small, batch), inputs, upstream), exact))
+    parts = ("out", "dquery", "dkey", "dvalue", "dsinks")
+    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt().tolist() for rows in (actual, budget))
+    # One rounding of the result itself on top: the gradient of a few sinks is too short for its error to average out.
+    bounds = [TIMES_BUDGET * value + torch.finfo(layer.dtype).eps / 2 for value in mean_budget]
+    wrong = [
+        f"{part} is off by {error:.2e}, over {bound:.2e}"
+        for part, error, bound in zip(parts, mean_error, bounds, strict=False)
+        if not error <= bound  # a NaN is over every bound
+    ]
+    errors, allowed = (dict(zip(parts, values, strict=False)) for values in (mean_error, mean_budget))
+    return {"errors": errors, "budget": allowed, "wrong": "; ".join(wrong)}
+
+
+def _run(attend: Attend, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    out = attend(inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def _errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
+    return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)]).cpu()

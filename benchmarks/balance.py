@@ -16,14 +16,14 @@ share smaller.
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.command import Record, in_one_line, measured, parse
 from benchmarks.document_lengths import (
     CHAT_SIGMA,
     HISTOGRAMS,
@@ -35,10 +35,10 @@ from benchmarks.document_lengths import (
     Lengths,
     pack,
 )
-from benchmarks.one_line import in_one_line
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.intervals import median_interval
-from fastpack_trl.measure.record import check_writable, make_record, write_json
+from fastpack_trl.measure.record import make_record
 from fastpack_trl.measure.tables import aligned, fact_lines
 
 Deal: TypeAlias = NDArray[np.int64]
@@ -292,36 +292,41 @@ def markdown(record: dict[str, Any], shown: Sequence[tuple[int, int]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.balance``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.balance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("histograms", nargs="*", default=list(HISTOGRAMS), help=f"of {', '.join(HISTOGRAMS)} (default: all)")
-    add("--json", metavar="FILE", help="write the record to FILE")
-    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a packed row")
-    add("--ranks", type=int, nargs="+", default=list(RANKS))
-    add("--accumulated", type=int, nargs="+", default=list(ACCUMULATED), help="micro-batches of a rank in a step")
-    add("--seeds", type=int, default=SEEDS, help="6 or more for an interval of 95 %%")
-    args = parser.parse_args(arguments)
-    file = check_writable(args.json) if args.json else None
-    rows = measure(
-        args.histograms, tokens=args.tokens, ranks=args.ranks, accumulated=args.accumulated, seeds=args.seeds
-    )
-    settings = {
-        "documents": documents_of(args.histograms), "chat_sigma": CHAT_SIGMA, "long_share": LONG_SHARE,
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return what the figures rest on."""
+    return {
+        "documents": documents_of(args.rows), "chat_sigma": CHAT_SIGMA, "long_share": LONG_SHARE,
         "long_from": LONG_FROM, "long_to": LONG_TO, "seeds": args.seeds, "attention_rates": RATES,
         "operations": {model.name: model.per_token_and_pair() for model in MODELS},
         "full": FULL, "token_rates": {model.name: model.token_rate for model in MODELS},
     }  # fmt: skip
-    record = make_record(case="balance", settings=settings, rows=rows, complete=True, threads=1, seed=0)
-    cells = [(r, g) for r in args.ranks for g in args.accumulated]
-    shown = [at for at in cells if at in SHOWN] or cells[:1]
-    lines = aligned(table(rows, shown))
-    print("\n".join(["balance: share of the step saved, ranks x micro-batches", *fact_lines(record), "", *lines]))
-    if file is not None:
-        write_json(Path(file), record)
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the sizes of a step."""
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a packed row")
+    add("--ranks", type=int, nargs="+", default=list(RANKS))
+    add("--accumulated", type=int, nargs="+", default=list(ACCUMULATED), help="micro-batches of a rank in a step")
+    add("--seeds", type=int, default=SEEDS, help="6 or more for an interval of 95 %%")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m benchmarks.balance``."""
+    args = parse("balance", __doc__, arguments, rows=tuple(HISTOGRAMS), extra=add_options)
+
+    def measure_all(file: ResultFile | None) -> dict[str, Any]:
+        rows = measure(args.rows, tokens=args.tokens, ranks=args.ranks, accumulated=args.accumulated, seeds=args.seeds)
+        return make_record(case="balance", settings=settings(args), rows=rows, complete=True, threads=1, seed=0)
+
+    def said(record: Record) -> str:
+        at_rate = next(row for row in record["rows"] if row["attention_rate"] == RATE)
+        cells = [(found["ranks"], found["accumulated"]) for found in at_rate["cells"]]
+        shown = [at for at in cells if at in SHOWN] or cells[:1]
+        head = ["balance: share of the step saved, ranks x micro-batches", *fact_lines(record), ""]
+        return "\n".join([*head, *aligned(table(record["rows"], shown))])
+
+    return measured(args, "balance", measure_all, said)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,21 @@ have published. A file of ``--json`` grows row by row, and the same command goes
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks import by_itself_metadata, by_itself_reload, by_itself_routing
 from benchmarks.by_itself_table import table
-from benchmarks.one_line import in_one_line, record_of
-from benchmarks.row_loop import RowTask, run_rows
+from benchmarks.case_command import CaseCommand
+from benchmarks.training_side import device_here
 from fastpack_trl.bench.environment import quiet
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.measure.record import check_writable
 
 CASE = "by_itself"
-ROUNDS, SECONDS = 7, 190.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +43,41 @@ OPTIMISATIONS = {
 }
 
 
-def measure(
-    name: str, rows: Sequence[str] | None = None, *, tiny: bool = False, rounds: int = ROUNDS, seconds: float = SECONDS,
-    seed: int = 0, file: ResultFile | None = None, progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure the rows of one optimisation, each with all of its sides in this process, in turn.
-
-    Args:
-        name: of `OPTIMISATIONS`.
-        rows: of it; all by default.
-        tiny: with tiny models of the same families: it shows that every row runs.
-        rounds: timed passes of each side; 6 or more give an interval of 95 %.
-        seconds: for all rows; each may use an equal share of what is left.
-        seed: of weights, data and order.
-        file: written after every row.
-        progress: show a bar, and name failures on stderr.
+def asked(args: Namespace) -> tuple[str, list[str]]:
+    """Return the optimisation, the first name of the command line, and its rows that are asked for.
 
     Raises:
-        UserError: an unknown optimisation or row; `file` holds another run.
+        UserError: an unknown optimisation or row.
     """
+    name, *rows = args.rows or [""]
     if name not in OPTIMISATIONS:
         raise UserError(f"there is no {name!r}{did_you_mean(name, OPTIMISATIONS)} (known: {', '.join(OPTIMISATIONS)})")
-    which = OPTIMISATIONS[name]
-    known = which.tiny if tiny else which.rows
-    for row in rows or ():
+    known = OPTIMISATIONS[name].rows
+    for row in rows:
         if row not in known:
             raise UserError(f"there is no row {row!r}{did_you_mean(row, known)} (rows: {', '.join(known)})")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tasks = [
-        RowTask(
-            {"setting": row, "row": row, "tokens": tokens_of(known[row]), "tiny": tiny},
-            partial(which.measure, known[row], rounds, device, seed), empty={},
-        )
-        for row in rows or known
-    ]  # fmt: skip
-    with quiet():
-        return run_rows(
-            tasks, case=CASE, settings={"optimisation": name, "rounds": rounds, "tiny": tiny},
-            apart={"seconds": seconds}, seconds=seconds, device=device, threads=torch.get_num_threads(), seed=seed,
-            file=file, progress=progress,
-        )  # fmt: skip
+    return name, rows or list(known)
+
+
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the rows of one optimisation, each measured with all of its sides in this process, in turn."""
+    name, rows = asked(args)
+    which = OPTIMISATIONS[name]
+    found = which.tiny if args.tiny else which.rows
+
+    def measure(row: str, seconds: float) -> dict[str, Any]:
+        with quiet():
+            return which.measure(found[row], args.rounds, device_here(), args.seed, seconds)
+
+    return [
+        RowTask({"setting": row, "row": row, "tokens": tokens_of(found[row]), "tiny": args.tiny}, partial(measure, row))
+        for row in rows
+    ]
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return what is switched on and off, and how often."""
+    return {"optimisation": asked(args)[0], "rounds": args.rounds, "tiny": args.tiny}
 
 
 def tokens_of(row: Any) -> int:
@@ -94,30 +85,13 @@ def tokens_of(row: Any) -> int:
     return int(row[2] if isinstance(row, tuple) else row.tokens)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.by_itself``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.by_itself", description=__doc__)
-    parser.add_argument("name", choices=list(OPTIMISATIONS))
-    parser.add_argument("--rows", nargs="+", help="of the optimisation (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="tiny models: it shows that every row runs")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed passes of each side (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
-    parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
-    parser.add_argument("--report", metavar="FILE", help="print the table of a record and stop")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    if args.report is not None:
-        print(table(record_of(args.report, CASE)))
-        return
-    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-    record = measure(
-        args.name, args.rows, tiny=args.tiny, rounds=args.rounds, seconds=args.seconds, seed=args.seed, file=file
-    )
-    if file is not None:
-        file.save(record)
-    print(table(record))
+COMMAND = CaseCommand(
+    case=CASE, help=__doc__, rows=(), default_rows=(), rounds=7, seconds=190.0, tasks=tasks,
+    settings=settings, table=table,
+    more=lambda parser: parser.add_argument("--tiny", action="store_true", help="tiny models: it shows that rows run"),
+)  # fmt: skip
 
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.by_itself", main))
+    raise SystemExit(COMMAND.start())

@@ -17,11 +17,11 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
-from benchmarks.captured import Row, material
+from benchmarks.lora_models import shared_copy
 from benchmarks.model_shapes import PAD
-from benchmarks.model_steps import shared_copy
 from benchmarks.side_turns import measure_in_turns
 from benchmarks.steps import Step, SteppedTrainer
+from benchmarks.training_rows import Row, material
 from benchmarks.workload import Setting, trainer_arguments, without_emptiest
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
@@ -76,7 +76,7 @@ def measure_row(row: Row, rounds: int, device: str, seed: int, seconds: float) -
             return SteppedTrainer(trainer, clock, steps)
 
         turns = measure_in_turns(
-            SIDES, make, weights=model, device=device, rounds=rounds, warmup=WARMUP, least=min(3, rounds),
+            SIDES, make, weights=model, device=device, rounds=rounds, warmup=WARMUP,
             seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
         packed = [row for side in turns.sides.values() for row in side.trainer.train_dataset["seq_lengths"][:_ALONE]]

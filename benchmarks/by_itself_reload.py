@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.activation_memory import DOCUMENT, WORKLOADS, Workload
-from benchmarks.activation_sides import CHECKPOINT, OURS, SINGLE, Batch, DecoderSide, side
+from benchmarks.activation_memory import (
+    CHECKPOINT,
+    DOCUMENT,
+    OURS,
+    SINGLE,
+    WORKLOADS,
+    Batch,
+    DecoderSide,
+    Workload,
+    side,
+)
 from benchmarks.arithmetic import reload_saved
-from benchmarks.by_itself_row import Pass, row_of
+from benchmarks.by_itself_row import Marked, passes_of, row_of
 from benchmarks.lora_models import LoraModel, build
-from fastpack_trl.checkpointing.trace import host_copy_seconds
-from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.record import OtherLoad
-from fastpack_trl.measure.rounds import take_turns
+from benchmarks.side_turns import loaded_turns
+from fastpack_trl.checkpointing.streams import host_copy_seconds
 from fastpack_trl.measure.timing import Clock, clock_of
 
 SIDES = (SINGLE, OURS, CHECKPOINT)
@@ -44,29 +51,19 @@ def measure_row(row: Workload, rounds: int, device: str, seed: int, seconds: flo
     nbytes = tokens * int(config.hidden_size) * weights.get_input_embeddings().weight.element_size()
     with contextlib.ExitStack() as stack:
         sides = {name: stack.enter_context(side(name, weights, device)) for name in SIDES}
-        load = OtherLoad()
-        turns = take_turns(
-            {name: partial(_pass, made, batch, clock) for name, made in sides.items()}, rounds=rounds, warmup=WARMUP,
-            seconds=seconds - (time.perf_counter() - start), least=min(3, rounds), clock=clock, begin=load.restart,
-            dropped=lambda *_: free_memory(device),
+        turns, busy = loaded_turns(
+            {name: partial(_pass, made, batch, clock) for name, made in sides.items()}, device, rounds=rounds,
+            warmup=WARMUP, seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
-        busy = load.cores()
-    passes = {name: [_seconds(found, clock) for found in each] for name, each in turns.results.items()}
+    passes = passes_of(turns, clock)
     rate = nbytes / host_copy_seconds(torch.device("cuda"), nbytes)(nbytes) if device == "cuda" else float("inf")
     behind = median(one.backward for one in passes[OURS]) / layers if passes.get(OURS) else 0.0
     parts = {"layers": layers, "layer_input_bytes": nbytes, "bytes_per_second": rate, "layer_backward_seconds": behind}
-    row_found = row_of(passes, turns.failed, SINGLE, OURS, reload_saved(layers, nbytes, rate, behind), parts, TOLERANCE)
-    return row_found | {"other_load": busy}
+    predicted = reload_saved(layers, nbytes, rate, behind)
+    return row_of(passes, turns.failed, SINGLE, OURS, predicted, parts, TOLERANCE) | {"other_load": busy}
 
 
-def _pass(made: DecoderSide, batch: Batch, clock: Clock) -> tuple[list[Any], Any, int | None]:
-    marks = [clock.mark()]
-    loss, memory = made.step(batch, between=lambda: marks.append(clock.mark()))
-    marks.append(clock.mark())
-    return marks, loss, None if memory is None else memory["peak_bytes"]
-
-
-def _seconds(found: tuple[list[Any], Any, int | None], clock: Clock) -> Pass:
-    (start, middle, end), loss, peak = found
-    seconds = clock.seconds
-    return Pass(seconds(start, middle), seconds(middle, end), seconds(start, end), float(loss), peak)
+def _pass(made: DecoderSide, batch: Batch, clock: Clock) -> Marked:
+    start, middle = clock.mark(), []
+    loss, memory = made.step(batch, between=lambda: middle.append(clock.mark()))
+    return Marked((start, *middle, clock.mark()), loss, memory)

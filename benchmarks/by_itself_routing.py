@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from benchmarks import moe
 from benchmarks.arithmetic import routing_saved
-from benchmarks.by_itself_row import Pass, row_of
+from benchmarks.by_itself_row import Marked, passes_of, row_of
 from benchmarks.moe import Subject, decoder
 from benchmarks.moe_sides import OURS, SHAPES, implementation, routing
-from fastpack_trl.measure.device_memory import PeakMemory, free_memory
-from fastpack_trl.measure.record import OtherLoad
+from benchmarks.side_turns import loaded_turns
+from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.moe.apply import apply_moe
@@ -51,14 +51,11 @@ def measure_row(row: moe.Row, rounds: int, device: str, seed: int, seconds: floa
         LOOP: partial(implementation, name="eager"), SORTED: sorted_loop, OURS: apply_moe,
     }  # fmt: skip
     with decoder(row, device, seed) as subject:
-        load = OtherLoad()
-        turns = take_turns(
-            {name: partial(_pass, subject, enter, clock, device) for name, enter in contexts.items()}, rounds=rounds,
-            warmup=WARMUP, seconds=seconds - (time.perf_counter() - start), least=min(3, rounds), clock=clock,
-            begin=load.restart, dropped=lambda *_: free_memory(device),
+        turns, busy = loaded_turns(
+            {name: partial(_pass, subject, enter, clock, device) for name, enter in contexts.items()}, device,
+            rounds=rounds, warmup=WARMUP, seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
-        busy = load.cores()
-    passes = {name: [_seconds(found, clock) for found in each] for name, each in turns.results.items()}
+    passes = passes_of(turns, clock)
     alone = {name: dispatch_seconds(call, row, device, seed, clock) for name, call in DISPATCHES.items()}
     predicted = routing_saved(row.layers, alone[LOOP], alone[SORTED], recomputed=row.checkpointing)
     parts = {"layers": row.layers, "dispatch_seconds": alone}
@@ -146,20 +143,13 @@ def dispatch_seconds(
     return median(clock.seconds(a, b) for a, b, _ in timed), median(clock.seconds(b, c) for _, b, c in timed)
 
 
-def _pass(subject: Subject, enter: Any, clock: Clock, device: str) -> tuple[list[Any], Tensor, int | None]:
+def _pass(subject: Subject, enter: Any, clock: Clock, device: str) -> Marked:
     with enter(subject.model):
         subject.model.zero_grad(set_to_none=True)
         memory = PeakMemory(device)
-        marks = [clock.mark()]
+        start = clock.mark()
         out = subject.forward()
-        marks.append(clock.mark())
+        middle = clock.mark()
         out.backward(subject.upstream)
-        marks.append(clock.mark())
-        used = memory.read()
-        return marks, out.detach().float().square().mean(), None if used is None else used["peak_bytes"]
-
-
-def _seconds(found: tuple[list[Any], Tensor, int | None], clock: Clock) -> Pass:
-    (start, middle, end), value, peak = found
-    seconds = clock.seconds
-    return Pass(seconds(start, middle), seconds(middle, end), seconds(start, end), float(value), peak)
+        marks = start, middle, clock.mark()
+        return Marked(marks, out.detach().float().square().mean(), memory.read())

@@ -9,6 +9,8 @@ from typing import Any
 
 from benchmarks.arithmetic import Saved, sound
 from fastpack_trl.measure.intervals import ratio_summary, summary
+from fastpack_trl.measure.rounds import Rounds
+from fastpack_trl.measure.timing import Clock
 
 PARTS = ("forward", "backward", "seconds")
 
@@ -22,6 +24,27 @@ class Pass:
     seconds: float
     loss: float
     peak: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """One pass as it is measured: the begin, the end of forward and the end of backward, in the unit of a clock."""
+
+    marks: tuple[Any, Any, Any]
+    loss: Any
+    memory: Mapping[str, int] | None
+
+    def read(self, clock: Clock) -> Pass:
+        """Return the seconds; the device has finished."""
+        start, middle, end = self.marks
+        peak = None if self.memory is None else self.memory["peak_bytes"]
+        parts = clock.seconds(start, middle), clock.seconds(middle, end), clock.seconds(start, end)
+        return Pass(*parts, float(self.loss), peak)
+
+
+def passes_of(found: Rounds[Marked], clock: Clock) -> dict[str, list[Pass]]:
+    """Return the passes of each side that went through."""
+    return {name: [one.read(clock) for one in each] for name, each in found.results.items()}
 
 
 def row_of(

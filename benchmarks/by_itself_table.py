@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.arithmetic import SOUND, apart
 from benchmarks.published import PUBLISHED
-from benchmarks.readme_cells import SURE
+from benchmarks.readme_cells import SURE, grid
 from fastpack_trl.bench.views import device_of
 
 SENTENCES = {
@@ -24,18 +24,18 @@ def table(record: Mapping[str, Any]) -> str:
         f"**{SENTENCES[name]}** {device_of(record)}; forward, backward and step: by how much it is faster, with the "
         "interval of the step. *predicted*: from one such piece timed by itself (`benchmarks/arithmetic.py`)."
     )
-    columns = ["row, tokens", "off, ms", "on, ms", "forward", "backward", "step", "saved, ms", "predicted, ms",
-               "more memory", "published by others"]  # fmt: skip
-    lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | {' | '.join(['---:'] * 8)} | --- |"]
+    columns = "row, tokens | >off, ms | >on, ms | >forward | >backward | >step | >saved, ms | >predicted, ms"
+    rows: list[list[str]] = []
     notes: list[str] = []
     for row in record["rows"]:
         title = f"{row['row']}, {row['tokens']:,}{' (tiny)' if row['tiny'] else ''}"
-        if "gains" not in row:
+        if "gains" in row:
+            rows.append([title, *_cells(row)])
+            notes += _notes(row, title)
+        else:
             why = row.get("skipped") or next(side["failed"] for side in row["sides"].values() if "failed" in side)
-            lines.append(f"| {title} | {str(why).splitlines()[-1]} |{' |' * 8}")
-            continue
-        lines.append(f"| {title} | {' | '.join(_cells(row))} |")
-        notes += _notes(row, title)
+            rows.append([title, str(why).splitlines()[-1], *[""] * 8])
+    lines = [head, "", grid(f"{columns} | >more memory | published by others", rows)]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 

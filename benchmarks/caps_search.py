@@ -53,15 +53,14 @@ class Curve:
 
 
 def largest_row(
-    fits: Callable[[int], bool | None], guess: int, *, longest: int, step: float = STEP, tries: int = 10
-) -> int:
+    fits: Callable[[int], bool | None], guess: int, *, longest: int, tries: int = 10
+) -> int:  # fmt: skip
     """Return the tokens of the largest row that fits: from `guess` up until one does not, or down until one does.
 
     Args:
         fits: runs a row; None where it must not be run any more (no time).
         guess: tokens of the first row.
         longest: tokens that no row exceeds.
-        step: of the length, up or down.
         tries: rows at most.
 
     Returns:
@@ -74,10 +73,10 @@ def largest_row(
             break
         if fitted:
             found = max(found, tokens)
-            tokens = max(_multiple(tokens * (1 + step)), tokens + MULTIPLE)
+            tokens = max(_multiple(tokens * (1 + STEP)), tokens + MULTIPLE)
         else:
             failed = True
-            tokens = min(_multiple(tokens * (1 - step)), tokens - MULTIPLE)
+            tokens = min(_multiple(tokens * (1 - STEP)), tokens - MULTIPLE)
         if (found and failed) or not MULTIPLE <= tokens <= longest:
             break
     return found

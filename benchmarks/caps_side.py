@@ -6,7 +6,7 @@ import contextlib
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -20,30 +20,33 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.caps_search import Curve, largest_row
-from benchmarks.captured import Row, model_of
-from benchmarks.model_shapes import PAD
-from benchmarks.model_steps import shared_copy
-from benchmarks.side_watch import peaks_gib
+from benchmarks.lora_models import shared_copy
+from benchmarks.training_rows import Row, model_of
+from benchmarks.training_side import device_here
 from benchmarks.workload import SPARE_ROWS, TRL_DEFAULTS, Setting, make_tokenizer, trainer_arguments
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing import memory
-from fastpack_trl.checkpointing.buffers import GIB
-from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.bench.run_watch import peaks_gib
+from fastpack_trl.checkpointing import activation_memory as plans
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import trace_levels
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.long_run import LONG_RUN
 from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.packing.collator import PackingCollator
 
 OURS = "fastpack"
 SIDES: dict[str, dict[str, Any]] = {
-    "stock": {}, "stock_offload": {"activation_offloading": True},
-    "varlen": {}, "varlen_offload": {"activation_offloading": True},
-    OURS: {},
+    "stock": {}, "stock_offload": {"activation_offloading": True}, OURS: {"verify_packing": "off"},
 }  # fmt: skip
-"""Fields that make each side. ``varlen`` is stock's trainer, its collator and attention replaced by this package's."""
+"""Fields that make each side."""
+WORKLOADS = {
+    "qwen3-8b": Row("qwen3-8b", 0, "lora"), "qwen3-8b-nf4": Row("qwen3-8b", 0, "nf4"),
+    "qwen3-14b-nf4": Row("qwen3-14b", 0, "nf4"), "gpt-oss-20b-nf4": Row("gpt-oss-20b", 0, "nf4-experts", 24),
+    "tiny": Row("tiny-qwen3", 0, "lora"), "tiny-gpt-oss": Row("tiny-gpt-oss", 0, "nf4-experts"),
+}  # fmt: skip
+"""By the name on the command line: LoRA r=16 on all projections; of the mixture of experts on the attention, with the
+frozen expert stacks in four bits, which stock can train too."""
 DEEPEST = {"activation_memory": "offload", "cache_dequantized": "off"}
 """Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device, and
 nothing for copies of weights."""
@@ -159,10 +162,10 @@ class Side:
             raise RuntimeError(row["failed"])
         return "failed" not in row
 
-    def curve(self, key: str) -> Curve:
-        """Return the curve of a figure of the rows that were run without a cap, or with seconds of any."""
-        done = [row for row in self.rows if row.get(key) and row["cap_gib"] is None and "failed" not in row]
-        return Curve.through([(row["tokens"], round(row[key] * GIB)) for row in done])
+    def curve(self) -> Curve:
+        """Return the curve of the peaks of the rows that were run without a cap."""
+        done = [row for row in self.rows if row["peak_gib"] and row["cap_gib"] is None and "failed" not in row]
+        return Curve.through([(row["tokens"], round(row["peak_gib"] * GIB)) for row in done])
 
     def _drop_what_is_left(self) -> float:
         """Free the device memory of the tensors of a row that failed; return the GiB that they had.
@@ -189,10 +192,9 @@ class Side:
     def _train(self, watch: Watch, tokens: int, more: dict[str, Any]) -> dict[str, Any]:
         kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if self.name == OURS else (SFTTrainer, SFTConfig)
         setting = TRL_DEFAULTS if self.device == "cuda" else Setting("", bf16=False, gradient_checkpointing=True)
-        ours = {"verify_packing": "off"} if self.name == OURS else {}
-        with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, contextlib.ExitStack() as stack:
+        with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
             arguments = trainer_arguments(setting, tokens, STEPS, self.device, self.seed, folder)
-            arguments |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-6, **SIDES[self.name], **ours}
+            arguments |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-6, **SIDES[self.name]}
             if self.model.config.model_type == "gpt_oss":
                 arguments["router_aux_loss_coef"] = 0.0  # the router is frozen
             trainer = watch.trainer = kinds[0](
@@ -201,10 +203,6 @@ class Side:
                 processing_class=self._tokenizer, callbacks=[watch],
             )  # fmt: skip
             attention = str(trainer.model.config.get_text_config()._attn_implementation)
-            if self.name.startswith("varlen"):
-                trainer.data_collator = PackingCollator(pad_token_id=PAD)
-                dtype = torch.bfloat16 if setting.bf16 else None
-                attention = stack.enter_context(packed_attention(trainer.model, compute_dtype=dtype)).path
             try:
                 trainer.train()
             finally:
@@ -256,7 +254,7 @@ def traced_once() -> Iterator[None]:
             kept.append(trace_levels(*args, **kwargs))
         return kept[0]
 
-    with attribute_set(memory, "trace_levels", trace):
+    with attribute_set(plans, "trace_levels", trace):
         yield
 
 
@@ -283,19 +281,19 @@ def context_bytes() -> int:
 
 
 def measure_side(
-    row: Row, name: str, caps: Sequence[float], *, beside: dict[float, int], longest: int, probes: Sequence[int],
-    device: str, seed: int, seconds: float, note: Callable[[dict[str, Any]], None] = lambda found: None,
+    row: Mapping[str, Any], side: str, *, caps: Sequence[float], beside: Mapping[str, int], longest: int,
+    probes: Sequence[int], seed: int, seconds: float, note: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Find the largest row of one side under each cap, from the smallest cap to the largest.
 
     Args:
-        row: whose model; its tokens are not read.
-        name: of `SIDES`.
+        row: with the name of its ``model``, of `WORKLOADS`.
+        side: of `SIDES`.
         caps: GiB of device memory.
         beside: by cap, the tokens of a further row to be timed: the largest one of another side.
         longest: tokens that no row exceeds.
         probes: tokens of the rows that are run without a cap, from which the largest ones are predicted.
-        device, seed: as everywhere.
+        seed: of weights and tokens.
         seconds: for all rows.
         note: called with the figures so far after each row.
 
@@ -303,7 +301,8 @@ def measure_side(
         ``{"weights_gib", "context_gib", "largest": {cap: tokens}, "predicted": {cap: tokens}, "rows": [...]}``; a cap
         below the model's own memory has 0 tokens and a reason in ``too_small``.
     """
-    model, peft_config = model_of(row, longest, device, seed)
+    device = device_here()
+    model, peft_config = model_of(WORKLOADS[row["model"]], longest, device, seed)
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
     free_memory(device)
@@ -313,18 +312,18 @@ def measure_side(
     def so_far(rows: list[dict[str, Any]]) -> None:
         note(found | {"rows": rows})
 
-    side = Side(model, name, device, seed, seconds, so_far)
-    found["rows"] = side.rows
+    runs = Side(model, side, device, seed, seconds, so_far)
+    found["rows"] = runs.rows
     # A CPU has nothing to offload from, and a level that cannot be used stops the run.
     deepest = DEEPEST if device == "cuda" else DEEPEST | {"activation_memory": "checkpoint"}
     with traced_once():
         for tokens in probes:
-            side.run(tokens, **(deepest if name == OURS else {}))
+            runs.run(tokens, **(deepest if side == OURS else {}))
     context = context_bytes()
     found["context_gib"] = context / GIB
-    curve = side.curve("peak_gib") if device == "cuda" else None
+    curve = runs.curve() if device == "cuda" else None
     for cap in sorted(caps):
-        key, side.cap = f"{cap:g}", cap
+        key, runs.cap = f"{cap:g}", cap
         room = cap * GIB - context
         if room <= resident:
             found["largest"][key] = 0
@@ -333,8 +332,8 @@ def measure_side(
         guess = longest if curve is None else curve.tokens(room * ROOM, longest)
         found["predicted"][key] = guess
         with capped(cap, context), traced_once():
-            found["largest"][key] = largest_row(side.fits, guess, longest=longest)
-            if beside.get(cap):
-                side.fits(beside[cap], **LONG)
-        so_far(side.rows)
+            found["largest"][key] = largest_row(runs.fits, guess, longest=longest)
+            if beside.get(key):
+                runs.fits(beside[key], **LONG)
+        so_far(runs.rows)
     return found

@@ -1,232 +1,240 @@
-"""The records of the in-house cases as text for people."""
+"""The tables of the cases of ``python -m benchmarks --case``: one for the terminal, and those of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from fastpack_trl.measure.tables import aligned, disturbances, fact_lines, interval_cell, skipped
+from benchmarks.readme_cells import grid, made_by, ratio_cell
+from fastpack_trl.bench.report import table_of
+from fastpack_trl.bench.views import device_of, rows_of
+from fastpack_trl.measure.tables import NOISE_CORES, disturbances, fact_lines
 
-_GIB = 1 << 30
+Record = Mapping[str, Any]
+_PAIR = ("stock", "fastpack")
+_KEPT_COPIES = re.compile(r"([\d.]+) GiB of frozen weights kept")
 
 
-def table(record: Mapping[str, Any], title: str) -> str:
-    """Return the record for people: rates, ratio with its interval, and where a step goes."""
-    rows = record["rows"]
+def table(record: Record, title: str) -> str:
+    """Return a record for people: every side of every row, more about some cases, and what could not be measured."""
+    views = rows_of(record)
     out = [f"{record['case']}: {title}", *fact_lines(record)]
     if not record["complete"]:
-        out.append(f"INCOMPLETE: interrupted; {len(rows)} row(s) were finished")
-    if record["case"] == "attention":
-        return "\n".join([*out, *attention_lines(rows)])
-    if record["case"] == "moe":
-        return "\n".join([*out, *moe_lines(rows)])
-    if record["case"] == "host_overhead":
-        return "\n".join([*out, *overhead_lines(rows)])
-    if record["case"] == "activation_memory":
-        return "\n".join([*out, *model_lines(rows), *offload_lines(rows)])
-    if any("sides" in row for row in rows):
-        return "\n".join([*out, *model_lines(rows)])
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        chosen = [row for row in rows if row["setting"] == setting]
-        cells = _rate_cells(row for row in chosen if "skipped" not in row)
-        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *skipped(chosen), *disturbances(chosen)]
-    phased = [row for row in rows if "phases" in row.get("fastpack", {})]
-    if phased:
-        out += ["", "where a step goes (median ms)", *aligned(_phase_cells(phased))]
-    return "\n".join(out)
+        out.append(f"INCOMPLETE: interrupted; {len(views)} row(s) were finished")
+    out += ["", table_of(views), ""]
+    for row, view in zip(record["rows"], views, strict=True):
+        out += [f"{view.label}: {line}" for line in (*_MORE.get(record["case"], _nothing)(row), *view.notes)]
+    return "\n".join([*dict.fromkeys(out), *disturbances(record["rows"])])
 
 
-def model_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, per model, each side's rate, step and memory, the speed-up of fastpack, and what could not be timed."""
-    out: list[str] = []
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        chosen = [row for row in rows if row["setting"] == setting]
-        cells = [["tokens", "side", "tok/s", "ms", "peak GiB", "fastpack is", "interval", "path"]]
-        notes = []
-        for row in chosen:
-            if "skipped" in row:
-                notes.append(f"{row['tokens']:,} tokens: skipped: {row['skipped']}")
-            for name, side in row["sides"].items():
-                label = [f"{row['tokens']:,}", name]
-                if "failed" in side:
-                    notes.append(f"{row['tokens']:,} tokens, {name}: {side['failed']}")
-                    continue
-                ratio = row["ratios"].get(name)
-                memory = side["memory"]
-                cells.append(
-                    [
-                        *label,
-                        f"{side['tokens_per_second']['median']:,.0f}",
-                        f"{side['seconds']['median'] * 1000:,.1f}",
-                        "-" if memory is None else f"{memory['peak_bytes'] / _GIB:.2f}",
-                        "-" if ratio is None else f"{ratio['median']:.2f}x",
-                        "-" if ratio is None else interval_cell(ratio),
-                        side["path"],
-                    ]
-                )
-            for side in (row.get("gate") or {}).get("sides", {}).values():
-                notes += [f"{row['tokens']:,} tokens: {side['leaks']}"] if "leaks" in side else []
-            if row.get("rebuild_seconds"):
-                each = row["rebuild_seconds"]["median"] * 1000
-                notes.append(f"{row['tokens']:,} tokens: one rebuild of metadata and mask takes {each:.3f} ms")
-        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(chosen)]
-    return out
+def _nothing(_row: Record) -> Iterator[str]:
+    yield from ()
 
 
-def attention_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, per row length and heads, forward and backward of each backend, and what could not be timed."""
-    out = ["TFLOP/s count half of the squared document lengths (causal_half); 'attended' also leaves out the window"]
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        chosen = [row for row in rows if row["setting"] == setting]
-        cells = [
-            ["documents", "window", "backend", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "attended", "GiB"]
-        ]
-        notes: dict[str, None] = {}
-        for row in chosen:
-            label = [f"{row['documents']} ({len(row['lengths'])})", str(row["window"] or "none")]
-            if "skipped" in row:
-                notes[f"{' window '.join(label)}: skipped: {row['skipped']}"] = None
-            for name, backend in row["backends"].items():
-                reason = next((backend[key] for key in ("refused", "wrong", "failed") if backend.get(key)), None)
-                if reason is not None:
-                    notes[f"{name}: {reason}"] = None
-                    continue
-                forward, backward, memory = backend["forward"], backend["backward"], backend["memory"]
-                cells.append(
-                    [
-                        *label,
-                        name,
-                        f"{forward['seconds']['median'] * 1000:.3f}",
-                        f"{forward['tflops']['causal_half']['median']:.3g}",
-                        f"{backward['seconds']['median'] * 1000:.3f}",
-                        f"{backward['tflops']['causal_half']['median']:.3g}",
-                        f"{forward['tflops']['attended']['median']:.3g}/{backward['tflops']['attended']['median']:.3g}",
-                        "-" if memory is None else f"{(memory['peak_bytes'] - memory['before_bytes']) / _GIB:.2f}",
-                    ]
-                )
-        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *notes]
-    return out
+def _rates(row: Record) -> Iterator[str]:
+    for name, side in row["backends"].items():
+        if "forward" in side:
+            rates = (side[part]["tflops"] for part in ("forward", "backward"))
+            forward, backward = (f"{of['causal_half']['median']:.3g} ({of['attended']['median']:.3g})" for of in rates)
+            yield f"{name}: TFLOP/s by causal_half (by attended): forward {forward}, backward {backward}"
 
 
-def moe_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, per configuration, forward and backward of each side, the bytes kept for backward, and the speed-up."""
-    out: list[str] = []
-    head = ["tokens", "side", "forward ms", "backward ms", "tok/s", "kept MiB", "peak GiB", "fastpack is", "interval"]
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        chosen = [row for row in rows if row["setting"] == setting]
-        cells, notes = [head], []
-        for row in chosen:
-            notes += [f"{row['tokens']:,} tokens: skipped: {row['skipped']}"] if "skipped" in row else []
-            for name, side in row["sides"].items():
-                if "failed" in side:
-                    notes.append(f"{row['tokens']:,} tokens, {name}: {side['failed']}")
-                    continue
-                ratio, memory = row["ratios"].get(name), side["memory"]
-                cells.append(
-                    [
-                        f"{row['tokens']:,}",
-                        name,
-                        f"{side['forward']['median'] * 1000:,.2f}",
-                        f"{side['backward']['median'] * 1000:,.2f}",
-                        f"{side['tokens_per_second']['median']:,.0f}",
-                        f"{side['saved_bytes'] / (1 << 20):,.1f}",
-                        "-" if memory is None else f"{(memory['peak_bytes'] - memory['before_bytes']) / _GIB:.2f}",
-                        "-" if ratio is None else f"{ratio['seconds']['median']:.2f}x",
-                        "-" if ratio is None else interval_cell(ratio["seconds"]),
-                    ]
-                )
-        attention = next((row["attention"] for row in chosen if "attention" in row), "none")
-        title = setting if attention == "none" else f"{setting}, {attention} attention on every side"
-        out += ["", title, *(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(chosen)]
-    return out
+def _kept(row: Record) -> Iterator[str]:
+    for name, side in row["sides"].items():
+        if "saved_bytes" in side:
+            yield f"{name}: {side['saved_bytes'] / 2**20:,.1f} MiB kept for backward"
 
 
-def offload_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, per row, copies predicted and hidden, the gain of the prefetch, the largest rows, and the plan."""
-    out: list[str] = []
-    for row in rows:
-        notes = [f"plan: {row['plan']}"] if row.get("plan") else []
-        copies = row.get("copies") or {}
-        for side, events in (copies.get("events") or {}).items():
-            if events is not None and events["hidden"] is not None:
-                seconds = f"{events['copy_seconds'] * 1000:.1f} ms of copies"
-                notes.append(f"{side}: {seconds}, {events['hidden']:.1%} hidden")
-        if copies.get("predicted_gain") is not None and copies["gain_over_single_buffer"] is not None:
-            gain, predicted = copies["gain_over_single_buffer"], copies["predicted_gain"]
-            published = copies["published_gain"]
-            beside = "" if published is None else f"; published for whole models on a B200: {published:.1%}"
-            notes.append(f"over single_buffer: {gain:+.1%}, predicted {predicted:+.1%}{beside}")
-        for side, caps in (row.get("largest_row") or {}).items():
-            fits = ", ".join(f"{cap} GiB {found['tokens'] or 0:,}" for cap, found in caps.items())
-            notes.append(f"{side}: tokens that fit under {fits}")
-        out += ["", f"{row['setting']}, {row['tokens']:,} tokens", *notes] if notes else []
-    return out
+def _hidden(row: Record) -> Iterator[str]:
+    for name, events in row.get("copies", {}).get("events", {}).items():
+        if events is not None and events["hidden"] is not None:
+            yield f"{name}: {events['copy_seconds'] * 1000:.1f} ms of copies, {events['hidden']:.1%} hidden"
 
 
-def overhead_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, per setting, step and overhead of each side; on CUDA also the device's work in a micro-step."""
-    out: list[str] = []
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        chosen = [row for row in rows if row["setting"] == setting]
-        cells = [["tokens", "side", "step ms", "overhead ms", "tok/s", "step ratio", "overhead of stock's"]]
-        device = [["tokens", "side", "kernels", "host us", "waits", "busy us", "idle"]]
-        for row in (row for row in chosen if "skipped" not in row):
-            for side in ("stock", "fastpack"):
-                figures, ours = row[side], side == "fastpack"
-                cells.append(
-                    [
-                        f"{row['tokens']:,}",
-                        side,
-                        f"{figures['seconds']['median'] * 1000:.2f}",
-                        f"{figures['overhead_seconds']['median'] * 1000:.2f}",
-                        f"{figures['tokens_per_second']['median']:,.0f}",
-                        f"{row['ratio']['median']:.2f}x, {interval_cell(row['ratio'])}" if ours else "-",
-                        f"{row['overhead']['median']:.2f}, {interval_cell(row['overhead'])}" if ours else "-",
-                    ]
-                )
-                gpu = figures.get("gpu")
-                if gpu is not None:
-                    device.append(
-                        [
-                            f"{row['tokens']:,}",
-                            side,
-                            f"{gpu['kernels_per_micro_step']:,.0f}",
-                            f"{gpu['host_microseconds_per_micro_step']:,.0f}",
-                            f"{gpu['waits_per_micro_step']:.1f}",
-                            f"{gpu['busy_seconds_per_micro_step'] * 1e6:,.0f}",
-                            f"{gpu['idle_share']:.0%}",
-                        ]
-                    )
-        out += ["", setting, *(aligned(cells) if len(cells) > 1 else []), *skipped(chosen), *disturbances(chosen)]
-        if len(device) > 1:
-            out += ["", "per micro-step, host and kernels under torch.profiler", *aligned(device)]
-    return out
+_MORE: dict[str, Callable[[Record], Iterator[str]]] = {
+    "attention": _rates, "moe": _kept, "activation_memory": _hidden,
+}  # fmt: skip
 
 
-def _rate_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    cells = [["tokens", "path", "stock tok/s", "fastpack tok/s", "ratio", "interval"]]
-    for row in rows:
-        ratio = row["ratio"]
-        cells.append(
+def packed_attention_table(name: str, record: Record) -> str:
+    """Return tokens per second of both trainers by row and setting."""
+    work, documents = record["settings"], record["settings"]["documents"]
+    lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
+    coverage = min(row["ratio"]["coverage"] for row in record["rows"])
+    head = (
+        f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
+        f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
+        f"alternating pairs; ratio with its {coverage:.0%} interval."
+    )
+    rows = [[f"{row['tokens']:,}", row["setting"], *_pair(row), ratio_cell(row["ratio"])] for row in record["rows"]]
+    columns = ">row, tokens | setting | >stock, tokens/s | >fastpack, tokens/s | >ratio"
+    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
+
+
+def _pair(sides: Record) -> list[str]:
+    return [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in _PAIR]
+
+
+def collator_table(name: str, record: Record) -> str:
+    """Return tokens per second of both collators by row."""
+    head = "**Fetching and collating packed rows, one core, `PackingCollator` beside TRL's collator.**"
+    rows = [
+        [
+            f"{row['tokens']:,}", *(f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in _PAIR),
+            ratio_cell(row["ratio"]),
+        ] for row in record["rows"]
+    ]  # fmt: skip
+    columns = ">row, tokens | >TRL, tokens/s | >fastpack, tokens/s | >ratio"
+    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
+
+
+def host_overhead_table(name: str, record: Record) -> str:
+    """Return the host's work of both trainers by setting and row."""
+    coverage = min(row[part]["coverage"] for row in record["rows"] for part in ("ratio", "overhead"))
+    head = (
+        "**Host work of a training step outside of forward, backward, clipping and optimizer.** Both trainers' own "
+        f"loops, micro-batches of one row; ratios with their intervals of at least {coverage:.0%}."
+    )
+    rows = [
+        [
+            row["setting"], f"{row['tokens']:,}",
+            *(f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in _PAIR),
+            ratio_cell(row["overhead"]), ratio_cell(row["ratio"]),
+        ] for row in record["rows"]
+    ]  # fmt: skip
+    columns = "setting | >row, tokens | >stock, ms | >fastpack, ms | >of stock's | >whole step, ratio"
+    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
+
+
+def moe_table(name: str, record: Record) -> str:
+    """Return times and memory of stock and fastpack by configuration; below it those of the other sides."""
+    timed = [row for row in record["rows"] if "stock" in row["ratios"]]
+    coverage = min(row["ratios"]["stock"]["seconds"]["coverage"] for row in timed)
+    head = (
+        f"**Mixture-of-experts, forward and backward: `grouped_mm` and PEFT (*stock*) beside fastpack, on "
+        f"{device_of(record)}.** Ratio of times with its interval of at least {coverage:.0%}; "
+        "memory that a forward keeps for backward."
+    )
+    rows, beside = [], _noise(timed, "Other processes kept up to {:.1f} cores busy meanwhile.")
+    for row in timed:
+        sides, ratio = row["sides"], row["ratios"]["stock"]
+        parts = [f"{ratio[part]['median']:.2f}" for part in ("forward", "backward")]
+        kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in _PAIR)
+        rows.append([row["setting"], f"{row['tokens']:,}", *_pair(sides), ratio_cell(ratio["seconds"]), *parts, kept])
+        for side, found in row["ratios"].items():
+            if side != "stock":
+                beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
+    columns = "configuration | >tokens | >stock, tok/s | >fastpack, tok/s | >ratio | >forward | >backward | >kept, MiB"
+    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}{beside}"
+
+
+def _noise(rows: Iterable[Record], said: str) -> str:
+    load = max(row.get("other_load") or 0.0 for row in rows)
+    return f" {said.format(load)}" if load > NOISE_CORES else ""
+
+
+def lora_table(name: str, record: Record) -> str:
+    """Return one line per model and row length."""
+    versions, settings = record["versions"], record["settings"]
+    found = _timed(record)
+    timed = [row for row, _ in found]
+    sides = ("stock", "tuned", "fastpack", "fastpack_plan")
+    setting = "; ".join(dict.fromkeys(row["setting"] for row in timed))
+    peak = settings.get("measured_matmul_tflops")
+    head = (
+        f"**Training steps with LoRA: {setting}; {device_of(record)}.** Rank 16 on all "
+        "projections, random weights, packed source text, the packed attention of this package on every side. Four "
+        f"values are: *stock* / *compiled* (stock, its layers compiled by accelerate) / "
+        "*fastpack* (stock's checkpoint setting, layers compiled) / *plan* (fastpack, every field at its default, "
+        "recompute as the memory asks)."
+    )
+    if peak is not None:
+        head += f" MFU: of the data sheet; a large bf16 product reached {peak:,.0f} TFLOP/s here."
+    if any(row.get("base") == "nf4" for row in timed):
+        head += (
+            " Peaks leave out the dense copies of 4-bit weights that the other sides of the process kept, which the "
+            "plan could not use."
+        )
+        if any(_peak(row, sides[1]) > 1.05 * _peak(row, "stock") for row in timed):
+            head += (
+                f" *compiled* keeps more than stock: torch {versions['torch']} does not compute again in a graph what "
+                "the autograd function of a 4-bit layer made, checkpoint or not."
+            )
+    lines = []
+    for row, over in found:
+        figures = [row["sides"][side] if _ran(row, side) else None for side in sides]
+        lines.append(
             [
                 f"{row['tokens']:,}",
-                row["path"],
-                f"{row['stock']['tokens_per_second']['median']:,.0f}",
-                f"{row['fastpack']['tokens_per_second']['median']:,.0f}",
-                f"{ratio['median']:.2f}x",
-                interval_cell(ratio),
+                _slashed(figures, lambda side: f"{side['tokens_per_second']['median']:,.0f}"),
+                _slashed(figures, lambda side: f"{1000 * side['phases']['forward']:,.0f}"),
+                _slashed(figures, lambda side: f"{1000 * side['phases']['backward']:,.0f}"),
+                *(over.get((ours, other), "-") for ours in sides[2:] for other in sides[:2]),
+                _slashed(figures, lambda side: side["launches"] and f"{side['launches']['kernels']:,}"),
+                " / ".join(f"{_peak(row, side) / 2**30:.1f}" if _peak(row, side) else "-" for side in sides),
+                _slashed(figures, lambda side: f"{side['mfu_of_data_sheet']:.0%}" if "tflops" in side else None),
             ]
         )
-    return cells
+    rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
+    notes = f" Rounds timed: {rounds}, after {settings['warmup_steps']} of warm-up."
+    notes += _noise(timed, "Other processes, torch's compilers among them, kept up to {:.1f} cores busy.")
+    columns = (
+        ">tokens | tokens/s | forward, ms | backward, ms | >fastpack over stock | >over compiled | >plan over stock | "
+        ">over compiled | launches | peak, GiB | MFU"
+    )
+    return f"{head}\n\n{grid(columns, lines)}\n\n{made_by(name, record)}{notes}"
 
 
-def _phase_cells(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    cells: list[list[str]] = []
-    for row in rows:
-        for side in ("stock", "fastpack"):
-            phases = row[side]["phases"]
-            cells = cells or [["tokens", "setting", "side", *phases]]
-            cells.append(
-                [f"{row['tokens']:,}", row["setting"], side, *(f"{seconds * 1000:,.1f}" for seconds in phases.values())]
-            )
-    return cells
+def activation_table(name: str, record: Record) -> str:
+    """Return times over that of the double buffer, memory and hidden copies by row."""
+    timed = [row for row in record["rows"] if _ran(row, "double_buffer")]
+    head = (
+        f"**Checkpointed layer inputs in host memory, forward and backward on {device_of(record)}.** *checkpoint*: all "
+        "on the device; *transformers*: its own offload; *single*: this package with one buffer; *double*: as "
+        "installed, the next input on its way while a layer runs. Ratios: time over that of *double*."
+    )
+    rows = []
+    for row in timed:
+        others = ("checkpoint", "transformers_offload", "single_buffer")
+        over = [ratio_cell(row["ratios"][other]) if other in row["ratios"] else "-" for other in others]
+        peaks = " / ".join(f"{_peak(row, side) / 2**30:.1f}" for side in ("checkpoint", "double_buffer"))
+        hidden = f"{row['copies']['events']['double_buffer']['hidden']:.1%}"
+        rows.append([f"{row['setting']}, {row['tokens']:,}", *over, peaks, hidden])
+    columns = (
+        "setting, tokens | >checkpoint | >transformers | >single | >peak, GiB: checkpoint / double | >copies hidden"
+    )
+    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
+
+
+def _ran(row: Record, side: str) -> bool:
+    return "seconds" in row["sides"].get(side, {})
+
+
+def _peak(row: Record, side: str) -> float:
+    """Return the bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
+    memory = row["sides"][side]["memory"] if _ran(row, side) else None
+    if memory is None:
+        return 0.0
+    return float(memory["peak_bytes"]) - sum(_copies(row, other) for other in row["sides"] if other != side)
+
+
+def _copies(row: Record, side: str) -> float:
+    report = row["sides"][side].get("report", {"features": {}})["features"]
+    kept = _KEPT_COPIES.match(report.get("cache_dequantized", {}).get("reason", ""))
+    return float(kept[1]) * 2**30 if kept else 0.0
+
+
+def _timed(record: Record) -> list[tuple[Record, dict[tuple[str, str], str]]]:
+    """Return the rows that were measured, each with the cells of its ratios by side of ours and other side."""
+    found = zip(record["rows"], rows_of(record), strict=True)
+    return [
+        (row, {(ratio.by, ratio.over): ratio_cell(asdict(ratio)) for ratio in view.ratios})
+        for row, view in found
+        if row.get("ratios")
+    ]
+
+
+def _slashed(sides: Sequence[Record | None], cell: Callable[[Record], str | None]) -> str:
+    return " / ".join(("-" if side is None else cell(side)) or "-" for side in sides)

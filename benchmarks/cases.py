@@ -1,215 +1,211 @@
-"""The in-house cases of ``python -m benchmarks``: parsed arguments in, a record out."""
+"""What the cases of ``python -m benchmarks --case`` share: options, the loop over rows, and how calls are timed."""
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import UserError, did_you_mean
+import torch
+from torch import Tensor
 
-COLLATOR_TOKENS = 8192
-COLLATOR_ROUNDS = 7
-COLLATOR_TARGET = 10.0
-"""Least speed-up of fetch and collate at `COLLATOR_TOKENS`; other row lengths are reported only."""
+from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from fastpack_trl.measure.failures import attempt
+from fastpack_trl.measure.intervals import summary
+from fastpack_trl.measure.record import OtherLoad
+from fastpack_trl.measure.rounds import Rounds, take_turns
+from fastpack_trl.measure.timing import Clock, clock_of
+
+INTERVAL = "order statistics of the median; `coverage` is the least probability that they cover it"
+LEAST_ROUNDS = 3
+_WARMUP_MS, _REPEAT_MS = 5, 20  # of `triton.testing.do_bench`: a round is the median of about that long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The options that every case has: ``Run(rounds=9, seconds=480.0)``.
+
+    Attributes:
+        rounds: timed passes per side at most; 6 or more give an interval of 95 %.
+        seconds: for the whole call; each row may use an equal share of what is left, and a row that finds no time is
+            skipped, named.
+        threads: torch's intra-op threads.
+        device: ``cpu`` or ``cuda``.
+        seed: of weights, documents and values.
+        progress: show a progress bar (on a terminal).
+        file: written after every row; what it has of this very run is taken over (`run_rows`).
+    """
+
+    rounds: int
+    seconds: float = 480.0
+    threads: int = 2
+    device: str = "cpu"
+    seed: int = 0
+    progress: bool = False
+    file: ResultFile | None = None
+
+    @classmethod
+    def of(cls, args: Namespace, file: ResultFile | None) -> Run:
+        """Return the run that options of `benchmarks.command.parse` ask for, on the GPU where there is one."""
+        return cls(
+            rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
+            device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,
+        )  # fmt: skip
+
+    def record(
+        self, case: str, tasks: Sequence[RowTask], settings: Mapping[str, Any], *,
+        apart: Mapping[str, Any] | None = None, alike: bool = False, loud: tuple[type[BaseException], ...] = (),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Measure the rows and return their record; the arguments are those of `run_rows`.
+
+        Raises:
+            UserError: no round, no thread, no time; the file holds another run.
+        """
+        if self.rounds < 1 or self.threads < 1 or self.seconds <= 0:
+            raise UserError(
+                f"rounds={self.rounds}, threads={self.threads}, seconds={self.seconds:g}: each must be above 0"
+            )
+        with limited_threads(self.threads), quiet():
+            return run_rows(
+                tasks, case=case, settings={"rounds": self.rounds, **settings, "interval": INTERVAL},
+                apart={"seconds": self.seconds, **(apart or {})}, seconds=self.seconds, device=self.device,
+                threads=self.threads, seed=self.seed, file=self.file, alike=alike, loud=loud, progress=self.progress,
+            )  # fmt: skip
+
+    def turns(
+        self, sides: Mapping[str, Callable[[], Any]], *, warmup: int, end_at: float, clock: Clock | None = None
+    ) -> tuple[Rounds[Any], float | None]:
+        """Call the sides in turn until `end_at` (of `time.perf_counter`), at least `LEAST_ROUNDS` times.
+
+        Returns:
+            What they took and returned, and the cores that other processes kept busy meanwhile.
+        """
+        load = OtherLoad()
+        if not sides:
+            return Rounds(), None
+        found = take_turns(
+            sides, rounds=self.rounds, warmup=warmup, seconds=end_at - time.perf_counter(),
+            least=min(LEAST_ROUNDS, self.rounds), clock=clock, begin=load.restart,
+            dropped=lambda *_: free_memory(self.device),
+        )  # fmt: skip
+        return found, load.cores()
+
+
+def row_lengths(tokens: Sequence[int] | None, default: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Return the row lengths that were given, or the default.
+
+    Raises:
+        UserError: one is below `least`, the longest document.
+    """
+    lengths = tuple(tokens or default)
+    if min(lengths) < least:
+        raise UserError(
+            f"tokens={min(lengths)} is below {least}: a row has at least one token"
+            if least == 1
+            else f"tokens={min(lengths)} is shorter than the longest document ({least} tokens), which would be cut: "
+            f"give {least} or more"
+        )
+    return lengths
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """Return the seconds of one call: on CUDA between two events, with a cold cache (`triton.testing.do_bench`).
+
+    A call that launches more slowly than the device works is timed with the host's gaps.
+    """
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        milliseconds: float = do_bench(call, warmup=_WARMUP_MS, rep=_REPEAT_MS, return_mode="median")
+        return milliseconds / 1e3
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def time_calls(
+    calls: Mapping[str, Callable[[], Any]], device: str, *, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the seconds of each call, round by round in turns, and why others failed.
+
+    On CUDA a call is recorded into a graph and replayed: the device alone, no launch waits for the host. Each time has
+    the graph's own launch in it, about 5 us on an H100.
+    """
+    ready: dict[str, Callable[[], float]] = {}
+    failed: dict[str, str] = {}
+    for name, call in calls.items():
+        replay, why = attempt(partial(_replayed, call)) if device == "cuda" else (call, None)
+        if replay is None:
+            failed[name] = why or ""
+        else:
+            ready[name] = partial(seconds_of, replay, device)
+    found = take_turns(ready, rounds=rounds, warmup=1)
+    return found.results, failed | found.failed
+
+
+def _replayed(call: Callable[[], Any]) -> Callable[[], None]:
+    call()  # what is made or compared on first use is there before the recording
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One measurement: what it compares, and the function that makes its record from the parsed arguments."""
+class Pass:
+    """One forward and backward pass: three marks of the clock, and bytes of memory."""
 
-    help: str
-    measure: Callable[[Namespace], dict[str, Any]]
+    start: Any
+    middle: Any
+    end: Any
+    memory: dict[str, int] | None
 
-
-def _kept(args: Namespace) -> dict[str, Any]:
-    """Return what the loop over rows needs beside the case's own options."""
-    from fastpack_trl.bench.result_file import ResultFile
-
-    file = None if args.json is None else ResultFile(Path(args.json).expanduser(), again=args.again)
-    return {"seed": args.seed, "progress": True, "file": file}
-
-
-def _device(args: Namespace) -> str:
-    import torch
-
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else str(args.device)
+    @classmethod
+    def of(cls, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], device: str) -> Pass:
+        """Run both."""
+        clock, memory = clock_of(device), PeakMemory(device)
+        start = clock.mark()
+        out = forward()
+        middle = clock.mark()
+        backward(out)
+        return cls(start, middle, clock.mark(), memory.read())
 
 
-def _without(args: Namespace, *names: str) -> None:
-    """Raise for an option that was given and that the case does not have."""
-    for name in names:
-        if getattr(args, name) not in (None, False):
-            raise UserError(f"--{name.replace('_', '-')} does not go with this case: leave it out")
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Drop the options that were not given: what they are handed to has the defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _attention(args: Namespace) -> dict[str, Any]:
-    from benchmarks import attention
-
-    _without(args, "model", "layers", "no_checkpointing", "quick")
-    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    return attention.measure(backends=args.backends, device=_device(args), **_kept(args), **given)
-
-
-def _models(args: Namespace) -> dict[str, Any]:
-    from benchmarks import model_steps
-    from benchmarks.model_shapes import shape_of
-
-    _without(args, "quick", "backends")
-    shapes = {name: shape_of(name).cut_to(args.layers) for name in args.model}
-    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    return model_steps.measure(
-        shapes, checkpointing=not args.no_checkpointing, device=_device(args), **_kept(args), **given
-    )
-
-
-def _packed_attention(args: Namespace) -> dict[str, Any]:
-    from benchmarks import packed_attention
-
-    device = _device(args)
-    if args.model:
-        return _models(args)
-    _without(args, "layers", "no_checkpointing", "seconds", "backends")
-    return packed_attention.measure(
-        tokens=args.tokens,
-        pairs=packed_attention.DEFAULT_PAIRS if args.pairs is None else args.pairs,
-        quick=args.quick,
-        threads=packed_attention.DEFAULT_THREADS if args.threads is None else args.threads,
-        device=device,
-        **_kept(args),
-    )
-
-
-def _lora(args: Namespace) -> dict[str, Any]:
-    from benchmarks import lora
-    from benchmarks.lora_models import MODELS
-    from fastpack_trl.bench.baselines import liger_missing
-
-    _without(args, "quick", "backends")
-    device = _device(args)
-    names = args.model or (["qwen3-0.6b", "qwen3-8b", "qwen3-14b"] if device == "cuda" else ["small"])
-    for name in names:
-        if name not in MODELS:
-            raise UserError(
-                f"there is no LoRA model {name!r}{did_you_mean(name, MODELS)} (models: {', '.join(MODELS)})"
-            )
-    if args.liger and (reason := liger_missing(device)):
-        raise UserError(f"--liger: {reason}; pip install 'fastpack-trl[liger]' and use --device cuda, or leave it out")
-    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    return lora.measure(
-        {name: MODELS[name] for name in names}, layers=args.layers, checkpointing=not args.no_checkpointing,
-        device=device, sides=lora.LIGER_SIDES if args.liger else lora.SIDES, **_kept(args), **given,
-    )  # fmt: skip
-
-
-def _activation_memory(args: Namespace) -> dict[str, Any]:
-    from benchmarks import activation_memory
-
-    _without(args, "quick", "backends", "no_checkpointing")
-    device = _device(args)
-    if len(args.tokens or ()) > 1:
-        raise UserError("the case 'activation_memory' takes one row length: --tokens N")
-    names = args.model or (["qwen3-8b", "qwen3-14b", "qwen3-32b"] if device == "cuda" else ["small"])
-    given = _given(
-        tokens=args.tokens[0] if args.tokens else None, layers=args.layers, rounds=args.pairs, seconds=args.seconds,
-        threads=args.threads,
-    )  # fmt: skip
-    return activation_memory.measure(names, device=device, **_kept(args), **given)
-
-
-def _collator(args: Namespace) -> dict[str, Any]:
-    from benchmarks import collator
-    from benchmarks.row_loop import RowTask, run_rows
-
-    _without(args, "model", "layers", "no_checkpointing", "seconds", "backends")
-    if args.device == "cuda" or (args.threads or 1) != 1:
-        raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
-    rounds = COLLATOR_ROUNDS if args.pairs is None else args.pairs
-    settings = {"rows": collator.ROWS, "rounds": rounds, "seed": args.seed, "rows_per_batch": collator.ROWS_PER_BATCH}
-    label = {"setting": "fetch and collate, one core", "path": "PackingCollator"}
-    tasks = [
-        RowTask({**label, "tokens": tokens}, partial(_collator_row, tokens, rounds, args.seed))
-        for tokens in args.tokens or [COLLATOR_TOKENS]
-    ]
-    return run_rows(
-        tasks, case="collator", settings=settings, apart={}, device="cpu", threads=1, loud=(UserError,), **_kept(args)
-    )
-
-
-def _collator_row(tokens: int, rounds: int, seed: int, _seconds: float) -> dict[str, Any]:
-    from benchmarks import collator
-    from fastpack_trl.measure.record import OtherLoad
-
-    load = OtherLoad()
-    try:
-        measured = collator.measure(tokens_per_row=tokens, rounds=rounds, seed=seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    target = COLLATOR_TARGET if tokens == COLLATOR_TOKENS else None
+def summaries(passes: Sequence[Pass], device: str) -> dict[str, dict[str, Any]]:
+    """Return the seconds of the passes: ``forward``, ``backward`` and, of both, ``seconds``."""
+    clock = clock_of(device)
     return {
-        "tokens_per_round": measured["tokens_per_round"],
-        "documents": measured["documents"],
-        "stock": measured["trl"],
-        "fastpack": measured["fastpack"],
-        "ratio": measured["ratio"],
-        "target": target,
-        "below_target": None if target is None else measured["ratio"]["median"] < target,
-        "other_load": load.cores(),
+        "forward": summary([clock.seconds(one.start, one.middle) for one in passes]),
+        "backward": summary([clock.seconds(one.middle, one.end) for one in passes]),
+        "seconds": summary([clock.seconds(one.start, one.end) for one in passes]),
     }
 
 
-def _host_overhead(args: Namespace) -> dict[str, Any]:
-    from benchmarks import host_overhead
+def count_launches(call: Callable[[], Any], device: str) -> dict[str, float] | None:
+    """Run `call` once under torch's profiler; None on the CPU, where nothing is launched.
 
-    _without(args, "model", "layers", "no_checkpointing", "seconds", "backends", "quick")
-    given = _given(tokens=args.tokens, pairs=args.pairs, threads=args.threads)
-    return host_overhead.measure(device=_device(args), **_kept(args), **given)
-
-
-def _moe(args: Namespace) -> dict[str, Any]:
-    from benchmarks import moe
-    from benchmarks.moe_sides import SHAPES
-
-    _without(args, "quick", "backends")
-    for name in args.model or ():
-        if name not in SHAPES:
-            raise UserError(f"there is no MoE model {name!r}{did_you_mean(name, SHAPES)} (models: {', '.join(SHAPES)})")
-    given = _given(tokens=args.tokens, rounds=args.pairs, seconds=args.seconds, threads=args.threads)
-    return moe.measure(models=args.model, layers=args.layers, device=_device(args), **_kept(args), **given)
-
-
-CASES = {
-    "packed_attention": Case(
-        "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows", _packed_attention
-    ),
-    "attention": Case(
-        "attention alone, forward and backward: every backend that loads, on packed rows of several shapes", _attention
-    ),
-    "lora": Case(
-        "whole training step with LoRA or QLoRA: stock and stock compiled, with the same attention, beside fastpack",
-        _lora,
-    ),
-    "host_overhead": Case(
-        "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' own loops",
-        _host_overhead,
-    ),
-    "moe": Case(
-        "mixture-of-experts, forward and backward: stock grouped_mm and PEFT beside fastpack, one block and decoders",
-        _moe,
-    ),
-    "activation_memory": Case(
-        "layer inputs in host memory: checkpointing without, upstream's offloads and ours; and the plan at its default",
-        _activation_memory,
-    ),
-    "collator": Case("fetch and collate of packed rows: PackingCollator beside TRL's collator", _collator),
-}
+    Returns:
+        ``kernels``; ``copies``, with fills, by the device's own engine; ``busy_seconds``, the sum over both: with one
+        stream, the time the device was not idle.
+    """
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum(event.count for event in events if event.key.startswith(("Memcpy", "Memset")))
+    return {
+        "kernels": sum(event.count for event in events) - copies,
+        "copies": copies,
+        "busy_seconds": sum(event.self_device_time_total for event in events) / 1e6,
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,26 +13,24 @@ import torch
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl.bench.environment import limited_threads
+from benchmarks.cases import Run, row_lengths
+from fastpack_trl.bench.result_file import RowTask
+from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.intervals import median_interval
+from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.packing.batching import ArrowRows
 from fastpack_trl.packing.collator import PackingCollator
-from fastpack_trl.packing.rows import ArrowRows
 
+DEFAULTS = Run(rounds=7, threads=1)
+TOKENS = 8192
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000
-ROWS, ROWS_PER_BATCH = 64, 1
+ROWS = 64
 
 
-def measure(
-    *,
-    tokens_per_row: int = 8192,
-    rows: int = ROWS,
-    rounds: int = 7,
-    seed: int = 0,
-    rows_per_batch: int = ROWS_PER_BATCH,
-) -> dict[str, Any]:
+def measure(run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, count: int = ROWS) -> dict[str, Any]:
     """Time both sides in one process on one core, in alternating order, and say by how much ours is faster.
 
     Documents of 64 to 1024 tokens (uniform), a quarter of each without loss, are packed by TRL. Each side reads the
@@ -40,57 +38,58 @@ def measure(
     every row once on both sides.
 
     Args:
-        tokens_per_row: capacity of a packed row, in tokens.
-        rows: packed rows per round.
-        rounds: timed rounds, after one that is not timed. An interval of 95 % needs 6.
-        seed: of documents and tokens.
-        rows_per_batch: rows collated into one batch (``per_device_train_batch_size``).
+        run: on one thread of the CPU.
+        tokens: capacities of a packed row.
+        count: packed rows per round.
 
     Returns:
-        Plain data for JSON: for ``trl`` and ``fastpack`` ``seconds`` (one per round) and ``tokens_per_second``; under
-        ``ratio`` ours to theirs, round by round. A statistic is ``{"median", "low", "high", "coverage"}``: an interval
-        of order statistics that covers the median with at least that probability, whatever the distribution.
+        A record; a row has, of both sides, ``seconds`` (one per round) and ``tokens_per_second``; under ``ratio`` ours
+        to theirs, round by round.
 
     Raises:
-        ValueError: an argument below its minimum.
+        UserError: a row below the shortest document; a GPU or more than one thread.
     """
-    for name, value, least in (
-        ("tokens_per_row", tokens_per_row, SHORTEST_DOCUMENT),
-        ("rows", rows, 1),
-        ("rounds", rounds, 1),
-        ("rows_per_batch", rows_per_batch, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name}={value} is below {least}: give {least} or more")
+    if run.device == "cuda" or run.threads != 1:
+        raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
+    label = {"setting": "fetch and collate, one core", "path": "PackingCollator"}
+    tasks = [
+        RowTask({**label, "tokens": length}, partial(_row, run, length, count))
+        for length in row_lengths(tokens, [TOKENS], SHORTEST_DOCUMENT)
+    ]
+    return run.record("collator", tasks, {"rows": count, "rows_per_batch": 1}, loud=(UserError,))
 
-    packed = _packed_dataset(tokens_per_row, rows, seed)
+
+def _row(run: Run, tokens_per_row: int, count: int, _seconds: float) -> dict[str, Any]:
+    load = OtherLoad()
+    packed = _packed_dataset(tokens_per_row, count, run.seed)
     tokens = sum(map(len, packed["input_ids"]))
     rows_of_arrow = ArrowRows(packed, packed.column_names)
     theirs, ours = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), PackingCollator(pad_token_id=0)
-    batches = [list(range(start, min(start + rows_per_batch, rows))) for start in range(0, rows, rows_per_batch)]
     collate: dict[str, Callable[[list[int]], Any]] = {
-        "trl": lambda indices: theirs(packed.__getitems__(indices)),
+        "stock": lambda indices: theirs(packed.__getitems__(indices)),
         "fastpack": lambda indices: ours(rows_of_arrow.__getitems__(indices)),
     }
 
     def every_row(name: str) -> None:
-        for indices in batches:
-            collate[name](indices)
+        for index in range(count):
+            collate[name]([index])
 
-    with limited_threads(1):
-        for indices in batches:  # also the round that warms up
-            _check_equal(collate["trl"](indices), collate["fastpack"](indices))
-        sides = {name: partial(every_row, name) for name in collate}
-        found = take_turns(sides, rounds=rounds, warmup=0, loud=FAILURES)
-    rates = {name: [tokens / value for value in values] for name, values in found.seconds.items()}
+    for index in range(count):  # also the round that warms up
+        _check_equal(collate["stock"]([index]), collate["fastpack"]([index]))
+    sides = {name: partial(every_row, name) for name in collate}
+    found = take_turns(sides, rounds=run.rounds, warmup=0, loud=FAILURES)
     return {
         "tokens_per_round": tokens,
         "documents": sum(map(len, packed["seq_lengths"])),
         **{
-            name: {"seconds": values, "tokens_per_second": median_interval(rates[name]).to_dict()}
+            name: {
+                "seconds": values,
+                "tokens_per_second": median_interval([tokens / each for each in values]).to_dict(),
+            }
             for name, values in found.seconds.items()
         },
-        "ratio": found.ratio("trl", "fastpack"),
+        "ratio": found.ratio("stock", "fastpack"),
+        "other_load": load.cores(),
     }
 
 
@@ -99,20 +98,11 @@ def _packed_dataset(tokens_per_row: int, rows: int, seed: int) -> datasets.Datas
     longest = min(LONGEST_DOCUMENT, tokens_per_row)
     # A fifth more than fill the rows: the last row of each window that TRL packs is not full.
     count = math.ceil(1.2 * rows * tokens_per_row / ((SHORTEST_DOCUMENT + longest) / 2)) + 8
-    documents = [
-        random.integers(0, VOCAB_SIZE, length).tolist()
-        for length in random.integers(SHORTEST_DOCUMENT, longest + 1, count)
-    ]
+    lengths = random.integers(SHORTEST_DOCUMENT, longest + 1, count)
+    documents = [random.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
     labels = [[-100] * (len(ids) // 4) + ids[len(ids) // 4 :] for ids in documents]
-    quiet = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        packed = pack_dataset(
-            datasets.Dataset.from_dict({"input_ids": documents, "labels": labels}), tokens_per_row, "bfd"
-        )
-    finally:
-        if not quiet:
-            datasets.enable_progress_bars()
+    whole = datasets.Dataset.from_dict({"input_ids": documents, "labels": labels})
+    packed = pack_dataset(whole, tokens_per_row, "bfd")
     assert len(packed) >= rows
     return packed.select(range(rows))
 

@@ -1,33 +1,233 @@
-"""``python -m benchmarks``: the in-house cases; a table for people, JSON for machines. Runs in a checkout."""
+"""``python -m benchmarks``: what can be measured, and the parser, report and exit code that all of it shares."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import math
+import os
+import sys
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES
-from benchmarks.one_line import in_one_line
-from fastpack_trl.bench.config_run import EXIT_INTERRUPTED
-from fastpack_trl.cli.main import CommandParser
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.bench.report import read_record
+from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.cli.main import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, _without_kernel_advice
+from fastpack_trl.errors import UserError, describe, did_you_mean
+from fastpack_trl.measure.record import check_writable, write_json
 
 PROG = "python -m benchmarks"
+Record = Mapping[str, Any]
+
+CASES = {
+    "packed_attention": "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows",
+    "attention": "attention alone, forward and backward: every backend that loads, on packed rows of several shapes",
+    "lora": "whole training step with LoRA or QLoRA: stock and stock compiled, the same attention, beside fastpack",
+    "host_overhead": "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' loops",
+    "moe": "mixture-of-experts: stock grouped_mm and PEFT beside fastpack, one block and decoders",
+    "activation_memory": "layer inputs in host memory: checkpointing without, upstream's offloads and ours",
+    "collator": "fetch and collate of packed rows: PackingCollator beside TRL's collator",
+}
+"""Modules of this folder whose `measure` takes, by keyword, the options that it has."""
+COMMANDS = {
+    "side_by_side": "whole trainings beside what people use, a process per side",
+    "captured": "whole steps of train() captured as CUDA graphs and eager",
+    "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
+    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
+    "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
+    "memory_caps": "the largest row and tokens/s under caps of device memory",
+    "fp8_steps": "whole trainings over a base in FP8",
+    "several_gpus": "stock and fastpack under accelerate launch, DDP and FSDP 2",
+    "row_profile": "device time of a step by kind of kernel, beside its bound",
+    "by_itself": "one optimisation on against off: metadata, reload or routing",
+    "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
+    "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
+    "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",
+    "balance": "what several GPUs lose to rows of uneven cost, simulated",
+    "cuda_tests": "the tests marked cuda, as a record",
+    "stale": "which records are of older code",
+    "readme": "write tables and pictures of the records into the pages",
+}
+"""Modules of this folder with a `main`: ``python -m benchmarks.NAME`` is the same."""
+
+
+def parse(
+    name: str,
+    text: str | None,
+    arguments: Sequence[str] | None,
+    *,
+    rows: Sequence[str] = (),
+    default_rows: Sequence[str] | None = None,
+    sides: Sequence[str] = (),
+    default_sides: Sequence[str] | None = None,
+    rounds: int = 1,
+    seconds: float = math.inf,
+    extra: Callable[[ArgumentParser], object] = lambda parser: None,
+) -> Namespace:
+    """Parse the options of a command of this folder.
+
+    Args:
+        name: of the module.
+        text: its docstring, shown by ``--help``.
+        arguments: those of the command line by default.
+        rows, sides: names that there are; none: they are not checked.
+        default_rows, default_sides: what is measured if none is named; all by default.
+        rounds: of each side, by default.
+        seconds: for all rows, by default.
+        extra: adds the options that only this command has.
+
+    Returns:
+        ``rows``, ``sides``, ``rounds``, ``seconds``, ``json``, ``again``, ``report``, ``plot``, ``seed``, ``here`` (for
+        the process of one side), and what `extra` has added.
+
+    Raises:
+        UserError: a wrong option; a row or side that there is not.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(prog=f"{PROG}.{name}", description=text, formatter_class=raw, allow_abbrev=False)
+    add = parser.add_argument
+    extra(parser)
+    add("named", metavar="ROW", nargs="*", help="rows, as --rows")
+    _add_common(parser, _names(rows, default_rows))
+    parser.set_defaults(rows=[], rounds=rounds, seconds=seconds)
+    if sides:
+        add("--sides", metavar="SIDE", nargs="+", default=[], help=_names(sides, default_sides))
+    add("--report", "--from", metavar="FILE", help="measure nothing: print the table of a record")
+    add("--plot", metavar="PNG", help="draw the record, where it has a picture")
+    add("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    chosen = [*args.named, *args.rows]
+    args.rows = (known("row", chosen, rows) if rows else chosen) or list(rows if default_rows is None else default_rows)
+    if sides:
+        args.sides = known("side", args.sides, sides) or list(sides if default_sides is None else default_sides)
+    return args
+
+
+def _add_common(parser: ArgumentParser, rows: str) -> None:
+    add = parser.add_argument
+    add("--rows", "--model", metavar="ROW", nargs="+", help=rows)
+    add("--rounds", "--pairs", metavar="N", type=int, help="of each side; 6 or more for an interval of 95 %%")
+    add("--seconds", metavar="S", type=float, help="for all rows; what finds no time is named")
+    add("--json", metavar="FILE", help="write the record to FILE, row by row; the same command goes on with it")
+    add("--again", action="store_true", help="measure anew what FILE has, and replace it")
+    add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
+
+
+def _names(names: Sequence[str], default: Sequence[str] | None) -> str:
+    return f"of {', '.join(names)} (default: {'all' if default is None else ', '.join(default)})"
+
+
+def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return what was chosen.
+
+    Raises:
+        UserError: there is none of such a name.
+    """
+    for name in chosen:
+        if name not in names:
+            listed = ", ".join(names)
+            raise UserError(f"there is no {kind} {name!r}{did_you_mean(name, names)} ({kind}s: {listed})")
+    return list(chosen)
+
+
+def measured(
+    args: Namespace,
+    case: str,
+    measure: Callable[[ResultFile | None], dict[str, Any]],
+    table: Callable[[Record], str],
+    draw: Callable[[Record, str], Any] | None = None,
+) -> int:
+    """Print the record of ``--report``, or measure one, write and print it; draw it where that is asked for.
+
+    Args:
+        args: of `parse`.
+        case: of the record.
+        measure: given the file of ``--json``, returns the record.
+        table: of a record, for people.
+        draw: from a record and the name of its file to a figure.
+
+    Returns:
+        The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
+    """
+    if args.report is not None:
+        record = record_of(args.report, case)
+    else:
+        file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
+        record = measure(file)
+        if file is not None:
+            file.save(record)
+    print(table(record))
+    if args.plot is not None and draw is not None:
+        draw(record, Path(args.report or args.json or "").name).savefig(args.plot)
+    if not record["complete"]:
+        return EXIT_INTERRUPTED
+    return int(any(row.get("passed") is False for row in record["rows"]))
+
+
+def in_one_line(name: str, run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code; a `UserError` is one line, after its traceback if that is asked for.
+
+    Args:
+        name: of the command, for the line.
+        run: returns the exit code; None is 0.
+    """
+    try:
+        with _without_kernel_advice():
+            return run() or 0
+    except UserError as error:
+        if os.environ.get("FASTPACK_TRACEBACK"):
+            traceback.print_exc()
+        print(f"{name}: error: {describe(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def record_of(file: str, case: str) -> dict[str, Any]:
+    """Return the record in a file.
+
+    Raises:
+        UserError: there is none, or one of another case.
+    """
+    record = read_record(Path(file))
+    if record["case"] != case:
+        raise UserError(f"{file!r} is a record of {record['case']}: name one of {case}")
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m benchmarks``; return the exit code, as `fastpack_trl.cli.main.main` does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return in_one_line(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int | None:
+    if arguments in ([], ["--list"]):
+        named = CASES | COMMANDS
+        width = max(map(len, named))
+        print("\n".join(f"{name.ljust(width)}  {text}" for name, text in named.items()))
+        return 0
+    name, *rest = arguments
+    if name in COMMANDS:
+        ended: int | None = import_module(f"benchmarks.{name}").main(rest)
+        return ended
+    parser = CommandParser(prog=PROG, description="The in-house cases of fastpack-trl.", allow_abbrev=False)
+    add_arguments(parser)
+    return run(parser.parse_args(["--case", *arguments] if name in CASES else arguments))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options; imports nothing heavy."""
+    """Add the options of the cases; imports nothing heavy."""
     add = parser.add_argument
     add("--case", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
-    add("--list", action="store_true", help="list the cases and stop")
-    add(
-        "--json",
-        metavar="FILE",
-        help="write every figure, every single time, settings and versions to FILE, row by row; rows that the same run "
-        "(case, settings, versions, commit, device) has finished there are taken over, another run's file is an error",
-    )
-    add("--again", action="store_true", help="measure every row anew and replace the FILE of --json")
+    add("--list", action="store_true", help="list the cases and the commands beside them, and stop")
+    _add_common(parser, "models of lora, activation_memory and moe")
     add(
         "--report",
         metavar="FILE",
@@ -37,62 +237,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
-    add("--pairs", metavar="N", type=int, help="timed pairs (rounds) per row; 6 or more for an interval of 95 %%")
-    add("--quick", action="store_true", help="fewer row lengths under TRL's defaults (minutes instead of tens)")
-    add(
-        "--seconds",
-        metavar="S",
-        type=float,
-        help="time for the whole call (default: 480): attention, lora, moe, activation_memory, and "
-        "packed_attention with --model; what finds no time is named",
-    )
-    add(
-        "--model",
-        metavar="NAME",
-        nargs="+",
-        help="public shapes with random weights. packed_attention (beside stock, and beside metadata rebuilt in each "
-        "layer): qwen3-0.6b, llama-3.2-1b, gpt-oss-20b, small; lora: qwen3-0.6b, qwen3-8b, qwen3-14b, small; "
-        "activation_memory: qwen3-8b, qwen3-14b, qwen3-32b, small; moe: gpt-oss-20b, qwen3-30b-a3b, gpt_oss-small, "
-        "qwen3_moe-small",
-    )
+    add("--quick", action="store_true", default=None, help="packed_attention: fewer row lengths under TRL's defaults")
     add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
-    add(
-        "--layers",
-        metavar="N",
-        type=int,
-        help="of the models of --model, or of the case: only the first N decoder layers (stated in the row)",
-    )
-    add(
-        "--no-checkpointing",
-        action="store_true",
-        help="packed_attention with --model, lora, moe: no gradient checkpointing on any side",
-    )
-    add(
-        "--liger",
-        action="store_true",
-        help="lora: Liger's kernels in the compiled stock side (CUDA, liger-kernel installed)",
-    )
-    add(
-        "--threads",
-        metavar="N",
-        type=int,
-        help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)",
-    )
-    add(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it, else the CPU"
-    )
-    add("--seed", metavar="N", type=int, help="of weights, documents and order (default: 0)")
+    add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
+    add("--no-checkpointing", action="store_false", dest="checkpointing", help="lora: none on any side")
+    parser.set_defaults(checkpointing=None)
+    add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code, as `fastpack_trl.cli.main.main` does."""
-    parser = CommandParser(prog=PROG, description="The in-house cases of fastpack-trl.", allow_abbrev=False)
-    add_arguments(parser)
-    return in_one_line(PROG, lambda: run(parser.parse_args(argv)))
+_OF_CASES = {
+    "rows": "--model", "tokens": "--tokens", "quick": "--quick", "backends": "--backends", "layers": "--layers",
+    "checkpointing": "--no-checkpointing",
+}  # fmt: skip
+"""Options that only some cases have, by the parameter of their `measure`."""
 
 
 def run(args: Namespace) -> int:
-    """Measure, print the table, write the JSON.
+    """Measure a case, print its table, write its JSON and report.
 
     Returns:
         0, also where fastpack is slower: it is a measurement. 130 after an interrupt, with what was finished.
@@ -100,43 +262,57 @@ def run(args: Namespace) -> int:
     Raises:
         UserError: no or an unknown case, an option that the case does not have, a JSON path that cannot be written.
     """
-    args.seed = getattr(args, "seed", None) or 0
-    if args.list:
-        width = max(map(len, CASES))
-        print("\n".join(f"{name.ljust(width)}  {case.help}" for name, case in CASES.items()))
-        return 0
+    from fastpack_trl.bench.canvas import require_matplotlib
+    from fastpack_trl.bench.report import json_files
+
     if args.out is not None and args.report is None:
         raise UserError("--out names the folder of a report: give --report too")
     if args.report is not None and args.case is None:
         return _report(args.report, args.out)
     if args.case is None:
         raise UserError(f"no case: give --case, one of {', '.join(CASES)}; a run of your own: fastpack-trl bench")
-    if args.case not in CASES:
-        raise UserError(f"there is no case {args.case!r}{did_you_mean(args.case, CASES)} (cases: {', '.join(CASES)})")
-    if args.case != "lora" and args.liger:
-        raise UserError("--liger goes with --case lora: leave it out")
-    from fastpack_trl.measure.record import check_writable, write_json
-
-    if args.report is not None:
-        _check_report(args)
-    file: Path | None = check_writable(args.json) if args.json else None
-    record = CASES[args.case].measure(args)
+    known("case", [args.case], list(CASES))
+    if args.report is not None:  # what would make it fail after the measurement
+        require_matplotlib()
+        if args.json is None:
+            raise UserError("--report with --case reads the file of --json: give --json FILE too")
+        json_files(args.report)
+    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
+    case = import_module(f"benchmarks.{args.case}")
+    run_of, own = _options(args, case.measure)
+    record = case.measure(replace(case.DEFAULTS, **run_of, seed=args.seed, progress=True, file=file), **own)
     print(table(record))
     if file is not None:
-        write_json(file, record)
+        write_json(file.path, record)
     if args.report is not None:
-        _report([*args.report, *([] if file is None else [str(file)])], args.out)
+        _report([*args.report, args.json], args.out)
     return 0 if record["complete"] else EXIT_INTERRUPTED
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """Return the record for people: rates, ratio with its interval, and where a step goes."""
+def _options(args: Namespace, measure: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that were given: those of a `cases.Run`, and those of the case itself."""
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    run_of: dict[str, Any] = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
+    run_of["device"] = found if args.device == "auto" else args.device
+    own = {name: given[name] for name in _OF_CASES if name in given}
+    for name in own.keys() - inspect.signature(measure).parameters:
+        raise UserError(f"{_OF_CASES[name]} does not go with the case {args.case!r}: leave it out")
+    return run_of, own
+
+
+def table(record: Record) -> str:
+    """Return the record of a case for people: rates, ratio with its interval, and where a step goes."""
     from benchmarks import case_tables
 
-    return case_tables.table(record, CASES[record["case"]].help)
+    return case_tables.table(record, CASES[record["case"]])
 
 
-def lines_of_tables(record: Mapping[str, Any]) -> list[str]:
+def lines_of_tables(record: Record) -> list[str]:
     """Return the table and the command of a record whose case has a table of its own."""
     from benchmarks import by_itself_table, profile_table, side_table
     from benchmarks.record_commands import command_of
@@ -150,14 +326,3 @@ def _report(paths: list[str], out: str | None) -> int:
     from fastpack_trl.bench.command import report
 
     return report(paths, out, more=lines_of_tables)
-
-
-def _check_report(args: Namespace) -> None:
-    """Raise what would make the report fail after the measurement."""
-    from fastpack_trl.bench.canvas import require_matplotlib
-    from fastpack_trl.bench.report import json_files
-
-    require_matplotlib()
-    if args.json is None:
-        raise UserError("--report with --case reads the file of --json: give --json FILE too")
-    json_files(args.report)

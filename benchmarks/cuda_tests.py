@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.one_line import in_one_line
+from benchmarks.command import in_one_line
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.record import make_record, write_json
 
-MARKER = "cuda"
+CASE, MARKER = "cuda_tests", "cuda"
 
 
 def run_tests(workers: int, arguments: Sequence[str], marker: str = MARKER) -> dict[str, Any]:
@@ -100,15 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit(
-            "python -m benchmarks.cuda_tests: error: torch sees no CUDA device here; make test runs the rest"
-        )
+        raise SystemExit(f"{parser.prog}: error: torch sees no CUDA device here; make test runs the rest")
     row = run_tests(given.workers, given.pytest)
     settings = {"marker": MARKER, "workers": given.workers, "pytest": given.pytest}
     record = make_record(
-        case="cuda_tests", settings=settings, rows=[row], complete=True, device="cuda",
-        threads=torch.get_num_threads(), seed=0,
-    )  # fmt: skip
+        case=CASE, settings=settings, rows=[row], complete=True, device="cuda", threads=torch.get_num_threads(), seed=0
+    )
     if given.json is not None:
         write_json(given.json, record)
     print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']:.0f} s")

@@ -10,13 +10,13 @@ measured in a process of its own, as a run is: what the allocator has learnt fro
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +25,20 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.case_command import CaseCommand
 from benchmarks.lora_models import definitions
-from benchmarks.one_line import in_one_line
-from benchmarks.own_process import answer_of
 from fastpack_trl.bench.compare import compare
 from fastpack_trl.bench.environment import limited_threads
-from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.measure.record import make_record, write_json
+from fastpack_trl.bench.result_file import RowTask
+from fastpack_trl.bench.training_run import OwnProcess
 
+CASE = "everyday"
 SHORTEST, LONGEST = 60, 240
 """Tokens of a document."""
 DOCUMENTS = 400
 VOCABULARY = 2048
 SIDES = ("stock", "fastpack_plan")
-_OPTIONS = ("pairs", "seed", "layers", "hidden")
+_OPTIONS = ("rounds", "seed", "layers", "hidden", "threads")
 _MOST_SECONDS = 900.0
 """Of one cell in a process of its own."""
 
@@ -86,101 +86,79 @@ def model(layers: int, hidden: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def measure(
-    cells: Sequence[str], *, pairs: int, seed: int, layers: int = 28, hidden: int = 32, progress: bool = True
-) -> Iterator[dict[str, Any]]:
-    """Yield a row of `compare` for each of `cells`, with its ratio printed.
-
-    Raises:
-        UserError: a cell that does not exist.
-    """
-    known = _known(cells)
+def measure_cell(
+    row: Mapping[str, Any], side: str, *, rounds: int, seed: int, layers: int, hidden: int, threads: int
+) -> dict[str, Any]:
+    """Compare both sides of a cell in this process; return its row of `compare`."""
+    cell = CELLS[row["cell"]]
     tokenizer, rows = documents(seed)
-    for name in known:
-        cell = CELLS[name]
-        with tempfile.TemporaryDirectory() as folder:
 
-            def build(
-                trainer: type[SFTTrainer],
-                config: type[SFTConfig],
-                *,
-                folder: str = folder,
-                cell: Cell = cell,
-                **changes: Any,
-            ) -> SFTTrainer:
-                torch.manual_seed(seed)
-                options = {
-                    "output_dir": folder, "per_device_train_batch_size": cell.batch, "max_length": LONGEST,
-                    "gradient_accumulation_steps": cell.accumulation, "gradient_checkpointing": cell.checkpointing,
-                    "save_strategy": "no", "report_to": "none", "bf16": torch.cuda.is_available(),
-                    "use_cpu": not torch.cuda.is_available(), "max_steps": 200, "logging_steps": 10,
-                }  # fmt: skip
-                return trainer(
-                    model(layers, hidden), args=config(**(options | changes)), train_dataset=rows,
-                    processing_class=tokenizer,
-                    peft_config=LoraConfig(r=8, target_modules="all-linear") if cell.lora else None,
-                )  # fmt: skip
+    def build(trainer: type[SFTTrainer], config: type[SFTConfig], **changes: Any) -> SFTTrainer:
+        torch.manual_seed(seed)
+        options = {
+            "output_dir": folder, "per_device_train_batch_size": cell.batch, "max_length": LONGEST,
+            "gradient_accumulation_steps": cell.accumulation, "gradient_checkpointing": cell.checkpointing,
+            "save_strategy": "no", "report_to": "none", "bf16": torch.cuda.is_available(),
+            "use_cpu": not torch.cuda.is_available(), "max_steps": 200, "logging_steps": 10,
+        }  # fmt: skip
+        return trainer(
+            model(layers, hidden), args=config(**(options | changes)), train_dataset=rows, processing_class=tokenizer,
+            peft_config=LoraConfig(r=8, target_modules="all-linear") if cell.lora else None,
+        )  # fmt: skip
 
-            (row,) = compare(build, pairs=pairs, seed=seed, sides=SIDES, progress=False)["rows"]
-        found = {"cell": name, **row}
-        if progress:
-            _say(found)
-        yield found
+    with tempfile.TemporaryDirectory() as folder, limited_threads(threads):
+        (found,) = compare(build, pairs=rounds, seed=seed, sides=SIDES, progress=False)["rows"]
+    return dict(found)
 
 
-def _known(cells: Sequence[str]) -> Sequence[str]:
-    for name in cells:
-        if name not in CELLS:
-            raise UserError(f"there is no cell {name!r}{did_you_mean(name, CELLS)} (cells: {', '.join(CELLS)})")
-    return cells
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the cells; each has a process of its own."""
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    here = OwnProcess("benchmarks.everyday:measure_cell", options, timeout=_MOST_SECONDS)
+
+    def measure(label: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        found = here(label, "both")
+        return {"skipped": found["failed"]} if "failed" in found else found
+
+    return [RowTask({"cell": cell}, partial(measure, {"cell": cell})) for cell in args.rows]
 
 
-def _in_a_process(cell: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of one cell, measured in a process of its own."""
-    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    found = answer_of("benchmarks.everyday", [cell, *flags], _MOST_SECONDS)
-    if "failed" in found:
-        raise UserError(f"{cell}: {found['failed']}")
-    (row,) = found["rows"]
-    _say(row)
-    return dict(row)
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return how much is measured of which model."""
+    return {
+        "pairs": args.rounds, "layers": args.layers, "hidden": args.hidden, "sides": list(SIDES),
+        "document_tokens": [SHORTEST, LONGEST],
+    }  # fmt: skip
 
 
-def _say(row: dict[str, Any]) -> None:
+def table(record: Mapping[str, Any]) -> str:
+    """Return a line per cell: milliseconds of a step, and stock's over fastpack's."""
+    return "\n".join(map(_line, record["rows"]))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if row.get("skipped"):
+        return f"{row['cell']:24} {row['skipped']}"
     ratio = row["ratios"]["stock"]
     times = " ".join(f"{side} {row['sides'][side]['seconds']['median'] * 1e3:.0f} ms" for side in SIDES)
     said = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    print(f"{row['cell']:24} {times} a step, stock/fastpack {said}", flush=True)
+    return f"{row['cell']:24} {times} a step, stock/fastpack {said}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.everyday``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.everyday", description=__doc__)
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)} (default: all)")
-    parser.add_argument("--pairs", type=int, default=9, help="timed steps of each side (default: 9)")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
-    parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads of each side (default: 1)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    cells, options = args.cells or list(CELLS), {name: getattr(args, name) for name in _OPTIONS}
-    if len(cells) == 1:
-        with limited_threads(args.threads):
-            rows = list(measure(cells, **options))
-    else:
-        rows = [_in_a_process(cell, options | {"threads": args.threads}) for cell in _known(cells)]
-    settings = {
-        "pairs": args.pairs, "layers": args.layers, "hidden": args.hidden, "sides": list(SIDES),
-        "document_tokens": [SHORTEST, LONGEST],
-    }  # fmt: skip
-    record = make_record(
-        case="everyday", settings=settings, rows=rows, complete=True,
-        device="cuda" if torch.cuda.is_available() else "cpu", threads=args.threads, seed=args.seed,
-    )  # fmt: skip
-    if args.json is not None:
-        write_json(Path(args.json), record)
+def add_options(parser: ArgumentParser) -> None:
+    """Add the sizes of the model, and the threads."""
+    add = parser.add_argument
+    add("--layers", type=int, default=28)
+    add("--hidden", type=int, default=32)
+    add("--threads", metavar="N", type=int, default=1, help="CPU threads of each side (default: 1)")
 
+
+COMMAND = CaseCommand(
+    case=CASE, help=__doc__, rows=CELLS, rounds=9, tasks=tasks,
+    settings=settings, table=table, more=add_options,
+)  # fmt: skip
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.everyday", main))
+    raise SystemExit(COMMAND.start())

@@ -5,21 +5,18 @@ questions about the standard library with its docstrings as answers; a seed is t
 every side. A second model computes the same with outlier channels: norms and values times 30, the weights that read
 them divided by it. FP8 passes where the mean difference of the last held-out loss to bf16's is at most the spread of
 bf16's seeds and that of NF4's. Gradients of the adapters are compared with those of the same model in fp32.
+A run that was stopped starts anew.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
-import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -29,12 +26,17 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from benchmarks.command import in_one_line, measured, parse
 from benchmarks.fp8_accuracy_tables import plot, table
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, definitions, quantise
 from benchmarks.model_shapes import ModelShape, build_model
+from fastpack_trl.bench.environment import quiet
+from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.errors import UserError
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora, apply_lora
-from fastpack_trl.measure.record import check_writable, make_record, write_json
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.record import make_record
 from fastpack_trl.quickstart.corpus import collect
 
 CASE = "fp8_accuracy"
@@ -118,17 +120,13 @@ def with_outliers(model: Any, every: int) -> Any:
         return model
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
+    channels = slice(every // 2, None, every)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        readers: dict[Any, tuple[Any, ...]] = {}
-        readers[layer.input_layernorm] = attention.q_proj, attention.k_proj, attention.v_proj
-        readers[layer.post_attention_layernorm] = mlp.gate_proj, mlp.up_proj
-        for norm, projections in readers.items():
-            channels = slice(every // 2, None, every)
-            norm.weight[channels] *= FACTOR
-            for projection in projections:
-                projection.weight[:, channels] /= FACTOR
-        channels = slice(every // 2, None, every)
+        layer.input_layernorm.weight[channels] *= FACTOR
+        layer.post_attention_layernorm.weight[channels] *= FACTOR
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            projection.weight[:, channels] /= FACTOR
         mlp.up_proj.weight[channels] *= FACTOR
         mlp.down_proj.weight[:, channels] /= FACTOR
         values = torch.arange(attention.v_proj.weight.shape[0])[channels]
@@ -257,9 +255,9 @@ def measure(
         A record; a row for each model. Incomplete where seconds ran out.
     """
     end = time.perf_counter() + seconds
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet():
         trained, course = pretrained(plan, device, seed, folder)
-        _free(device)
+        free_memory(device)
         models = {name: with_outliers(trained, every) for name, every in MODELS.items()}
         errors = {name: gradient_errors(model, plan, device, seed) for name, model in models.items()}
         curves: dict[str, dict[str, dict[int, Any]]] = {name: {side: {} for side in SIDES} for name in models}
@@ -271,11 +269,9 @@ def measure(
 
         def record(complete: bool) -> dict[str, Any]:
             rows = [
-                {
-                    "model": name, "curves": of, "errors": errors[name], "judged": judged(of) if of["fp8"] else None
-                }
+                {"model": name, "curves": of, "errors": errors[name], "judged": judged(of) if of["fp8"] else None}
                 for name, of in curves.items()
-            ]  # fmt: skip
+            ]
             made = make_record(
                 case=CASE, settings=settings, rows=rows, complete=complete, device=device,
                 threads=torch.get_num_threads(), seed=seed,
@@ -290,49 +286,31 @@ def measure(
                 for side in SIDES:
                     found = curves[name][side][each] = learnt(model, side, plan, device, each, folder)
                     print(f"{name}, seed {each}, {side}: held-out loss {found['held_out'][-1][1]:.4f}", flush=True)
-                    _free(device)
+                    free_memory(device)
             save(record(each == seeds[-1]))
         return record(True)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from fastpack_trl.bench.environment import quiet
-
-    with quiet():
-        yield
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m benchmarks.fp8_accuracy``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_accuracy", description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
-    parser.add_argument("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after that many")
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
-    parser.add_argument("--plot", metavar="PNG", help="draw the record")
-    parser.add_argument("--report", metavar="FILE", help="print the table of a record, and draw it, without a run")
-    args = parser.parse_args(arguments)
-    if args.report is not None:
-        record = json.loads(Path(args.report).read_text(encoding="utf-8"))
-    else:
+
+    def options(parser: Any) -> None:
+        add = parser.add_argument
+        add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of adapters and order (default: %(default)s)")
+        add("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
+        add("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
+
+    args = parse("fp8_accuracy", __doc__, arguments, extra=options)
+
+    def measure_here(file: ResultFile | None) -> dict[str, Any]:
         if not torch.cuda.is_available():
-            raise SystemExit("benchmarks.fp8_accuracy trains in FP8: it needs a CUDA device from Ada or Hopper on")
-        file = None if args.json is None else check_writable(args.json)
+            raise UserError("it trains in FP8: it needs a CUDA device from Ada or Hopper on")
         plan = Plan(steps=args.steps, pretrain_seconds=args.pretrain_seconds)
-        save = (lambda found: None) if file is None else partial(write_json, file)
-        record = measure(plan, seeds=args.seeds, device="cuda", seconds=args.seconds, save=save)
-    print(table(record))
-    if args.plot is not None:
-        plot(record).savefig(args.plot)
+        save = (lambda found: None) if file is None else file.save
+        return measure(plan, seeds=args.seeds, device="cuda", seed=args.seed, seconds=args.seconds, save=save)
+
+    return measured(args, CASE, measure_here, table, plot)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line("python -m benchmarks.fp8_accuracy", main))

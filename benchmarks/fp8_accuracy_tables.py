@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.readme_cells import grid
 from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.views import device_of
 
@@ -22,13 +23,7 @@ def table(record: Mapping[str, Any]) -> str:
         f"**LoRA over a base in bf16, NF4 and FP8, {device_of(record)}.** {size:.0f} M parameters, {settings['steps']} "
         f"steps of {settings['batch']} rows of {settings['row']:,} tokens; paired seeds."
     )
-    lines = [
-        head,
-        "",
-        "| model | base | held-out loss by seed | from bf16's, mean | gradients off: median, worst layer |",
-    ]
-    lines.append("| --- | --- | --- | ---: | --- |")
-    said = []
+    lines, said = [], []
     for row in record["rows"]:
         judged = row["judged"]
         for side, errors in row["errors"].items():
@@ -37,12 +32,13 @@ def table(record: Mapping[str, Any]) -> str:
             ordered = sorted(errors)
             off = f"{ordered[len(ordered) // 2]:.1%}, {ordered[-1]:.1%}"
             values = ", ".join(f"{loss:.4f}" for loss in last) or "-"
-            lines.append(f"| {row['model']} | {side} | {values} | {mean} | {off} |")
+            lines.append([row["model"], side, values, mean, off])
         if judged:
             answer = "yes" if judged["passes"] else "no"
             spread = f"{judged['spread']:.4f}"
             said.append(f"{row['model']}: FP8 within the spread of bf16's seeds ({spread}) and of NF4: {answer}  ")
-    return "\n".join([*lines, "", *said])
+    columns = "model | base | held-out loss by seed | >from bf16's, mean | gradients off: median, worst layer"
+    return "\n".join([head, "", grid(columns, lines), "", *said])
 
 
 def plot(record: Mapping[str, Any], source: str = "") -> Figure:

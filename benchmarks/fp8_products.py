@@ -5,52 +5,40 @@ itself. Frozen weights are quantised beforehand. Hopper reads both operands of a
 backward needs the transposed weight: kept as a second layout, or made per use. A scale per row of W lies along
 backward's contraction: it is multiplied into dy before dy is quantised, and both directions use the same FP8 values.
 
-The sides take turns. On CUDA a turn is a graph, replayed: the device alone. A layer's weights are larger than the
-device's cache. Errors are against float64, of some rows.
+The sides take turns. On CUDA a layer is a graph, replayed with a cold cache: the device alone. Errors are against
+float64, of some rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks.fp8_layer import (
-    BF16,
-    CANDIDATES,
-    OUTLIERS,
-    SHORT,
-    Candidate,
-    Frozen,
-    Layer,
-    Projection,
-    activations,
-    compiled_on_cuda,
-    path_of,
-    product,
-    projections,
-    random_rows,
-    random_weight,
-)
-from benchmarks.fp8_quantise import BLOCK, quantise_tensor
+from benchmarks.cases import Run, time_calls
+from benchmarks.command import in_one_line, measured, parse
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import ModelShape, shape_of
-from benchmarks.nf4 import replayed_graph
-from benchmarks.one_line import in_one_line, record_of
+from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.errors import UserError
-from fastpack_trl.kernels.fp8 import Quantised, quantise_rows, quantise_rows_torch, transposed
+from fastpack_trl.kernels.fp8 import (
+    Quantised,
+    cast,
+    magnitudes,
+    quantise_rows,
+    quantise_rows_torch,
+    scaled_product,
+    scaled_product_torch,
+    scales_of,
+    transposed,
+)
 from fastpack_trl.measure.failures import attempt
-from fastpack_trl.measure.intervals import summary
-from fastpack_trl.measure.record import check_writable, make_record, write_json
-from fastpack_trl.measure.rounds import take_turns
-from fastpack_trl.measure.timing import clock_of
+from fastpack_trl.measure.intervals import ratio_summary, summary
 
 CASE = "fp8_products"
 WORTH = 1.35
@@ -58,27 +46,193 @@ WORTH = 1.35
 MODELS, TOKENS = ("qwen3-8b", "qwen3-14b"), (4096, 8192)
 SMALL = "small"
 """The shape that a CPU can do."""
-_TURN_BYTES = 1 << 28
+BF16 = "bf16"
+BLOCK = 128
+SHORT = 128
+"""Rows of a product for its error: not worth compiling for."""
 _SHAPES = 64
 """Graphs of one compiled function at most: each shape has its own."""
 
 
-def measure(
-    models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS, rounds: int = 11, seconds: float = math.inf,
-    device: str = "cuda", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """Time layers, take the errors of each projection, and time its parts at the fewest tokens.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to multiply in FP8."""
+
+    scaling: str
+    """``row``: a scale per row of both operands; ``tensor``: one; ``block``: 1 x 128 of activations, 128 x 128 of W."""
+    kept: bool
+    """Whether the transposed weight is kept, or made per use."""
+    fast: bool = True
+    """Whether the device may sum in fewer bits than fp32 (`use_fast_accum`)."""
+
+
+CANDIDATES = {
+    "row, both layouts": Candidate("row", True),
+    "row, transposed per use": Candidate("row", False),
+    "row, both layouts, fp32 sums": Candidate("row", True, fast=False),
+    "tensor, both layouts": Candidate("tensor", True),
+    "tensor, transposed per use": Candidate("tensor", False),
+    "block, both layouts": Candidate("block", True, fast=False),
+    "block, transposed per use": Candidate("block", False, fast=False),
+}
+"""Blocks are summed in fp32 by definition: their scales change along the contraction."""
+OUTLIERS = {"none": (0, 1.0), "x30": (100, 30.0), "x1e4": (1000, 1e4)}
+"""By name: one channel of so many is larger by this factor; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A frozen weight of (out_features, in_features) and the input that it reads."""
+
+    name: str
+    out_features: int
+    in_features: int
+    reads: str
+
+    @property
+    def weights(self) -> int:
+        return self.out_features * self.in_features
+
+
+def projections(shape: ModelShape) -> tuple[Projection, ...]:
+    """Return the seven projections of a decoder layer."""
+    of = shape.fields
+    hidden, inner, head = of["hidden_size"], of["intermediate_size"], of["head_dim"]
+    queries, keys = head * of["num_attention_heads"], head * of["num_key_value_heads"]
+    return (
+        Projection("q", queries, hidden, "attention"), Projection("k", keys, hidden, "attention"),
+        Projection("v", keys, hidden, "attention"), Projection("o", hidden, queries, "heads"),
+        Projection("gate", inner, hidden, "mlp"), Projection("up", inner, hidden, "mlp"),
+        Projection("down", hidden, inner, "inner"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A quantised weight as a candidate keeps it."""
+
+    forward: Quantised
+    backward: Quantised | None
+    """Transposed, (in_features, out_features); its scales are those of the product; None: made per use."""
+    factor: Tensor | None
+    """(out_features,) fp32, multiplied into dy."""
+
+    @classmethod
+    def of(cls, weight: Tensor, candidate: Candidate) -> Frozen:
+        quantise = {"row": quantise_rows_torch, "tensor": quantise_tensor, "block": quantise_blocks}[candidate.scaling]
+        forward = quantise(weight)
+        factor = forward.scales.view(-1) if candidate.scaling == "row" else None
+        made = cls(forward, None, factor)
+        return cls(forward, made.across(), factor) if candidate.kept else made
+
+    def across(self) -> Quantised:
+        """Return the transposed weight, kept or made here."""
+        if self.backward is not None:
+            return self.backward
+        values, scales = self.forward
+        if self.factor is not None:
+            return Quantised(transposed(values), scales.new_ones(values.shape[1], 1))
+        return Quantised(transposed(values), scales.t().contiguous())
+
+    @property
+    def nbytes(self) -> int:
+        return self.forward.nbytes + (0 if self.backward is None else self.backward.nbytes)
+
+
+def quantise_tensor(x: Tensor) -> Quantised:
+    """Quantise a matrix with one scale."""
+    scales, inverse = scales_of(magnitudes(x.float()).amax())
+    return Quantised(cast(x.float() * inverse), scales)
+
+
+def quantise_blocks(x: Tensor) -> Quantised:
+    """Quantise a matrix, of multiples of 128, with a scale per block of 128 x 128."""
+    blocks = x.float().view(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scales, inverse = scales_of(magnitudes(blocks).amax((1, 3)))
+    return Quantised(cast(blocks * inverse[:, None, :, None]).view(x.shape), scales)
+
+
+def activations(candidate: Candidate, x: Tensor, factor: Tensor | None = None) -> Quantised:
+    """Quantise activations or gradients, (tokens, features), as a candidate does."""
+    if candidate.scaling == "tensor":
+        return _compiled_quantise_tensor()(x) if x.is_cuda and len(x) > SHORT else quantise_tensor(x)
+    return quantise_rows(x, factor, BLOCK if candidate.scaling == "block" else None)
+
+
+def product(a: Quantised, b: Quantised, fast: bool) -> Tensor:
+    """Return ``a b^T`` in bf16. Shapes: a (rows, inner), b (columns, inner)."""
+    return scaled_product(a, b, torch.bfloat16, fast=fast)
+
+
+@cache
+def _compiled_quantise_tensor() -> Callable[[Tensor], Quantised]:
+    return torch.compile(quantise_tensor, dynamic=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Inputs, gradients and bf16 weights of a layer's projections, by name; one number of tokens."""
+
+    projections: tuple[Projection, ...]
+    inputs: Mapping[str, Tensor]
+    grads: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+    @classmethod
+    def random(cls, shape: ModelShape, tokens: int, device: str, seed: int) -> Layer:
+        torch.manual_seed(seed)
+        made = projections(shape)
+        inputs = {each.reads: random_rows(tokens, each.in_features, device) for each in made}
+        grads = {each.name: random_rows(tokens, each.out_features, device) for each in made}
+        return cls(made, inputs, grads, {each.name: random_weight(each, device) for each in made})
+
+    def in_bf16(self) -> int:
+        """Multiply forward and backward."""
+        for each in self.projections:
+            F.linear(self.inputs[each.reads], self.weights[each.name])
+        for each in reversed(self.projections):
+            self.grads[each.name].mm(self.weights[each.name])
+        return 0
+
+    def in_fp8(self, candidate: Candidate, frozen: Mapping[str, Frozen]) -> int:
+        """Multiply forward and backward, an input quantised once for the projections that read it."""
+        read: dict[str, Quantised] = {}
+        for each in self.projections:
+            if each.reads not in read:
+                read = {each.reads: activations(candidate, self.inputs[each.reads])}
+            product(read[each.reads], frozen[each.name].forward, candidate.fast)
+        for each in reversed(self.projections):
+            weight = frozen[each.name]
+            grad = activations(candidate, self.grads[each.name], weight.factor)
+            product(grad, weight.across(), candidate.fast)
+        return 0
+
+
+def random_rows(tokens: int, features: int, device: str, outliers: str = "none") -> Tensor:
+    """Return activations or gradients in bf16 whose rows have different sizes, with outlier channels of `OUTLIERS`."""
+    rows = torch.randn(tokens, features, device=device) * torch.randn(tokens, 1, device=device).exp()
+    every, factor = OUTLIERS[outliers]
+    if every:
+        rows[:, every // 2 % features :: every] *= factor
+    return rows.bfloat16()
+
+
+def random_weight(of: Projection, device: str) -> Tensor:
+    """Return a weight in bf16 whose rows have different sizes."""
+    rows = torch.randn(of.out_features, of.in_features, device=device)
+    return (0.02 * rows * (0.3 * torch.randn(of.out_features, 1, device=device)).exp()).bfloat16()
+
+
+def measure(run: Run, models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS) -> dict[str, Any]:
+    """Time layers, and take the errors of each projection.
 
     Args:
+        run: see `Run`.
         models: shapes by name.
         tokens: rows of activations.
-        rounds: turns of each side.
-        seconds: no further row is begun after that many.
-        device: ``cuda`` or ``cpu``.
-        seed: of weights and activations.
 
     Returns:
-        A record; rows of the kinds ``layer``, ``parts`` and ``errors``. Incomplete if seconds ran out.
+        A record; rows of the kinds ``layer`` and ``errors``.
 
     Raises:
         UserError: a model has projections whose dimensions are no multiples of a block.
@@ -86,36 +240,25 @@ def measure(
     for name, shape in models.items():
         if any(each.out_features % BLOCK or each.in_features % BLOCK for each in projections(shape)):
             raise UserError(f"{name}: dimensions of its projections are no multiples of {BLOCK}, the size of a block")
-    end = time.perf_counter() + seconds
-    rows = []
-    todo = list(_tasks(models, tokens, rounds, device, seed))
-    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        for task in todo:
-            if time.perf_counter() >= end:
-                break
-            rows.append(task())
+    tasks = [
+        RowTask(
+            {"kind": "layer", "setting": f"{name}, {count:,} tokens", "model": name, "tokens": count},
+            partial(_layer_row, run, shape, count),
+        )
+        for name, shape in models.items() for count in tokens
+    ] + [
+        RowTask(
+            {"kind": "errors", "setting": f"{name} {each.name}", "model": name, "projection": each.name},
+            partial(_errors_row, run, each),
+        )
+        for name, shape in models.items() for each in distinct(projections(shape))
+    ]  # fmt: skip
     settings = {
-        "models": list(models), "tokens": list(tokens), "rounds": rounds, "worth": WORTH,
-        "error_rows": SHORT, "outliers": {name: list(outlier) for name, outlier in OUTLIERS.items()},
+        "models": list(models), "tokens": list(tokens), "worth": WORTH, "error_rows": SHORT,
+        "outliers": {name: list(outlier) for name, outlier in OUTLIERS.items()},
     }  # fmt: skip
-    return make_record(
-        case=CASE, settings=settings, rows=rows, complete=len(rows) == len(todo), device=device,
-        threads=torch.get_num_threads(), seed=seed,
-    )  # fmt: skip
-
-
-def _tasks(
-    models: Mapping[str, ModelShape], tokens: Sequence[int], rounds: int, device: str, seed: int
-) -> Iterator[Callable[[], dict[str, Any]]]:
-    for name, shape in models.items():
-        for count in tokens:
-            yield partial(_layer_row, name, shape, count, rounds, device, seed)
-    for name, shape in models.items():
-        for each in distinct(projections(shape)):
-            yield partial(_errors_row, name, each, device, seed)
-    for name, shape in models.items():
-        for each in distinct(projections(shape)):
-            yield partial(_parts_row, name, each, min(tokens), rounds, device, seed)
+    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+        return run.record(CASE, tasks, settings)
 
 
 def distinct(of: Sequence[Projection]) -> list[Projection]:
@@ -126,102 +269,33 @@ def distinct(of: Sequence[Projection]) -> list[Projection]:
     return [Projection(", ".join(names), *shape, "") for shape, names in groups.items()]
 
 
-def _layer_row(name: str, shape: ModelShape, tokens: int, rounds: int, device: str, seed: int) -> dict[str, Any]:
-    layer = Layer.random(shape, tokens, device, seed)
+def _layer_row(run: Run, shape: ModelShape, tokens: int, _seconds: float) -> dict[str, Any]:
+    device = run.device
+    layer = Layer.random(shape, tokens, device, run.seed)
     sides: dict[str, Callable[[], int]] = {BF16: layer.in_bf16}
     nbytes = {BF16: sum(weight.nbytes for weight in layer.weights.values())}
-    paths = {BF16: "torch.mm"}
     for side, candidate in CANDIDATES.items():
         frozen = {part: Frozen.of(weight, candidate) for part, weight in layer.weights.items()}
         nbytes[side] = sum(each.nbytes for each in frozen.values())
-        paths[side] = path_of(device)
         sides[side] = partial(layer.in_fp8, candidate, frozen)
-    found, failed = _turns(sides, rounds, device)
+    found, failed = time_calls(sides, device, rounds=run.rounds)
     flops = 4 * tokens * sum(each.weights for each in layer.projections)
+    in_fp8 = "torch._scaled_mm" if device == "cuda" else f"{scaled_product_torch.__name__}, in fp32"
     figures: dict[str, Any] = {side: {"failed": reason} for side, reason in failed.items()}
-    for side, seconds in found.seconds.items():
+    for side, seconds in found.items():
         figures[side] = {
             "seconds": summary(seconds), "tflops": flops / sorted(seconds)[len(seconds) // 2] / 1e12,
-            "bytes": nbytes[side], "path": paths[side],
+            "bytes": nbytes[side], "path": "torch.mm" if side == BF16 else in_fp8,
         }  # fmt: skip
-    ratios = {side: found.ratio(BF16, side) for side in found.seconds if side != BF16}
+    ratios = {side: ratio_summary(found[BF16], found[side]) for side in found if side != BF16}
     return {
-        "kind": "layer", "setting": f"{name}, {tokens:,} tokens", "model": name, "tokens": tokens,
         "layers": shape.fields["num_hidden_layers"], "flops": flops, "sides": figures, "ratios": ratios,
     }  # fmt: skip
 
 
-def _turns(sides: Mapping[str, Callable[[], int]], rounds: int, device: str) -> tuple[Any, dict[str, str]]:
-    """Time sides in turns, on CUDA as graphs; return what `take_turns` found, and the sides without a graph."""
-    ready: dict[str, Callable[[], int]] = {}
-    failed = {}
-    for side, run in sides.items():
-        replay, why = attempt(partial(replayed_graph, run)) if device == "cuda" else (run, None)
-        if replay is None:
-            failed[side] = why or ""
-        else:
-            ready[side] = replay
-    found = take_turns(ready, rounds=rounds, warmup=2, clock=clock_of(device))
-    return found, failed | found.failed
-
-
-def _parts_row(name: str, of: Projection, tokens: int, rounds: int, device: str, seed: int) -> dict[str, Any]:
-    """Time products without quantisation, quantisations and transposes, each over weights larger than the cache."""
-    torch.manual_seed(seed)
-    count = max(2, min(16, _TURN_BYTES // (2 * of.weights))) if device == "cuda" else 1
-    x, grad = (random_rows(tokens, features, device) for features in (of.in_features, of.out_features))
-    weights = [random_weight(of, device) for _ in range(count)]
-    calls: dict[str, Callable[[int], object]] = {
-        f"{BF16} forward": lambda at: F.linear(x, weights[at]),
-        f"{BF16} backward": lambda at: grad.mm(weights[at]),
-    }
-    for side, candidate in CANDIDATES.items():
-        if not candidate.kept:
-            continue
-        frozen = [Frozen.of(weight, candidate) for weight in weights]
-        short = side.replace(", both layouts", "")
-        calls[f"{short} forward"] = partial(_forward, candidate, activations(candidate, x), frozen)
-        calls[f"{short} backward"] = partial(_backward, candidate, activations(candidate, grad), frozen)
-    rows = Frozen.of(weights[0], CANDIDATES["row, both layouts"])
-    calls |= {
-        "quantise x, torch": lambda at: quantise_rows_torch(x),
-        "quantise x, compiled": lambda at: compiled_on_cuda(quantise_rows_torch, x)(x),
-        "quantise x, kernel": lambda at: quantise_rows(x),
-        "quantise dy, kernel": lambda at: quantise_rows(grad, rows.factor),
-        "quantise x by blocks, kernel": lambda at: quantise_rows(x, None, BLOCK),
-        "quantise x per tensor, compiled": lambda at: compiled_on_cuda(quantise_tensor, x)(x),
-        "transpose W, torch": lambda at: rows.forward.values.t().contiguous(),
-        "transpose W, kernel": lambda at: transposed(rows.forward.values),
-    }
-
-    def all_of(call: Callable[[int], object]) -> Callable[[], int]:
-        def run() -> int:
-            for at in range(count):
-                call(at)
-            return 0
-
-        return run
-
-    found, failed = _turns({part: all_of(call) for part, call in calls.items()}, rounds, device)
-    parts: dict[str, Any] = {part: {"failed": reason} for part, reason in failed.items()}
-    for part, seconds in found.seconds.items():
-        parts[part] = {"seconds": summary([each / count for each in seconds])}
-    return {
-        "kind": "parts", "setting": f"{name} {of.name}, {tokens:,} tokens", "model": name, "tokens": tokens,
-        "projection": of.name, "shape": [of.out_features, of.in_features], "parts": parts,
-    }  # fmt: skip
-
-
-def _forward(candidate: Candidate, x: Quantised, weights: Sequence[Frozen], at: int) -> Tensor:
-    return product(x, weights[at].forward, candidate.fast)
-
-
-def _backward(candidate: Candidate, grad: Quantised, weights: Sequence[Frozen], at: int) -> Tensor:
-    return product(grad, weights[at].across(), candidate.fast)
-
-
-def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
+def _errors_row(run: Run, of: Projection, _seconds: float) -> dict[str, Any]:
+    device = run.device
+    torch.manual_seed(run.seed)
     weight = random_weight(of, device)
     exact = weight.double()
     errors: dict[str, dict[str, Any]] = {}
@@ -239,10 +313,7 @@ def _errors_row(name: str, of: Projection, device: str, seed: int) -> dict[str, 
             errors.setdefault(side, {})[outliers] = {
                 way: error(one, other) for way, one, other in zip(("forward", "backward"), both, true, strict=True)
             }
-    return {
-        "kind": "errors", "setting": f"{name} {of.name}", "model": name, "projection": of.name,
-        "shape": [of.out_features, of.in_features], "errors": errors,
-    }  # fmt: skip
+    return {"shape": [of.out_features, of.in_features], "errors": errors}
 
 
 def _both_ways(candidate: Candidate, x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,32 +331,23 @@ def error(found: Tensor, true: Tensor) -> dict[str, float]:
     return {"whole": float(apart.norm() / true.norm()), "worst_row": float(rows.max())}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m benchmarks.fp8_products``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_products", description=__doc__)
-    parser.add_argument("--model", nargs="+", default=list(MODELS), help="of benchmarks.model_shapes (%(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each side (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=110.0, help="begin no row after that many (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE")
-    parser.add_argument("--report", metavar="FILE", help="print the tables of a record and stop")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    if args.report is not None:
-        print(table(record_of(args.report, CASE)))
-        return
-    models = {name: shape_of(name) for name in args.model}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and set(models) != {SMALL}:
-        raise UserError(f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU")
-    file = None if args.json is None else check_writable(args.json)
-    record = measure(
-        models, tokens=args.tokens, rounds=args.rounds, seconds=args.seconds,
-        device=device, seed=args.seed,
-    )  # fmt: skip
-    if file is not None:
-        write_json(file, record)
-    print(table(record))
+
+    def options(parser: Any) -> None:
+        parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="default: %(default)s")
+
+    args = parse("fp8_products", __doc__, arguments, default_rows=MODELS, rounds=11, seconds=110.0, extra=options)
+
+    def measure_here(file: ResultFile | None) -> dict[str, Any]:
+        models, run = {name: shape_of(name) for name in args.rows}, Run.of(args, file)
+        if run.device == "cpu" and set(models) != {SMALL}:
+            raise UserError(
+                f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU"
+            )
+        return measure(run, models, tokens=args.tokens)
+
+    return measured(args, CASE, measure_here, table)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,25 @@ table, and says nothing about learning (`benchmarks.fp8_accuracy` does).
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.side_by_side import OURS, OURS_FP8, measure
+from benchmarks import side_by_side
+from benchmarks.case_command import CaseCommand
+from benchmarks.readme_cells import grid
 from benchmarks.side_table import Cell, cells, loss_difference, peak_cell
-from fastpack_trl.bench.result_file import ResultFile
+from benchmarks.training_rows import ROWS
+from benchmarks.training_side import OURS, OURS_FP8
 from fastpack_trl.bench.views import device_of
-from fastpack_trl.measure.record import check_writable
 
-ROWS = ("qwen3-8b lora 4096", "qwen3-14b nf4 4096", "qwen3-8b lora 8192", "qwen3-14b lora 4096", "qwen3-0.6b lora 8192")
+CASE = "fp8_steps"
+DEFAULT_ROWS = (
+    "qwen3-8b lora 4096",
+    "qwen3-14b nf4 4096",
+    "qwen3-8b lora 8192",
+    "qwen3-14b lora 4096",
+    "qwen3-0.6b lora 8192",
+)
 """In the order in which they are measured: what the decision needs first."""
 WORTH = 1.2
 """Ratio of tokens per second from which the feature is worth having."""
@@ -27,19 +32,18 @@ WORTH = 1.2
 
 def table(record: Mapping[str, Any]) -> str:
     """Return Markdown: a line per row and side, and whether FP8 is worth it."""
-    columns = ["row", "base", "tokens/s", "quartiles", "over as loaded", "loss apart", "kernels, ms", "peak, GiB"]
-    columns += ["activations", "frozen base"]
+    columns = "row | base | >tokens/s | >quartiles | >over as loaded | >loss apart | >kernels, ms | >peak, GiB"
     torch = record["versions"]["torch"]
     said = (
         f"**LoRA over a base in FP8, {device_of(record)}, torch {torch}.** *peak*: of tensors, + CUDA graphs beside it."
     )
-    lines = [said, "", f"| {' | '.join(columns)} |"]
-    lines.append("| --- | --- " + "| ---: " * 6 + "| --- | --- |")
-    for row, sides in cells(record).items():
-        for side in (OURS, OURS_FP8):
-            if side in sides:
-                lines.append(f"| {row} | {' | '.join(_cells(side, sides.get(OURS), sides[side]))} |")
-    return "\n".join([*lines, "", *_decisions(record)])
+    rows = [
+        [row, *_cells(side, sides.get(OURS), sides[side])]
+        for row, sides in cells(record).items()
+        for side in (OURS, OURS_FP8)
+        if side in sides
+    ]
+    return "\n".join([said, "", grid(f"{columns} | activations | frozen base", rows), "", *_decisions(record)])
 
 
 def _cells(side: str, loaded: Cell | None, cell: Cell) -> Iterator[str]:
@@ -70,29 +74,13 @@ def _decisions(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"{row}: at least {WORTH:g}x: {'yes' if ratio >= WORTH else 'no'} ({ratio:.2f})  "
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.fp8_steps``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of benchmarks.side_by_side ({', '.join(ROWS)})")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each side (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for all runs; the next command goes on")
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
-    parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
-    parser.add_argument("--report", metavar="FILE", help="print the table of a record and stop")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    if args.report is not None:
-        print(table(json.loads(Path(args.report).read_text(encoding="utf-8"))))
-        return
-    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-    record = measure(
-        args.rows, (OURS, OURS_FP8), rounds=args.rounds, seed=args.seed, seconds=args.seconds, file=file,
-        case="fp8_steps",
-    )  # fmt: skip
-    if file is not None:
-        file.save(record)
-    print(table(record))
+COMMAND = CaseCommand(
+    case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, sides=(OURS, OURS_FP8), tasks=side_by_side.tasks,
+    settings=side_by_side.settings, table=table, alike=True,
+    more=lambda parser: parser.set_defaults(unsloth="", timeout=side_by_side.TIMEOUT),
+)  # fmt: skip
 
+main = COMMAND.main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(COMMAND.start())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 BASE, THIN, HEAD = "base products", "thin products", "head and loss"
@@ -117,7 +118,7 @@ class Launch:
             return 0
         batch, rows, _, columns = size
         left, right = self._factors()
-        return _elements(left) + _elements(right) + batch * rows * columns
+        return prod(left) + prod(right) + batch * rows * columns
 
     def _factors(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # An output that is given comes last: factors are counted from the front.
@@ -204,13 +205,6 @@ def _around(event: Any) -> tuple[str, ...]:
     while (event := event.cpu_parent) is not None:
         names.append(str(event.name))
     return tuple(names)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
 
 
 def largest(launches: Iterable[Launch], count: int) -> list[list[Any]]:

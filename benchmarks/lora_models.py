@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,6 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
     Adapters are as TRL trains them: fp32 beside a dense base, bf16 beside a 4-bit one. B starts at small random values
     instead of zero, so that every product has something to compute.
     """
-    from dataclasses import replace
-
     from peft import LoraConfig, get_peft_model
 
     shape = shape_of(model.shape).cut_to(layers)
@@ -74,6 +73,13 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
         if "lora_B" in name:
             nn.init.normal_(parameter, std=1e-3)
     return peft
+
+
+def shared_copy(model: Any) -> Any:
+    """Copy modules, hooks and config around the *same* parameters, and around the scales of those in four bits."""
+    shared = [*model.parameters()]
+    shared += [state for module in model.modules() if (state := getattr(module, "quant_state", None)) is not None]
+    return copy.deepcopy(model, {id(one): one for one in shared})
 
 
 def quantise(model: Any, device: str, compute_dtype: torch.dtype = torch.bfloat16) -> None:

@@ -8,24 +8,19 @@ checkpointing, and with TRL's offload; ours by its plan. Public shapes with rand
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.caps_search import STEP
-from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, measure_side
-from benchmarks.captured import Row
-from benchmarks.one_line import in_one_line, record_of
-from benchmarks.own_process import answer_of
+from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, WORKLOADS
+from benchmarks.case_command import CaseCommand
+from benchmarks.training_side import device_here
 from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.measure.failures import attempt
-from fastpack_trl.measure.record import check_writable, date_now, make_record, write_json
+from fastpack_trl.bench.training_run import OwnProcess
+from fastpack_trl.measure.record import date_now, make_record
 from fastpack_trl.measure.tables import aligned, fact_lines
 
 CASE = "memory_caps"
@@ -37,92 +32,65 @@ SECONDS = 90.0
 """For the rows of one process; its model is built before."""
 _BUILD_SECONDS = 180.0
 DEFAULT_SIDES = ("stock", "stock_offload", OURS)
-WORKLOADS = {
-    "qwen3-8b": Row("qwen3-8b", 0, "lora"), "qwen3-8b-nf4": Row("qwen3-8b", 0, "nf4"),
-    "qwen3-14b-nf4": Row("qwen3-14b", 0, "nf4"), "gpt-oss-20b-nf4": Row("gpt-oss-20b", 0, "nf4-experts", 24),
-    "tiny": Row("tiny-qwen3", 0, "lora"), "tiny-gpt-oss": Row("tiny-gpt-oss", 0, "nf4-experts"),
-}  # fmt: skip
-"""By the name on the command line: LoRA r=16 on all projections; of the mixture of experts on the attention, with the
-frozen expert stacks in four bits, which stock can train too."""
 LARGE = tuple(WORKLOADS)[:4]
 
 
-def measure(
-    names: Sequence[str], *, caps: Sequence[float], sides: Sequence[str] = DEFAULT_SIDES, longest: int = LONGEST,
-    probes: Sequence[int] = PROBES, seconds: float = SECONDS, seed: int = 0, file: ResultFile | None = None,
-    progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
+class CapsCommand(CaseCommand):
+    """The command of this case: a row is a model, whose sides are measured one after the other."""
 
-    Returns:
-        A record. A row has ``model`` and ``sides``, of each what `measure_side` returns, or ``failed``.
+    def measure(self, args: Namespace, file: ResultFile | None = None, *, progress: bool = True) -> dict[str, Any]:
+        """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
 
-    Raises:
-        UserError: an unknown model or side; `file` holds another run.
-    """
-    known: tuple[str, ...]
-    for name, known in [*((name, tuple(WORKLOADS)) for name in names), *((side, tuple(SIDES)) for side in sides)]:
-        if name not in known:
-            raise UserError(f"there is no {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
-    settings = {
-        "caps_gib": sorted(caps), "longest": longest, "probes": list(probes), "seconds": seconds, "steps": STEPS,
-        "resolution": STEP, "room": ROOM,
+        Returns:
+            A record. A row has ``model`` and ``sides``, of each what `caps_side.measure_side` returns, or ``failed``.
+
+        Raises:
+            UserError: `file` holds another run.
+        """
+        head = make_record(
+            case=CASE, settings=self.settings(args), rows=(), complete=False, device=device_here(),
+            threads=torch.get_num_threads(), seed=args.seed,
+        )  # fmt: skip
+        done = {row["model"]: row for row in ([] if file is None else file.finished(head))}
+        record = {**head, "rows": list(done.values())}
+        for name in args.rows:
+            row = done.setdefault(name, {"model": name, "sides": {}})
+            for side in sorted(args.sides, key=list(SIDES).index):
+                if row["sides"].get(side, {}).get("complete"):
+                    continue
+                beside = largest_of(row["sides"].get("stock", {})) if side == OURS else {}
+                row["sides"][side] = measure_apart(name, side, args, beside)
+                record |= {"date": date_now(), "rows": list(done.values())}
+                if file is not None:
+                    file.save(record)
+                if progress:
+                    print("\n".join([f"{name}, {side}", *lines(row, only=side)]), flush=True)
+        return record | {"complete": True}
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return the caps, and how rows are looked for."""
+    return {
+        "caps_gib": sorted(args.caps), "longest": args.longest, "probes": args.probes, "seconds": args.seconds,
+        "steps": STEPS, "resolution": STEP, "room": ROOM,
     }  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = make_record(
-        case=CASE, settings=settings, rows=(), complete=False, device=device, threads=torch.get_num_threads(), seed=seed
-    )
-    done = {row["model"]: row for row in ([] if file is None else file.finished(head))}
-    record = {**head, "rows": list(done.values())}
-    for name in names:
-        row = done.setdefault(name, {"model": name, "sides": {}})
-        for side in sorted(sides, key=list(SIDES).index):
-            if row["sides"].get(side, {}).get("complete"):
-                continue
-            beside = largest_of(row["sides"].get("stock", {})) if side == OURS else {}
-            task = {
-                "caps": sorted(caps), "beside": beside, "longest": longest, "probes": list(probes), "seconds": seconds,
-                "seed": seed,
-            }  # fmt: skip
-            row["sides"][side] = _in_a_process(name, side, task)
-            record |= {"date": date_now(), "rows": list(done.values())}
-            if file is not None:
-                file.save(record)
-            if progress:
-                print("\n".join([f"{name}, {side}", *lines(row, only=side)]), flush=True)
-    return record | {"complete": True}
+
+
+def measure_apart(name: str, side: str, args: Namespace, beside: Mapping[str, int]) -> dict[str, Any]:
+    """Measure one side of a model in a process of its own; what it has noted where it does not come to its end."""
+    options = {
+        "caps": sorted(args.caps), "beside": beside, "longest": args.longest, "probes": args.probes,
+        "seconds": args.seconds, "seed": args.seed,
+    }  # fmt: skip
+    timeout = args.seconds + _BUILD_SECONDS
+    here = OwnProcess("benchmarks.caps_side:measure_side", options, notes=True, timeout=timeout)
+    found = here({"model": name}, side)
+    return found if "failed" in found else {**found, "complete": True}
 
 
 def largest_of(found: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens of a side's largest row by cap, where it has one."""
     return {cap: tokens for cap, tokens in found.get("largest", {}).items() if tokens}
-
-
-def _in_a_process(name: str, side: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        asked = Path(folder) / "task.json"
-        write_json(asked, task)
-        arguments = (name, "--side", side, "--task", asked)
-        found = answer_of("benchmarks.memory_caps", arguments, task["seconds"] + _BUILD_SECONDS)
-        return found if found.get("complete") else {"failed": "it ended before its last row", **found}
-
-
-def _measure_here(name: str, side: str, asked: Path, answer: Path) -> None:
-    """Measure one side in this process; what there is of it is written after each row."""
-    task = json.loads(asked.read_text(encoding="utf-8"))
-    beside = {float(cap): tokens for cap, tokens in task["beside"].items()}
-    latest: dict[str, Any] = {}
-
-    def note(found: dict[str, Any]) -> None:
-        latest.update(found)
-        write_json(answer, latest)
-
-    options = {key: task[key] for key in ("longest", "probes", "seed", "seconds")}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found, failure = attempt(
-        lambda: measure_side(WORKLOADS[name], side, task["caps"], beside=beside, device=device, note=note, **options)
-    )
-    write_json(answer, {**latest, "failed": failure} if found is None else {**found, "complete": True})
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -137,19 +105,8 @@ def table(record: Mapping[str, Any]) -> str:
 
 def lines(row: Mapping[str, Any], only: str | None = None) -> list[str]:
     """Return the lines of one model."""
-    head = [
-        "GiB",
-        "side",
-        "largest row",
-        "of stock's",
-        "tok/s",
-        "at stock's row",
-        "peak",
-        "reserved",
-        "attention",
-        "plan",
-    ]
-    cells, notes = [head], []
+    head = "GiB, side, largest row, of stock's, tok/s, at stock's row, peak, reserved, attention, plan"
+    cells, notes = [head.split(", ")], []
     stock = largest_of(row["sides"].get("stock", {}))
     for side, found in row["sides"].items():
         if only not in (None, side):
@@ -201,39 +158,20 @@ def _why(row: Mapping[str, Any]) -> str:
     return str(row.get("failed") or row.get("skipped") or again or "")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.memory_caps``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_caps", description=__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(WORKLOADS)} (default: the first 4)")
-    parser.add_argument("--caps", type=float, nargs="+", default=list(CAPS_GIB), help="GiB (default: %(default)s)")
-    parser.add_argument("--sides", nargs="+", default=list(DEFAULT_SIDES), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a row at most (default: %(default)s)")
-    parser.add_argument("--probes", type=int, nargs="+", default=list(PROBES), help="rows of the prediction, tokens")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="for the rows of a process (default: %(default)s)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
-    parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
-    parser.add_argument("--report", metavar="FILE", help="print the table of a record and stop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    if args.side is not None:  # in the process of one side
-        _measure_here(args.models[0], args.side, Path(args.task), Path(args.json))
-        return
-    if args.report is not None:
-        print(table(record_of(args.report, CASE)))
-        return
-    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-    record = measure(
-        args.models or LARGE, caps=args.caps, sides=args.sides, longest=args.longest, probes=args.probes,
-        seconds=args.seconds, seed=args.seed, file=file,
-    )  # fmt: skip
-    if file is not None:
-        file.save(record)
-    print(table(record))
+def add_options(parser: ArgumentParser) -> None:
+    """Add the caps, and what limits the search."""
+    add = parser.add_argument
+    add("--caps", type=float, nargs="+", default=list(CAPS_GIB), help="GiB (default: %(default)s)")
+    add("--longest", type=int, default=LONGEST, help="tokens of a row at most (default: %(default)s)")
+    add("--probes", type=int, nargs="+", default=list(PROBES), help="rows of the prediction, tokens")
 
+
+COMMAND = CapsCommand(
+    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES, default_sides=DEFAULT_SIDES,
+    seconds=SECONDS, settings=settings, table=table, more=add_options,
+)  # fmt: skip
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.memory_caps", main))
+    raise SystemExit(COMMAND.start())

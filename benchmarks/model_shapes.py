@@ -53,105 +53,51 @@ class ModelShape:
         return replace(self, fields=fields, layers=chosen, published_layers=published)
 
 
+def _shape(
+    model_type: str, sizes: tuple[int, int, int], heads: tuple[int, int, int], vocabulary: int, *, tied: bool = False,
+    theta: float = 1e6, eps: float = 1e-6, experts: dict[str, Any] | None = None, bf16: bool = False,
+    layers: int | None = None, leaks: bool = False,
+) -> ModelShape:  # fmt: skip
+    """Return a shape from ``(layers, width, inner width)`` and ``(heads, key-value heads, width of one)``."""
+    count, hidden, inner = sizes
+    query, key_value, width = heads
+    fields = {
+        "num_hidden_layers": count, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": query,
+        "num_key_value_heads": key_value, "head_dim": width, "vocab_size": vocabulary, "tie_word_embeddings": tied,
+        "rms_norm_eps": eps, "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **(experts or {}),
+    }  # fmt: skip
+    return ModelShape(model_type, fields, torch.bfloat16 if bf16 else torch.float32, layers, leaks=leaks)
+
+
+def _gpt_oss(experts: int, top: int, window: int, layers: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {
+        "num_local_experts": experts, "num_experts_per_tok": top, "sliding_window": window, "layer_types": kinds,
+    }  # fmt: skip
+
+
+_QWEN3 = 151_936
 MODELS = {
-    "qwen3-0.6b": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "qwen3-0.6b": _shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tied=True),
+    "qwen3-8b": _shape("qwen3", (36, 4096, 12_288), (32, 8, 128), _QWEN3),
+    "qwen3-14b": _shape("qwen3", (40, 5120, 17_408), (40, 8, 128), _QWEN3),
+    "qwen3-32b": _shape("qwen3", (64, 5120, 25_600), (64, 8, 128), _QWEN3),
+    "llama-3.2-1b": _shape("llama", (16, 2048, 8192), (32, 8, 64), 128_256, tied=True, theta=5e5, eps=1e-5),
+    "gpt-oss-20b": _shape(
+        "gpt_oss", (24, 2880, 2880), (64, 8, 64), 201_088, theta=1.5e5, eps=1e-5, experts=_gpt_oss(32, 4, 128, 24),
+        bf16=True, layers=4, leaks=True,
+    ),
+    "qwen3-30b-a3b": _shape(
+        "qwen3_moe", (48, 2048, 6144), (32, 4, 128), _QWEN3, bf16=True, layers=4,
+        experts={
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
         },
     ),
-    "qwen3-8b": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-    ),
-    "qwen3-14b": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-    ),
-    "qwen3-32b": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-    ),
-    "llama-3.2-1b": ModelShape(
-        "llama",
-        {
-            "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        },
-    ),
-    "gpt-oss-20b": ModelShape(
-        "gpt_oss",
-        {
-            "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "tie_word_embeddings": False,
-            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
-        },
-        weights=torch.bfloat16,
-        layers=4,
-        leaks=True,
-    ),
-    "qwen3-30b-a3b": ModelShape(
-        "qwen3_moe",
-        {
-            "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32,
-            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-        weights=torch.bfloat16,
-        layers=4,
-    ),
-    "small": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4000, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "tiny-qwen3": ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "tiny-llama": ModelShape(
-        "llama",
-        {
-            "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "tiny-gpt-oss": ModelShape(
-        "gpt_oss",
-        {
-            "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
-            "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": False,
-            "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64, "rms_norm_eps": 1e-5,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-        leaks=True,
+    "small": _shape("qwen3", (8, 256, 768), (8, 4, 32), 4000, tied=True, theta=1e4),
+    "tiny-qwen3": _shape("qwen3", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4),
+    "tiny-llama": _shape("llama", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4, eps=1e-5),
+    "tiny-gpt-oss": _shape(
+        "gpt_oss", (2, 64, 64), (4, 1, 16), 512, theta=1e4, eps=1e-5, experts=_gpt_oss(8, 2, 64, 2), leaks=True
     ),
 }  # fmt: skip
 """By the name that ``--model`` takes. Rotary scaling for long contexts is left out: it costs nothing at run time."""

@@ -10,11 +10,13 @@ from typing import Any
 from benchmarks import captured, memory_caps
 from benchmarks.by_itself import OPTIMISATIONS
 from benchmarks.record_commands import begun, command_of
-from benchmarks.side_by_side import DEFAULT_SIDES, FIRST, OURS, UNSLOTH
+from benchmarks.side_by_side import DEFAULT_SIDES, UNSLOTH
+from benchmarks.training_rows import FIRST
+from benchmarks.training_side import OURS, SAME_MEMORY
 
 Results = Mapping[str, Mapping[str, Any]]
 
-SAME_MEMORY, LIGER = "fastpack (same memory)", "stock + Liger"
+LIGER = "stock + Liger"
 EVERYDAY = ("qwen3-0.6b lora 2x4", "qwen3-8b lora 2x4")
 LARGE = ("qwen3-30b-a3b experts 4096", "qwen3-32b nf4 2048", "qwen3-8b lora 32768 long documents")
 THREE = ("qwen3-0.6b lora 8192", "qwen3-8b lora 4096", "qwen3-14b nf4 4096")
@@ -66,10 +68,7 @@ PLANNED = (
     Planned("side_by_side", "larger models and long documents", LARGE, DEFAULT_SIDES, "--rounds 1"),
     Planned("side_by_side", "with Liger's kernels", THREE, (LIGER,), "--rounds 1"),
     Planned("side_by_side", "Unsloth", THREE, (UNSLOTH,), "--unsloth PYTHON --rounds 1"),
-    Planned(
-        "captured", "a step as one graph, and not",
-        tuple(name for name, row in captured.ROWS.items() if row.model != "small" and row.unpacked is None),
-    ),
+    Planned("captured", "a step as one graph, and not", captured.DEFAULT_ROWS),
     Planned("first_step", "start-up in fp16", ("qwen3-0.6b nf4-fp16 2x4",), more="--steps 20"),
     Planned("memory_caps", "the largest rows under caps", memory_caps.LARGE, ("stock", "stock_offload", OURS)),
 )  # fmt: skip
@@ -93,10 +92,10 @@ def open_list(results: Results) -> list[str]:
             lines.append(f"- {left_out} of {len(rows)} rows of `{name}`: `{command_of(record)}`")
         if not record["complete"]:
             lines.append(f"- what came after the rows of `{name}`, which was stopped: `{command_of(record)}`")
-    lines.append("- on two GPUs: `python benchmarks/several_gpus.py --json FILE`")
+    lines.append("- on two GPUs: `python -m benchmarks.several_gpus --json FILE`")
     head = (
-        "**Open.** In no record yet, for a GPU. A command that was stopped goes on with its file; those of `captured` "
-        "and `first_step` write it anew. Commands of records of older code are printed by `python -m benchmarks.stale`."
+        "**Open.** In no record yet, for a GPU. A command that was stopped goes on with its file. Commands of records "
+        "of older code are printed by `python -m benchmarks.stale`."
     )
     return ["\n".join([head, "", *lines])]
 

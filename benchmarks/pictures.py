@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ KINDS = {
     "side_by_side": "sides",
 }
 """By case: which of `plots.FIGURES` is shown, or of those that are drawn here."""
-
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def picture_names(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -77,24 +73,8 @@ def stale_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
 
 
 def text_of(png: Path) -> dict[str, str]:
-    """Return the text chunks of a PNG.
+    """Return the text chunks of a PNG."""
+    from PIL import Image
 
-    Raises:
-        ValueError: it is none, or a chunk is damaged.
-    """
-    data = png.read_bytes()
-    if not data.startswith(_SIGNATURE):
-        raise ValueError(f"{png.name} is no PNG")
-    found: dict[str, str] = {}
-    at = len(_SIGNATURE)
-    while at < len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        body = data[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
-        if checksum != zlib.crc32(kind + body):
-            raise ValueError(f"{png.name} is damaged")
-        if kind == b"tEXt":
-            key, _, value = body.partition(b"\0")
-            found[key.decode("latin-1")] = value.decode("latin-1")
-        at += 12 + length
-    return found
+    with Image.open(png) as picture:
+        return dict(picture.text)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.kernel_kinds import KINDS, UNKNOWN
+from benchmarks.readme_cells import grid
 from fastpack_trl.bench.views import device_of
 
 ENOUGH = 0.95
@@ -26,10 +27,9 @@ def table(record: Mapping[str, Any]) -> str:
         "of a step that is not replayed as a graph."
     )
     titles = [row["row"] if row["side"] == "fastpack" else f"{row['row']}, {row['side']}" for row in rows]
-    lines = [head, "", f"| kind | {' | '.join(titles)} |", f"| --- | {' | '.join(['---:'] * len(rows))} |"]
     cells: dict[str, Callable[[Mapping[str, Any]], str]] = {kind: partial(_kind, kind) for kind in kinds}
-    for name, cell in {**cells, **_SUMMARY}.items():
-        lines.append(f"| {name} | {' | '.join(cell(row) for row in rows)} |")
+    figures = [[name, *map(cell, rows)] for name, cell in {**cells, **_SUMMARY}.items()]
+    lines = [head, "", grid(" | ".join(["kind", *(f">{name}" for name in titles)]), figures)]
     notes = [f"- {record['corrected']}"] if "corrected" in record else []
     notes += [note for row in rows for note in _notes(row)]
     notes += [f"- {row['row']}, {row['side']}: {_why(row)}" for row in record["rows"] if not row.get("kinds")]

@@ -27,12 +27,10 @@ class Published:
     Attributes:
         quoted: the figures.
         setting: what they say that they ran.
-        source: address.
     """
 
     quoted: str
     setting: str
-    source: str = GUIDE
 
 
 PUBLISHED = {

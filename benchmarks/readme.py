@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cuda_tests, fp8_accuracy_tables, fp8_steps, fp8_table, profile_table, side_table
+from benchmarks.arithmetic import SOUND, apart, published_checks
 from benchmarks.by_itself_table import step_gain
+from benchmarks.by_itself_table import table as by_itself_table
+from benchmarks.case_tables import (
+    activation_table,
+    collator_table,
+    host_overhead_table,
+    lora_table,
+    moe_table,
+    packed_attention_table,
+)
 from benchmarks.open_list import open_list
-from benchmarks.pages import PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.published import GUIDE, PUBLISHED, ROWS
-from benchmarks.readme_cells import between, made_by, ratio_cell
+from benchmarks.readme_cells import between, grid, made_by
 from benchmarks.readme_runs import equal_memory_table, first_step_table, glance, memory_caps_table, of_case
-from benchmarks.readme_training import activation_table, lora_table
 from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench.views import device_of, no_gain
-from fastpack_trl.measure.tables import NOISE_CORES
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 GLANCE = ("<!-- glance -->", "<!-- /glance -->")
@@ -31,6 +38,13 @@ GLOSSARY = (
 )
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/benchmarks.md"
+
+
+PAGES = {"docs/packed-metadata.md": "metadata", "docs/offload-reload.md": "reload", "docs/routing.md": "routing"}
+FIGURES = ("<!-- by itself -->", "<!-- /by itself -->")
+CHECKS = ("<!-- published -->", "<!-- /published -->")
+_OF_PAGE = {"metadata": "metadata", "reload": "reloads"}
+"""Word in the names of the checks of the published figures, by optimisation."""
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -61,10 +75,10 @@ def _left_out(record: Mapping[str, Any]) -> str:
 def _published(results: Mapping[str, Mapping[str, Any]]) -> str:
     here = [row for _, record in of_case(results, "by_itself") for row in record["rows"] if "gains" in row]
     quoted = [
-        f"| {ROWS[name]} | {one.quoted} | {one.setting} | "
-        f"{'; '.join(step_gain(row) for row in here if row['row'].startswith(name)) or 'open'} |"
+        [ROWS[name], one.quoted, one.setting,
+         "; ".join(step_gain(row) for row in here if row["row"].startswith(name)) or "open"]
         for name, one in PUBLISHED.items()
-    ]
+    ]  # fmt: skip
     said = (
         f"**What others have published** about three optimisations, quoted from {GUIDE}, on other hardware and against "
         "other code: none of it is a figure of this package. *here*: by how much a step is faster with that "
@@ -72,7 +86,7 @@ def _published(results: Mapping[str, Mapping[str, Any]]) -> str:
         "arithmetic: [packing metadata](packed-metadata.md), [reload of offloaded inputs](offload-reload.md), "
         "[routing](routing.md)."
     )
-    return "\n".join([said, "", "| row | published | setting | here |", "| --- | --- | --- | --- |", *quoted])
+    return f"{said}\n\n{grid('row | published | setting | here', quoted)}"
 
 
 def _picture(name: str, record: Mapping[str, Any]) -> list[str]:
@@ -118,112 +132,6 @@ def with_glance(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     return between(readme, *GLANCE, glance(results))
 
 
-def _packed_attention(name: str, record: Mapping[str, Any]) -> str:
-    if "models" in record["settings"]:
-        return _models(name, record)
-    work, documents = record["settings"], record["settings"]["documents"]
-    lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
-    coverage = min(row["ratio"]["coverage"] for row in record["rows"])
-    head = (
-        f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
-        f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
-        f"alternating pairs; ratio with its {coverage:.0%} interval."
-    )
-    lines = [
-        "| row, tokens | setting | stock, tokens/s | fastpack, tokens/s | ratio |",
-        "| ---: | --- | ---: | ---: | ---: |",
-    ]
-    for row in record["rows"]:
-        rates = [f"{row[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
-        lines.append(f"| {row['tokens']:,} | {row['setting']} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    made = made_by(name, record)
-    return "\n".join([head, "", *lines, "", made])
-
-
-def _models(name: str, record: Mapping[str, Any]) -> str:
-    machine = record["machine"]
-    coverage = min(ratio["coverage"] for row in record["rows"] for ratio in row["ratios"].values())
-    head = (
-        f"**Whole training step of public shapes (random weights) on one {machine['gpu']}.** One packed row per step; "
-        f"*stock*: as installed; *rebuild*: dense mask and metadata made again in each layer; ratio of step times with "
-        f"its interval of at least {coverage:.0%}; peak memory of both."
-    )
-    lines = [
-        head,
-        "",
-        "| model and setting | row, tokens | stock, tok/s | fastpack, tok/s | over stock | over rebuild | peak GiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in record["rows"]:
-        sides, ratios = row["sides"], row["ratios"]
-        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
-        peaks = " / ".join(f"{sides[side]['memory']['peak_bytes'] / 2**30:.1f}" for side in ("stock", "fastpack"))
-        cells = [*rates, *(ratio_cell(ratios[side]) for side in ("stock", "rebuild")), peaks]
-        lines.append(f"| {row['setting']} | {row['tokens']:,} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", made_by(name, record)])
-
-
-def _collator(name: str, record: Mapping[str, Any]) -> str:
-    head = "**Fetching and collating packed rows, one core, `PackingCollator` beside TRL's collator.**"
-    lines = [
-        "| row, tokens | TRL, tokens/s | fastpack, tokens/s | ratio |",
-        "| ---: | ---: | ---: | ---: |",
-    ]
-    for row in record["rows"]:
-        rates = [f"{row[side]['tokens_per_second']['median'] / 1e6:,.1f} M" for side in ("stock", "fastpack")]
-        lines.append(f"| {row['tokens']:,} | {' | '.join(rates)} | {ratio_cell(row['ratio'])} |")
-    return "\n".join([head, "", *lines, "", made_by(name, record)])
-
-
-def _host_overhead(name: str, record: Mapping[str, Any]) -> str:
-    coverage = min(row[part]["coverage"] for row in record["rows"] for part in ("ratio", "overhead"))
-    head = (
-        "**Host work of a training step outside of forward, backward, clipping and optimizer.** Both trainers' own "
-        f"loops, micro-batches of one row; ratios with their intervals of at least {coverage:.0%}."
-    )
-    lines = [
-        "| setting | row, tokens | stock, ms | fastpack, ms | of stock's | whole step, ratio |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in record["rows"]:
-        work = [f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in ("stock", "fastpack")]
-        cells = [row["setting"], f"{row['tokens']:,}", *work, ratio_cell(row["overhead"]), ratio_cell(row["ratio"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    made = made_by(name, record)
-    return "\n".join([head, "", *lines, "", made])
-
-
-def _moe(name: str, record: Mapping[str, Any]) -> str:
-    machine = record["machine"]
-    timed = [row for row in record["rows"] if "stock" in row["ratios"]]
-    coverage = min(row["ratios"]["stock"]["seconds"]["coverage"] for row in timed)
-    head = (
-        f"**Mixture-of-experts, forward and backward: `grouped_mm` and PEFT (*stock*) beside fastpack, on "
-        f"{machine.get('gpu') or machine['processor']}.** Ratio of times with its interval of at least {coverage:.0%}; "
-        "memory that a forward keeps for backward."
-    )
-    lines = [
-        head,
-        "",
-        "| configuration | tokens | stock, tok/s | fastpack, tok/s | ratio | forward | backward | kept, MiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in timed:
-        sides, ratio = row["sides"], row["ratios"]["stock"]
-        rates = [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in ("stock", "fastpack")]
-        parts = [f"{ratio[part]['median']:.2f}" for part in ("forward", "backward")]
-        kept = " / ".join(f"{sides[side]['saved_bytes'] / 2**20:,.0f}" for side in ("stock", "fastpack"))
-        cells = [row["setting"], f"{row['tokens']:,}", *rates, ratio_cell(ratio["seconds"]), *parts, kept]
-        lines.append(f"| {' | '.join(cells)} |")
-    load = max(row.get("other_load") or 0.0 for row in timed)
-    beside = f" Other processes kept up to {load:.1f} cores busy meanwhile." if load > NOISE_CORES else ""
-    for row in timed:
-        for side, found in row["ratios"].items():
-            if side != "stock":
-                beside += f" Over *{side}*, {row['setting']}, {row['tokens']:,} tokens: {ratio_cell(found['seconds'])}."
-    return "\n".join([*lines, "", made_by(name, record) + beside])
-
-
 def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[str, Any]], str]:
     """Return a table of a case of its own with the line of its record."""
     return lambda name, record: f"{table(record)}\n\n{made_by(name, record)}"
@@ -232,7 +140,7 @@ def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[s
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "side_by_side": _made(side_table.table),
     "row_profile": _made(profile_table.table),
-    "packed_attention": _packed_attention,
+    "packed_attention": packed_attention_table,
     "lora": lora_table,
     "activation_memory": activation_table,
     "first_step": first_step_table,
@@ -240,11 +148,46 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "fp8_products": _made(fp8_table.layers_table),
     "fp8_steps": _made(fp8_steps.table),
     "fp8_accuracy": _made(fp8_accuracy_tables.table),
-    "moe": _moe,
-    "host_overhead": _host_overhead,
-    "collator": _collator,
+    "moe": moe_table,
+    "host_overhead": host_overhead_table,
+    "collator": collator_table,
     "cuda_tests": cuda_tests.said,
 }
+
+
+def with_optimisation(page: str, text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of a page of `PAGES` with its figures and checks replaced.
+
+    Raises:
+        ValueError: it lacks a mark.
+    """
+    name = PAGES[page]
+    text = between(text, *FIGURES, figures(name, results))
+    return between(text, *CHECKS, checks(_OF_PAGE[name])) if name in _OF_PAGE else text
+
+
+def figures(name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the tables of the records of one optimisation on a GPU; without one, the command that makes it."""
+    found = [
+        f"{by_itself_table(record)}\n\n{made_by(file, record)}"
+        for file, record in results.items()
+        if record["case"] == "by_itself" and record["settings"]["optimisation"] == name
+        and record["machine"]["device"] == "cuda"
+    ]  # fmt: skip
+    missing = f"There is no record of it yet: `python -m benchmarks.by_itself {name} --json FILE` on a GPU makes it."
+    return "\n\n".join(found or [missing])
+
+
+def checks(word: str) -> str:
+    """Return what the arithmetic says about the published figures that have this word in their name."""
+    lines = []
+    for name, predicted, published in published_checks():
+        if word in name.split():
+            form = "{:.1%}" if published < 1 else "{:,.0f}"
+            off = apart(predicted, published)
+            far = "" if off <= SOUND else ", too far"
+            lines.append([name, form.format(predicted), form.format(published), f"{off:.0%}{far}"])
+    return grid(f"of [the guide]({GUIDE}) | >predicted | >published | >apart", lines)
 
 
 def main() -> None:

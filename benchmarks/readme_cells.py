@@ -1,13 +1,21 @@
-"""Cells that the tables of the README share."""
+"""Cells and lines that the tables of the pages share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.record_commands import command_of
 
 SURE = 0.95
+
+
+def grid(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; ``"side | >ms"``: names of columns, with ``>`` before those of figures."""
+    names = columns.split(" | ")
+    head = [name.removeprefix(">") for name in names]
+    rule = ["---:" if name.startswith(">") else "---" for name in names]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def ratio_cell(ratio: Mapping[str, float]) -> str:

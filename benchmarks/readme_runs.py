@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.first_step_plot import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
-from benchmarks.readme_cells import made_by, record_of
-from benchmarks.side_by_side import FIRST
+from benchmarks.readme_cells import grid, made_by, record_of
 from benchmarks.side_table import cells, peak_cell, times, work
+from benchmarks.training_rows import FIRST
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -38,9 +38,8 @@ def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return tokens per second of the rows of `GLANCE` that stock and fastpack have run; add them to `shown`."""
-    lines = ["| training, tokens/s | stock | stock compiled | fastpack |", "| --- | ---: | ---: | ---: |"]
-    beside = ["| the same steps, all together | over stock | over stock compiled | peak, stock | peak, fastpack |"]
-    beside.append("| --- | ---: | ---: | ---: | ---: |")
+    lines: list[list[str]] = []
+    beside: list[list[str]] = []
     found = cells(record)
     for row, sides in ((row, found[row]) for row in GLANCE if row in found):
         ours, stock = sides.get("fastpack"), sides.get("stock")
@@ -50,11 +49,12 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         compiled = times(row, sides, "stock compiled", ours)
         rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
         over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
-        lines.append(f"| {work(record, row)} | {stock.rate:,.0f} | {rate} | {ours.rate:,.0f} ({over}) |")
+        lines.append([work(record, row), f"{stock.rate:,.0f}", rate, f"{ours.rate:,.0f} ({over})"])
         whole = "-" if compiled is None else f"{ours.whole / sides['stock compiled'].whole:.1f}x"
-        peaks = " | ".join(f"{peak_cell(side.runs)} GiB" for side in (stock, ours))
-        name_of_row = work(record, row).partition(", ")[0]
-        beside.append(f"| {name_of_row} | {ours.whole / stock.whole:.1f}x | {whole} | {peaks} |")
+        peaks = [f"{peak_cell(side.runs)} GiB" for side in (stock, ours)]
+        beside.append([work(record, row).partition(", ")[0], f"{ours.whole / stock.whole:.1f}x", whole, *peaks])
+    if not lines:
+        return []
     note = (
         f"{device_of(record)}, torch {record['versions']['torch']}, transformers {record['versions']['transformers']}; "
         "LoRA of rank 16, real text, random weights, each side at its defaults in a process of its own. *stock*: "
@@ -68,7 +68,9 @@ def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> lis
         "that tensors took at a time (`max_memory_allocated`), + what CUDA graphs held beside it. "
         f"`python -m benchmarks.side_by_side`, {record_of(name, record)}."
     )
-    return [*lines, "", note, "", *beside, "", more, ""] if len(lines) > 2 else []
+    rates = grid("training, tokens/s | >stock | >stock compiled | >fastpack", lines)
+    columns = "the same steps, all together | >over stock | >over stock compiled | >peak, stock | >peak, fastpack"
+    return [rates, "", note, "", grid(columns, beside), "", more, ""]
 
 
 def _timed(record: Mapping[str, Any]) -> int:
@@ -81,8 +83,7 @@ def _warm(record: Mapping[str, Any]) -> int:
 
 def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
     """Return milliseconds of a step of the rows that are not in `shown`."""
-    lines = ["| one optimizer step | stock | stock compiled | fastpack | over stock | 100 steps | peak |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines = []
     for row in record["rows"]:
         if row["row"] in shown:
             continue
@@ -92,13 +93,14 @@ def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list
         begun = " / ".join(f"{walls[side, 'cold'] or math.nan:.0f} s" for side in ("stock", "fastpack"))
         steps = [_ms(stock), "not measured yet", _ms(ours), f"{ratio:.1f}x"]
         peaks = " / ".join(peak_cell([run]) for run in (stock, ours))
-        lines.append(f"| {' | '.join([WORK[row['row']], *steps, begun, f'{peaks} GiB'])} |")
+        lines.append([WORK[row["row"]], *steps, begun, f"{peaks} GiB"])
     note = (
         f"{device_of(record)}, sides as above. A step is the mean of steps 51 to 100 of a long run, with "
         "layers compiled and steps replayed as CUDA graphs. *100 steps*: a run of just these, from `train()` to its "
         f"end, with empty compile caches. {record_of(name, record)}."
     )
-    return [*lines, "", note, ""] if len(lines) > 2 else []
+    columns = "one optimizer step | >stock | >stock compiled | >fastpack | >over stock | >100 steps | >peak"
+    return [grid(columns, lines), "", note, ""] if lines else []
 
 
 def first_step_table(name: str, record: Mapping[str, Any]) -> str:
@@ -112,17 +114,18 @@ def first_step_table(name: str, record: Mapping[str, Any]) -> str:
         "these: its end can come before the second step of the other. *~*: not run; from the longest measured run and "
         "the time of its last 50 steps."
     )
-    columns = ["work", "side", "first step", "second step", *(f"{count} steps" for count in steps), "a step, ms"]
-    lines = [head, "", f"| {' | '.join(columns)} |", f"| --- | --- | {' | '.join(['---:'] * (len(columns) - 2))} |"]
-    for row in record["rows"]:
-        for wall in wall_times(row["runs"], steps):
-            lines.append(f"| {' | '.join([WORK[row['row']], *_wall_cells(wall, row, steps)])} |")
+    columns = " | >".join(["work | side", "first step", "second step", *(f"{count} steps" for count in steps)])
+    lines = [
+        [WORK[row["row"]], *_wall_cells(wall, row, steps)]
+        for row in record["rows"]
+        for wall in wall_times(row["runs"], steps)
+    ]
     apart = ", ".join(f"{_loss_difference(row):.1e}" for row in record["rows"])
     said = (
         f" Largest relative difference of a logged loss from stock's, in runs of as many steps: {apart}; stock's "
         "packed documents of gpt-oss see each other."
     )
-    return "\n".join([*lines, "", made_by(name, record) + said])
+    return f"{head}\n\n{grid(f'{columns} | >a step, ms', lines)}\n\n{made_by(name, record)}{said}"
 
 
 def _loss_difference(row: Mapping[str, Any]) -> float:
@@ -161,15 +164,10 @@ def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "Rates are of three steps; *at stock's row*: fastpack's at the largest row of stock, in a long run. *plan*: "
         "predicted / measured GiB of activations."
     )
-    lines = [
-        head, "", "| model | GiB | stock: tokens | tokens/s | fastpack: tokens | tokens/s | at stock's row | plan |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
-    made = []
-    for name, record in records.items():
-        lines += [line for row in record["rows"] for line in _cap_lines(row)]
-        made += [made_by(name, record), *caps_not_reached(record)]
-    return ["\n".join([*lines, "", *made])]
+    columns = "model | >GiB | >stock: tokens | >tokens/s | >fastpack: tokens | >tokens/s | >at stock's row | >plan"
+    lines = [cells for record in records.values() for row in record["rows"] for cells in _cap_cells(row)]
+    made = [line for name, record in records.items() for line in (made_by(name, record), *caps_not_reached(record))]
+    return ["\n".join([head, "", grid(columns, lines), "", *made])]
 
 
 def caps_not_reached(record: Mapping[str, Any]) -> Iterator[str]:
@@ -187,19 +185,18 @@ def caps_not_reached(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"Not measured within the {record['settings']['seconds']:g} s of a side: {sides}."
 
 
-def _cap_lines(row: Mapping[str, Any]) -> Iterator[str]:
+def _cap_cells(row: Mapping[str, Any]) -> Iterator[list[str]]:
     stock, ours = row["sides"]["stock"], row["sides"]["fastpack"]
     for cap, tokens in largest_of(ours).items():
         theirs = largest_of(stock).get(cap)
         best = _cap_row(ours, cap, tokens)
         plan = best["plan"]
-        cells = [
+        yield [
             row["model"], cap, f"{theirs:,}" if theirs else "none fits",
             f"{_cap_row(stock, cap, theirs)['tokens_per_second']:,.0f}" if theirs else "-", f"{tokens:,}",
             f"{best['tokens_per_second']:,.0f}", _beside(ours, cap, theirs),
             f"{plan['predicted_gib']:.1f} / {plan['measured_gib']:.1f}",
         ]  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
 
 
 def _cap_row(side: Mapping[str, Any], cap: str, tokens: int | None, long: bool = False) -> Mapping[str, Any]:
@@ -224,10 +221,8 @@ def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
         "the peak of stock with its layers compiled (*stock compiled*), and may not be over it. On torch 2.11 such "
         "layers do not compute again what the autograd function of a 4-bit layer made, checkpointing or not."
     )
-    lines = [
-        head, "", "| model, row | stock compiled, tokens/s | fastpack (same memory) | ratio | peaks, GiB |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    columns = "model, row | >stock compiled, tokens/s | >fastpack (same memory) | >ratio | >peaks, GiB"
+    lines = []
     for row in record["rows"]:
         tokens = int(row["row"].split()[-1])
         for pair in row["pairs"]:
@@ -238,8 +233,8 @@ def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
             )
             rates = [f"{tokens / median(run['step_seconds']):,.0f}" for run in (base, best)]
             peaks = f"{base['peak_gib']:.1f} / {best['peak_gib']:.1f}"
-            lines.append(f"| {row['row']} | {' | '.join(rates)} | {pair['ratio']:.2f} | {peaks} |")
-    return "\n".join([*lines, "", made_by(name, record)])
+            lines.append([row["row"], *rates, f"{pair['ratio']:.2f}", peaks])
+    return f"{head}\n\n{grid(columns, lines)}\n\n{made_by(name, record)}"
 
 
 def of_case(results: Mapping[str, Mapping[str, Any]], case: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -10,44 +10,44 @@ the place of kernels: that shows that it runs.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.captured import Row
+from benchmarks.case_command import CaseCommand
 from benchmarks.kernel_kinds import UNKNOWN, Facts, by_kind, largest, launches_of
-from benchmarks.one_line import in_one_line, record_of
-from benchmarks.own_process import answer_of
 from benchmarks.profile_table import table
-from benchmarks.row_loop import RowTask, run_rows
-from benchmarks.side_by_side import FIRST, OURS, ROWS, SIDES, known, train_side
-from benchmarks.side_watch import PROFILED, Watch, figures_of
+from benchmarks.side_by_side import WATCHED
 from benchmarks.step_bounds import TERABYTES, TFLOPS, Device, bound_seconds, work_of
-from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.measure.record import check_writable
+from benchmarks.training_rows import FIRST, ROWS
+from benchmarks.training_side import OURS, SIDES, device_here, train_side
+from fastpack_trl.bench.run_watch import RunWatch
+from fastpack_trl.bench.training_run import OwnProcess, TrainingRun
 
 CASE = "row_profile"
 TIMEOUT = 240
+PROFILED = WATCHED["profiled"]
 _SHOWN, _NAMED = 4, 12
 """Kernels of each kind, and kernels without a kind, that a record names."""
 
 
-def measure_row(row: Row, side: str, device: str, seed: int, peaks: Device) -> dict[str, Any]:
+def measure_side(
+    row: Mapping[str, Any], side: str, *, seed: int, tflops: float, terabytes: float
+) -> dict[str, Any]:  # fmt: skip
     """Train one side in this process; return its profile (`profile_of`)."""
     fields: dict[str, Any] = {"cuda_graph": "off"} if SIDES[side].ours else {}
-    return profile_of(*train_side(row, side, device, seed, shapes=True, **fields), device, peaks)
+    watched = {**WATCHED, "shapes": True}
+    logged = WATCHED["multiple"]
+    trainer, watch = train_side(ROWS[row["row"]], SIDES[side], seed, watched, logging_steps=logged, **fields)
+    return profile_of(trainer, watch, device_here(), Device(tflops * 1e12, terabytes * 1e12))
 
 
-def profile_of(trainer: Any, watch: Watch, device: str, peaks: Device) -> dict[str, Any]:
+def profile_of(trainer: Any, watch: RunWatch, device: str, peaks: Device) -> dict[str, Any]:
     """Return the kernels of a run of `train_side` by kind, with their bounds, per step."""
-    found = figures_of(watch, trainer.state.log_history, device)
+    found = watch.figures(trainer)
     tokens = found["timed_tokens"] / len(found["step_seconds"])
     kinds = kinds_of(trainer, watch, tokens, device, peaks)
     whole = sum(kind["seconds"] for kind in kinds.values())
@@ -61,7 +61,7 @@ def profile_of(trainer: Any, watch: Watch, device: str, peaks: Device) -> dict[s
     }  # fmt: skip
 
 
-def kinds_of(trainer: Any, watch: Watch, tokens: float, device: str, peaks: Device) -> dict[str, dict[str, Any]]:
+def kinds_of(trainer: Any, watch: RunWatch, tokens: float, device: str, peaks: Device) -> dict[str, dict[str, Any]]:
     """Return, by kind and for one of the profiled steps, seconds, launches, bound and the largest kernels."""
     model = trainer.model
     work = work_of(model, tokens, document_lengths(trainer.train_dataset))
@@ -89,70 +89,34 @@ def _per_step(entries: list[list[Any]]) -> list[list[Any]]:
     return [[name, seconds / PROFILED, count / PROFILED] for name, seconds, count in entries]
 
 
-def measure(
-    rows: Sequence[str], sides: Sequence[str], *, seed: int, peaks: Device, seconds: float = math.inf,
-    file: ResultFile | None = None, progress: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Profile sides of rows, each in a process of its own; one that fails is an entry with its error.
-
-    Raises:
-        UserError: an unknown row or side; `file` holds another run.
-    """
-    known(rows, sides)
-    tasks = [
-        RowTask(
-            {"setting": f"{row}, {side}", "row": row, "side": side, "tokens": ROWS[row].tokens},
-            partial(_run, row, side, seed, peaks), empty={},
-        )
-        for row in rows for side in sides
-    ]  # fmt: skip
-    settings = {"profiled": PROFILED, "tflops": peaks.flops / 1e12, "terabytes_per_second": peaks.bandwidth / 1e12}
-    return run_rows(
-        tasks, case=CASE, settings=settings, apart={"seconds": seconds}, seconds=seconds, alike=True,
-        threads=torch.get_num_threads(), device="cuda" if torch.cuda.is_available() else "cpu", seed=seed, file=file,
-        progress=progress,
-    )  # fmt: skip
+def tasks(args: Namespace) -> list[TrainingRun]:
+    """Return the sides of rows, each in a process of its own."""
+    options = {"seed": args.seed, "tflops": args.tflops, "terabytes": args.terabytes}
+    here = OwnProcess("benchmarks.row_profile:measure_side", options, timeout=TIMEOUT)
+    labels = [{"row": row, "tokens": ROWS[row].tokens} for row in args.rows]
+    return [TrainingRun(label, side, here) for label in labels for side in args.sides]
 
 
-def _run(row: str, side: str, seed: int, peaks: Device, seconds: float) -> dict[str, Any]:
-    arguments = ("--rows", row, "--sides", side, "--seed", seed, "--here", *_peak_arguments(peaks))
-    return answer_of("benchmarks.row_profile", arguments, TIMEOUT)
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return the steps that are profiled and the peaks that the bounds are of."""
+    return {"profiled": PROFILED, "tflops": args.tflops, "terabytes_per_second": args.terabytes}
 
 
-def _peak_arguments(peaks: Device) -> tuple[object, ...]:
-    return "--tflops", peaks.flops / 1e12, "--terabytes", peaks.bandwidth / 1e12
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m benchmarks.row_profile``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.row_profile", description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=list(FIRST), help=f"of {', '.join(ROWS)} (default: the first 6)")
-    parser.add_argument("--sides", nargs="+", default=[OURS], help=f"of {', '.join(SIDES)} (default: {OURS})")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="of a large bf16 product (default: %(default)s)")
-    parser.add_argument("--terabytes", type=float, help="per second of memory (default: of this device's data sheet)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for all rows; the next command goes on")
-    parser.add_argument("--json", metavar="FILE", help="write the record to FILE; the same command goes on with it")
-    parser.add_argument("--again", action="store_true", help="measure anew what FILE has")
-    parser.add_argument("--report", metavar="FILE", help="print the table of a record and stop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+def add_options(parser: ArgumentParser) -> None:
+    """Add the peaks of the device."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peaks = Device(args.tflops * 1e12, 1e12 * (args.terabytes or TERABYTES.get(name, TERABYTES["NVIDIA H200"])))
-    if args.here:  # in the process of one row
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        found = measure_row(ROWS[args.rows[0]], args.sides[0], device, args.seed, peaks)
-        Path(args.json).write_text(json.dumps(found), encoding="utf-8")
-        return
-    if args.report is not None:
-        print(table(record_of(args.report, CASE)))
-        return
-    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-    record = measure(args.rows, args.sides, seed=args.seed, peaks=peaks, seconds=args.seconds, file=file)
-    if file is not None:
-        file.save(record)
-    print(table(record))
+    terabytes = TERABYTES.get(name, TERABYTES["NVIDIA H200"])
+    add = parser.add_argument
+    add("--tflops", type=float, default=TFLOPS, help="of a large bf16 product (default: %(default)s)")
+    add("--terabytes", type=float, default=terabytes, help="per second of memory (default: the data sheet's)")
 
+
+COMMAND = CaseCommand(
+    case=CASE, help=__doc__, rows=ROWS, default_rows=FIRST, sides=SIDES, default_sides=(OURS,),
+    tasks=tasks, settings=settings, table=table, alike=True, more=add_options,
+)  # fmt: skip
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.row_profile", main))
+    raise SystemExit(COMMAND.start())

@@ -1,30 +1,32 @@
 """Stock, stock compiled and ours under `accelerate launch`, one process per GPU: losses, step times, memory per rank.
 
-    python benchmarks/several_gpus.py --json several_gpus.json
+    python -m benchmarks.several_gpus --json several_gpus.json
 
 Each side of each case is a launch of its own, trained by its own `train()` on the same rows in the same order; compiled
 is accelerate's regional compilation, by its flags. A step time is the median of the last steps, after all compiling. A
 case that resumes saves in the middle of a run, goes on from there with another model, and loads the result in one
-process. A record that exists is continued: what it holds already is not run again. ``--device cpu`` runs tiny shapes
-under gloo (DDP only: accelerate starts no FSDP on a CPU).
+process. A case of which a side failed is run again by the same command. ``--device cpu`` runs tiny shapes under gloo
+(DDP only: accelerate starts no FSDP on a CPU).
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.case_command import CaseCommand
+from fastpack_trl.bench.result_file import RowTask
+from fastpack_trl.bench.training_run import OwnProcess, accelerate_launch, torchrun
+from fastpack_trl.errors import UserError
 
 SIDES = ("stock", "fastpack")
 """Of which the losses are compared."""
@@ -39,7 +41,6 @@ ROUNDED = 5e-3
 _FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 _COMPILE = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
 _LOGGED = {"losses": "loss", "gradient_norms": "grad_norm"}
-_LAST_LINES = 60
 _STUCK_AFTER = 100.0
 """Seconds after which a rank writes where it is."""
 
@@ -94,7 +95,7 @@ CASES = (
     Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=ROUNDED),
     Case("ddp qwen3-moe", "qwen3-30b-a3b", 4096, "experts", budget=5e-3, layers=4),
     Case("fsdp2 qwen3-moe", "qwen3-30b-a3b", 4096, "experts", fsdp=True, budget=ROUNDED, layers=4),
-)
+)  # fmt: skip
 """From the most to the least important."""
 TINY = (
     Case("ddp full", "tiny-qwen3", 256, "none", budget=1e-3),
@@ -104,69 +105,55 @@ TINY = (
 )
 
 
-def train(case: Case, side: str, device: str, out: Path) -> None:
-    """Train one side in this rank; rank 0 writes the figures of all ranks to `out`."""
+def cases_of(device: str) -> dict[str, Case]:
+    """Return the cases of a device by name."""
+    return {case.name: case for case in (CASES if device == "cuda" else TINY)}
+
+
+def train(row: Mapping[str, Any], side: str, *, device: str, folder: str) -> dict[str, Any]:
+    """Train one side in this rank; return the figures of all ranks.
+
+    Args:
+        row: with the ``name`` of the case.
+        side: which.
+        device: ``cpu`` or ``cuda``.
+        folder: of all ranks, for checkpoints.
+    """
     import torch
     from accelerate.utils import gather_object
 
-    from benchmarks.side_watch import peaks_gib
-    from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
+    from fastpack_trl.bench.run_watch import RunWatch, peaks_gib
+    from fastpack_trl.measure.long_run import LONG_RUN
 
+    case = cases_of(device)[row["name"]]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    watch = _watch()
     faulthandler.dump_traceback_later(_STUCK_AFTER, exit=False)  # to the log, which a failed side keeps the end of
-    # Ranks of one host: the launching process made the folder and takes it away.
-    options = {"output_dir": str(out.parent / "run"), "max_steps": LONG_RUN}
-    trainer = _trainer(case, side, device, options, [watch, EndsAfter(STEPS)])
-    watch.mark()
+    watch = RunWatch(warmup=1, timed=STEPS - 1, peaks_from=1)
+    trainer = _trainer(case, side, device, {"output_dir": f"{folder}/run", "max_steps": LONG_RUN}, [watch])
+    watch.begin()
     trainer.train()
-    figures = _figures(trainer)
+    figures = _logged(trainer)
     if case.checkpoints:
-        figures["checkpoints"] = _resume(case, side, device, out.parent, figures["losses"])
+        figures["checkpoints"] = _resume(case, side, device, Path(folder), figures["losses"])
     faulthandler.cancel_dump_traceback_later()
     peaks = gather_object([peaks_gib(device)])
-    if not trainer.is_world_process_zero():
-        return
     assert trainer.accelerator.num_processes == PROCESSES, trainer.accelerator.num_processes
-    seconds = [end - begin for begin, end in pairwise(watch.marks)]
     report = getattr(trainer, "fastpack_report", None)
-    figures |= {
-        "seconds_to_first_step": seconds[0],  # from the call of `train`
-        "step_ms": [1000 * one for one in seconds[1:]],
-        "last_step_ms": 1000 * statistics.median(seconds[-LAST:]),
+    return {
+        **figures,
+        "seconds_to_first_step": watch.first_step,  # from the call of `train`
+        "step_ms": [1000 * one for one in watch.seconds],
+        "last_step_ms": 1000 * median(watch.seconds[-LAST:]),
         **{name: [each[name] for each in peaks] for name in peaks[0]},  # of each rank, after the first step
         "sharded": bool(trainer.is_fsdp_enabled),
         "report": report.to_dict() if report is not None else None,
     }
-    out.write_text(json.dumps(figures), encoding="utf-8")
 
 
-def _figures(trainer: Any) -> dict[str, Any]:
+def _logged(trainer: Any) -> dict[str, Any]:
     log = trainer.state.log_history
     return {name: [entry[key] for entry in log if key in entry] for name, key in _LOGGED.items()}
-
-
-def _watch() -> Any:
-    """Return a callback that notes the end of each step, after the device."""
-    import torch
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        def __init__(self) -> None:
-            self.marks: list[float] = []
-
-        def mark(self) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.mark()
-            if len(self.marks) == 2 and torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-
-    return Watch()
 
 
 def _trainer(
@@ -195,13 +182,9 @@ def _trainer(
         **({"save_strategy": "no"} | options),
     )  # fmt: skip
     return trainer_class(
-        model=model,
-        args=args,
-        train_dataset=documents,
-        processing_class=tokenizer,
-        peft_config=_lora(case, model),
+        model=model, args=args, train_dataset=documents, processing_class=tokenizer, peft_config=_lora(case),
         callbacks=list(callbacks),
-    )
+    )  # fmt: skip
 
 
 def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float]) -> dict[str, Any]:
@@ -222,7 +205,7 @@ def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float
     saving.train()
     resumed = _trainer(case, side, device, options, [EndsAfter(STEPS)], seed=1)
     resumed.train(resume_from_checkpoint=str(run / f"checkpoint-{half}"))
-    after = _figures(resumed)["losses"][half:]
+    after = _logged(resumed)["losses"][half:]
     last = run / f"checkpoint-{STEPS}"
     ids = torch.arange(64, device=device)[None]
     with torch.no_grad(), resumed.accelerator.autocast():
@@ -242,72 +225,39 @@ def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float
     return found | {"loaded_apart": abs(loss - expected) / abs(expected)}
 
 
-def _lora(case: Case, model: Any) -> Any:
+def _lora(case: Case) -> Any:
     from peft import LoraConfig
 
-    from benchmarks.lora_models import PROJECTIONS, RANK
+    from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK
+    from benchmarks.training_rows import lora_of_experts
 
     if case.lora == "none":
         return None
-    if case.lora == "linear":
-        return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
-    stacks = [
-        name for name, _ in model.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    ]
-    attention = [name for name in PROJECTIONS if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
-    return LoraConfig(
-        r=RANK, lora_alpha=2 * RANK, target_modules=attention, target_parameters=stacks, task_type="CAUSAL_LM"
-    )
+    if case.lora == "experts":
+        return lora_of_experts(stacks=True, task_type="CAUSAL_LM")
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
 
 
 def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
-    """Run one side on all ranks; its figures, or ``{"error": ...}`` with the last lines that it printed."""
-    script = [str(Path(__file__).resolve()), "--train", case.name, side, "--device", device]
-    # The ranks run this file as a script: its folder, not the checkout, would be where they look for modules.
-    root = str(Path(__file__).resolve().parents[1])
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    """Run one side on all ranks; its figures, or ``failed`` with the last lines that it printed."""
     if device == "cuda":
-        options = [
-            "--multi_gpu",
-            "--num_processes",
-            str(PROCESSES),
-            "--mixed_precision",
-            "bf16",
-            "--main_process_port",
-            "0",
-        ]
         sharding = (*_FSDP, "--fsdp_state_dict_type", f"{(case.checkpoints or 'full').upper()}_STATE_DICT")
-        compiling = _COMPILE if side == COMPILED else ()
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-        command = [*launcher, *(sharding if case.fsdp else ()), *compiling, *options]
-        if case.fsdp:
-            command.remove("--multi_gpu")
+        flags = (*(sharding if case.fsdp else ("--multi_gpu",)), *(_COMPILE if side == COMPILED else ()))
+        command, environment = accelerate_launch(PROCESSES, *flags, "--mixed_precision", "bf16"), {}
     else:  # `accelerate launch --cpu` starts one process
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
-        environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        command = torchrun(PROCESSES)
+        environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         if side == COMPILED:
             prefix = "ACCELERATE_DYNAMO_"
             environment |= {f"{prefix}BACKEND": "INDUCTOR", f"{prefix}USE_REGIONAL_COMPILATION": "true"}
     with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder, "figures.json"), Path(folder, "log")
+        options = {"device": device, "folder": folder}
+        here = OwnProcess(
+            "benchmarks.several_gpus:train", options, timeout=limit, command=command, environment=environment
+        )
         begin = time.perf_counter()
-        with (
-            log.open("w", encoding="utf-8") as stream,
-            subprocess.Popen(
-                [*command, *script, "--json", str(out)], stdout=stream, stderr=subprocess.STDOUT, env=environment
-            ) as process,
-        ):
-            try:
-                code = process.wait(timeout=limit)
-                error = "" if code == 0 and out.exists() else f"ended with {code}"
-            except subprocess.TimeoutExpired:
-                error = f"had not ended after {limit:.0f} s"
-                process.terminate()
-        seconds = time.perf_counter() - begin
-        if error:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
-            return {"error": error, "seconds": seconds, "last_lines": lines}
-        return {**json.loads(out.read_text(encoding="utf-8")), "seconds": seconds}
+        found = here({"name": case.name}, side)
+        return {**found, "seconds": time.perf_counter() - begin}
 
 
 def judge(case: Case, row: dict[str, Any]) -> None:
@@ -331,64 +281,81 @@ def judge(case: Case, row: dict[str, Any]) -> None:
     row["passed"] = max(apart) <= case.budget
 
 
-def main() -> None:
-    """Run the cases that the record lacks, or train one side when launched as a rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="the record; continued where it exists")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no side after so many")
-    parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds that one side may take")
-    parser.add_argument("--train", nargs=2, metavar=("CASE", "SIDE"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    cases = {case.name: case for case in (CASES if options.device == "cuda" else TINY)}
-    if options.train:
-        train(cases[options.train[0]], options.train[1], options.device, options.json)
-        return
-    unknown = [name for name in options.cases or () if name not in cases]
-    if unknown:
-        raise SystemExit(f"several_gpus.py: error: there is no case {unknown[0]!r} (cases: {', '.join(cases)})")
+def measure_case(case: Case, seconds: float, *, device: str, limit: float) -> dict[str, Any]:
+    """Run the sides of a case and judge it; ``skipped`` names the sides that failed: it is to be run again."""
+    row: dict[str, Any] = {side: launch(case, side, device, limit) for side in case.sides}
+    judge(case, row)
+    failed = [side for side in case.sides if "failed" in row[side]]
+    return row | ({"skipped": f"failed: {', '.join(failed)}"} if failed else {})
+
+
+def tasks(args: Namespace) -> list[RowTask]:
+    """Return the cases.
+
+    Raises:
+        UserError: too few devices.
+    """
     import torch
 
-    if options.device == "cuda" and torch.cuda.device_count() < PROCESSES:
-        raise SystemExit(
-            f"several_gpus.py: error: torch sees {torch.cuda.device_count()} CUDA devices, and {PROCESSES} are needed; "
-            "tiny shapes on the CPU: --device cpu"
+    if args.device == "cuda" and torch.cuda.device_count() < PROCESSES:
+        raise UserError(
+            f"torch sees {torch.cuda.device_count()} CUDA devices, and {PROCESSES} are needed; tiny shapes on the CPU: "
+            "--device cpu"
         )
-    from fastpack_trl.measure.record import make_record
+    cases = cases_of(args.device)
+    for name in args.rows:
+        if name not in cases:
+            raise UserError(f"the case {name!r} is not for --device {args.device} (cases: {', '.join(cases)})")
+    measured = partial(measure_case, device=args.device, limit=args.timeout)
+    return [RowTask({"name": name}, partial(measured, cases[name])) for name in args.rows or cases]
 
-    rows: dict[str, Any] = {}
-    if options.json.exists():
-        rows = {row["name"]: row for row in json.loads(options.json.read_text(encoding="utf-8"))["rows"]}
-    chosen = options.cases or list(cases)
-    began = time.monotonic()
-    for name in chosen:
-        case, row = cases[name], rows.setdefault(name, {"name": name})
-        for side in case.sides:
-            if "losses" in row.get(side, {}) or time.monotonic() - began > options.seconds:
-                continue
-            row[side] = launch(case, side, options.device, options.limit)
-            judge(case, row)
-            settings = {"steps": STEPS, "processes": PROCESSES, "row_per_rank": 1}
-            complete = all("passed" in rows.get(other, {}) for other in cases)
-            record = make_record(
-                case="several_gpus", settings=settings, rows=list(rows.values()), complete=complete,
-                device=options.device, threads=1, seed=0,
-            )  # fmt: skip
-            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            said = row[side].get("error") or (
-                f"first step {row[side]['seconds_to_first_step']:.1f} s, last {row[side]['last_step_ms']:.0f} ms, peak "
-                + ", ".join(f"{peak or 0:.1f}" for peak in row[side]["reserved_gib"])
-                + " GiB reserved"
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """Return the steps and ranks."""
+    return {"steps": STEPS, "processes": PROCESSES, "row_per_rank": 1}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return a line per side and one per case: whether it passed, and how much faster it is."""
+    return "\n".join(line for row in record["rows"] for line in _lines(row))
+
+
+def _lines(row: Mapping[str, Any]) -> Iterator[str]:
+    name = row["name"]
+    for side in (SIDES[0], COMPILED, SIDES[1]):
+        found = row.get(side, {})
+        if why := found.get("failed") or found.get("error"):
+            yield f"{name} / {side}: {why}, {found['seconds']:.0f} s in all"
+        elif found:
+            kind = "reserved" if "reserved_gib" in found else "peak"  # of older records
+            ranks = found[f"{kind}_gib"] if isinstance(found[f"{kind}_gib"], list) else [found[f"{kind}_gib"]]
+            peaks = ", ".join(f"{peak or 0:.1f}" for peak in ranks)
+            last = median(found["step_ms"][-LAST:])
+            yield (
+                f"{name} / {side}: first step {found['seconds_to_first_step']:.1f} s, last {last:.0f} ms, peak {peaks} "
+                f"GiB {kind}, {found['seconds']:.0f} s in all"
             )
-            print(f"{name} / {side}: {said}, {row[side]['seconds']:.0f} s in all", flush=True)
-        if "passed" not in row:
-            continue  # no time was left for it
-        faster = ", ".join(f"{row[key]:.2f}x {key.removeprefix('times_')}" for key in row if key.startswith("times_"))
-        verdict = "passed" if row["passed"] else "FAILED"
-        print(f"{name}: {verdict}, losses apart {row['largest_difference']}; {faster}", flush=True)
-    sys.exit(0 if all(rows[name].get("passed") for name in chosen) else 1)
+    if "passed" not in row:
+        yield f"{name}: {row.get('skipped')}"
+        return
+    faster = ", ".join(f"{row[key]:.2f}x {key.removeprefix('times_')}" for key in row if key.startswith("times_"))
+    verdict = "passed" if row["passed"] else "FAILED"
+    yield f"{name}: {verdict}, losses apart {row['largest_difference']}; {faster}"
 
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the device, and the older names of two options."""
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--timeout", "--limit", type=float, default=180.0, help="seconds that one side may take")
+
+
+COMMAND = CaseCommand(
+    case="several_gpus", help=__doc__, rows={case.name for case in (*CASES, *TINY)}, default_rows=(),
+    settings=settings, table=table, tasks=tasks, more=add_options,
+)  # fmt: skip
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(COMMAND.start())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.side_by_side import ROWS
 from benchmarks.side_table import Cell, believed, cells, work
+from benchmarks.training_rows import ROWS
 from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure, room_for_labels
 from fastpack_trl.bench.views import device_of
 
@@ -57,7 +57,7 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
 
 
 def _place(row: str) -> int:
-    """Return where a row stands in the plan of `benchmarks.side_by_side`."""
+    """Return where a row stands in the table of rows."""
     return list(ROWS).index(row) if row in ROWS else len(ROWS)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.readme_cells import grid
 from fastpack_trl.bench.views import device_of
 
 LOSS_BUDGET = 1e-3
@@ -84,11 +85,8 @@ def cells(record: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
             good = [run for run in entries if "step_seconds" in run]
             bad = [str(run.get("failed") or run.get("skipped")) for run in entries if "step_seconds" not in run]
             out.setdefault(row, {})[side] = Cell(good, bad[0].splitlines()[-1] if bad and not good else "")
-    return {row: dict(sorted(sides.items(), key=lambda side: _place(side[0]))) for row, sides in out.items()}
-
-
-def _place(side: str) -> int:
-    return ORDER.index(side) if side in ORDER else -1
+    place = {side: number for number, side in enumerate(ORDER)}
+    return {row: dict(sorted(sides.items(), key=lambda side: place.get(side[0], -1))) for row, sides in out.items()}
 
 
 def loss_difference(stock: Cell, other: Cell) -> float | None:
@@ -106,33 +104,21 @@ def believed(row: str, stock: Cell, other: Cell) -> bool:
 
 def table(record: Mapping[str, Any]) -> str:
     """Return Markdown: a line per row and side."""
-    columns = (
-        "tokens/s",
-        "quartiles",
-        "all steps",
-        "over stock",
-        "over compiled",
-        "loss from stock's",
-        "peak, GiB",
-        "kernels, ms",
-        "idle",
-        "launches",
-    )
-    head = ["row", "side", *columns]
+    columns = "row | side | >tokens/s | >quartiles | >all steps | >over stock | >over compiled | >loss from stock's"
     said = (
         "*tokens/s*: of the median of the timed steps; *all steps*: of all of them together, in some of which fastpack "
         "still records graphs. *peak*: the most that tensors took at a time, + what CUDA graphs held beside it."
     )
-    lines = [f"**Side by side, {device_of(record)}.** {said}", "", f"| {' | '.join(head)} |"]
-    lines.append(f"| --- | --- | {' | '.join(['---:'] * (len(head) - 2))} |")
-    for row, sides in cells(record).items():
-        for side, cell in sides.items():
-            lines.append(f"| {title(record, row)} | {side} | {' | '.join(_cells(row, sides, cell))} |")
+    rows = [
+        [title(record, row), side, *_cells(row, sides, cell)]
+        for row, sides in cells(record).items()
+        for side, cell in sides.items()
+    ]
+    lines = [f"**Side by side, {device_of(record)}.** {said}", ""]
+    lines.append(grid(f"{columns} | >peak, GiB | >kernels, ms | >idle | >launches", rows))
     if any(run["row"].startswith(LEAKS) for run in record["rows"]):
-        lines += [
-            "",
-            "Stock lets packed documents of gpt-oss see each other: its losses are those of another computation.",
-        ]
+        said = "Stock lets packed documents of gpt-oss see each other: its losses are those of another computation."
+        lines += ["", said]
     return "\n".join(lines)
 
 
@@ -149,11 +135,8 @@ def work(record: Mapping[str, Any], row: str) -> str:
     some, _, all_of_them = layers_of(record, row).partition(" of ")
     cut = "" if some == all_of_them else f" ({some} of its layers)"
     documents, _, micro_batches = size.partition("x")
-    rows = (
-        f"rows of {int(size):,} tokens"
-        if not micro_batches
-        else f"not packed, batch size {documents}, {micro_batches} accumulated"
-    )
+    rows = f"not packed, batch size {documents}, {micro_batches} accumulated" if micro_batches else ""
+    rows = rows or f"rows of {int(size):,} tokens"
     return f"{MODELS.get(model, model)}{cut} {KINDS.get(kind, kind)}, {rows}"
 
 

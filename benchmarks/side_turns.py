@@ -1,11 +1,11 @@
-"""Several trainers over one set of weights, each advanced by a step in turn."""
+"""Several sides over one set of weights, each advanced by a step in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -14,7 +14,8 @@ from fastpack_trl.measure.device_memory import PeakMemory, free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
-from fastpack_trl.measure.timing import Clock
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,17 @@ class SideTurns:
 
 
 def measure_in_turns(
-    names: Sequence[str], make: Callable[[str, SteppedTrainer | None], SteppedTrainer], **options: Any
-) -> SideTurns:
-    """Make the sides (`make_sides`) and time their steps (`time_sides`, which takes the options)."""
-    sides, failed = make_sides(names, make)
-    found, other_load = time_sides(sides, **options)
-    return SideTurns(sides, found, failed | found.failed, other_load)
-
-
-def make_sides(
-    names: Sequence[str], make: Callable[[str, SteppedTrainer | None], SteppedTrainer]
-) -> tuple[dict[str, SteppedTrainer], dict[str, str]]:
-    """Return the sides that could be made, and why the others could not.
+    names: Sequence[str], make: Callable[[str, SteppedTrainer | None], SteppedTrainer], *, weights: nn.Module,
+    device: str, **options: Any,
+) -> SideTurns:  # fmt: skip
+    """Make trainers and time their steps in turn; all of them train `weights`.
 
     Args:
         names: of the sides.
         make: the side of a name, given the first one, whose optimizer it is to use.
+        weights: the module whose gradients are dropped when a side fails: a backward that broke off leaves some.
+        device: ``cpu`` or ``cuda``.
+        options: of `take_turns`.
     """
     sides: dict[str, SteppedTrainer] = {}
     failed: dict[str, str] = {}
@@ -60,40 +56,30 @@ def make_sides(
             failed[name] = failure or ""
         else:
             sides[name] = side
-    return sides, failed
+    calls = {name: partial(_step, side, device) for name, side in sides.items()}
+    found, load = loaded_turns(calls, device, dropped=weights.zero_grad, **options)
+    return SideTurns(sides, found, failed | found.failed, load)
 
 
-def time_sides(
-    sides: Mapping[str, SteppedTrainer], *, weights: nn.Module, device: str, rounds: int, warmup: int, least: int,
-    seconds: float, clock: Clock,
-) -> tuple[Rounds[tuple[Step, Any]], float | None]:  # fmt: skip
-    """Time steps of the sides in turn; all of them train `weights`.
+def loaded_turns(
+    calls: Mapping[str, Callable[[], T]], device: str, *, dropped: Callable[[], object] = lambda: None, rounds: int,
+    least: int = 3, **options: Any,
+) -> tuple[Rounds[T], float | None]:  # fmt: skip
+    """Return what `take_turns` does, and the cores that other processes kept busy in the timed rounds.
 
     Args:
-        sides: by name.
-        weights: the module whose gradients are dropped when a side fails: a backward that broke off leaves some.
-        device: ``cpu`` or ``cuda``.
-        rounds, warmup, least, seconds, clock: as in `take_turns`.
-
-    Returns:
-        The steps with what each took of memory, and the cores that other processes kept busy meanwhile.
+        calls: by side.
+        device: whose memory a side that fails gives back.
+        dropped: called then, before.
+        rounds, least, options: of `take_turns`.
     """
     load = OtherLoad()
 
-    def dropped(_name: str, _reason: str) -> None:
-        weights.zero_grad()
+    def drop(_name: str, _reason: str) -> None:
+        dropped()
         free_memory(device)
 
-    found = take_turns(
-        {name: partial(_step, side, device) for name, side in sides.items()},
-        rounds=rounds,
-        warmup=warmup,
-        seconds=seconds,
-        least=min(least, rounds),
-        clock=clock,
-        begin=load.restart,
-        dropped=dropped,
-    )
+    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=drop, **options)
     return found, load.cores()
 
 

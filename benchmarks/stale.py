@@ -30,28 +30,20 @@ TRAINING = (
     "measure", "model", "packing", "run", "step", "trainer.py",
 )  # fmt: skip
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
+_TRAININGS = (
+    "captured", "equal_memory", "everyday", "first_step", "fp8_accuracy", "fp8_steps",
+    "host_overhead", "lora", "memory_caps", "packed_attention", "row_profile", "several_gpus", "side_by_side",
+)  # fmt: skip
 ROOMS: dict[str, tuple[str, ...]] = {
-    "activation_memory": TRAINING,
+    **dict.fromkeys(_TRAININGS, TRAINING),
+    "activation_memory": ("attention", "checkpointing", "kernels", "model", "packing"),
     "attention": ("attention", "kernels", "model", "packing"),
     "balance": ("measure", "model"),
-    "captured": TRAINING,
-    "collator": ("packing",),
-    "equal_memory": TRAINING,
-    "everyday": TRAINING,
-    "first_step": TRAINING,
     "by_itself": ("attention", "checkpointing", "kernels", "model", "moe", "packing"),
-    "fp8_accuracy": TRAINING,
+    "collator": ("packing",),
     "fp8_products": ("kernels", "measure"),
-    "fp8_steps": TRAINING,
-    "host_overhead": TRAINING,
-    "lora": TRAINING,
-    "memory_caps": TRAINING,
     "moe": ("attention", "kernels", "model", "moe", "packing"),
     "nf4": ("kernels",),
-    "packed_attention": TRAINING,
-    "row_profile": TRAINING,
-    "several_gpus": TRAINING,
-    "side_by_side": TRAINING,
 }
 """Rooms of the package by case; a case that is not here uses all."""
 OPTIMISATIONS = {

@@ -10,19 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.kernel_kinds import (
-    ATTENTION,
-    BASE,
-    COPIES,
-    DEQUANTISE,
-    EXPERTS,
-    GLUE,
-    HEAD,
-    OPTIMIZER,
-    ROUTING,
-    THIN,
-    Launch,
-)
+from benchmarks import kernel_kinds as kinds
+from benchmarks.kernel_kinds import Launch
 
 TFLOPS = 790.0
 """Of a large bf16 product, as measured on an H200 and an H100."""
@@ -110,21 +99,20 @@ def bound_seconds(kind: str, launches: Iterable[Launch], steps: int, work: Work,
         work: of one step.
         device: its peaks.
     """
-    if kind in (BASE, THIN, EXPERTS):
+    if kind in (kinds.BASE, kinds.THIN, kinds.EXPERTS):
         return products_seconds(launches, device) / steps
     logits = 2 * _BF16 * work.tokens * work.vocabulary
     """Read for the loss, and written as its gradient."""
     moved = {
-        GLUE: glue_bytes(work),
-        ROUTING: routing_bytes(work),
-        HEAD: logits,
-        OPTIMIZER: 8.0 * work.trained_bytes,  # the weight and two moments read and written; the gradient read, twice
-        DEQUANTISE: 2 * (0.5 + _BF16) * work.packed_elements,  # once for each pass
-        COPIES: 0.0,
+        kinds.GLUE: glue_bytes(work),
+        kinds.ROUTING: routing_bytes(work),
+        kinds.HEAD: logits,
+        kinds.OPTIMIZER: 8.0 * work.trained_bytes,  # weight and two moments read and written; the gradient read, twice
+        kinds.DEQUANTISE: 2 * (0.5 + _BF16) * work.packed_elements,  # once for each pass
     }
-    if kind == ATTENTION:
+    if kind == kinds.ATTENTION:
         return work.attention_flops / device.flops
-    products = products_seconds(launches, device) / steps if kind == HEAD else 0.0
+    products = products_seconds(launches, device) / steps if kind == kinds.HEAD else 0.0
     return products + moved.get(kind, 0.0) / device.bandwidth
 
 
@@ -144,9 +132,9 @@ def work_of(model: Any, tokens: float, documents: Iterable[int]) -> Work:
     inner = int(config.intermediate_size)
     lengths = list(documents)
     share = tokens / max(1, sum(lengths))
-    pairs = model_flops(model).pairs
+    windows = model_flops(model).pairs
     attention = sum(
-        (cost.forward + cost.backward) * attention_pairs(lengths, window) * share for window, cost in pairs.items()
+        (cost.forward + cost.backward) * attention_pairs(lengths, window) * share for window, cost in windows.items()
     )
     parameters = list(model.parameters())
     return Work(

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.model_shapes import ModelShape, build_model
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -29,6 +30,16 @@ class Shape:
     kv_heads: int = 4
     head_dim: int = 32
     vocabulary: int = 4000
+
+    @property
+    def public(self) -> ModelShape:
+        """Return it under the names of transformers' configuration."""
+        fields = {
+            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary, "tie_word_embeddings": True, "attn_implementation": "sdpa",
+        }  # fmt: skip
+        return ModelShape("qwen3", fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ def make_trainers(
     work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
 ) -> dict[str, Any]:
     """Make both trainers, ready to train: the same initial weights, documents and order of rows."""
-    model = _model(work.shape, tokens, seed)
+    model = build_model(work.shape.public, positions=tokens, seed=seed, device="cpu")
     tokenizer = make_tokenizer(work.shape.vocabulary)
     documents = random_documents(
         work.shortest, work.longest, work.shape.vocabulary, tokens * (steps + SPARE_ROWS + 1), seed
@@ -92,20 +103,11 @@ def make_trainers(
 def trainer_arguments(setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str) -> dict[str, Any]:
     """Return the arguments of either trainer's configuration; everything else is TRL's default."""
     return {
-        "output_dir": folder,
-        "packing": True,
-        "max_length": tokens,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "max_steps": steps,
-        "bf16": setting.bf16,
-        "gradient_checkpointing": setting.gradient_checkpointing,
-        "use_cpu": device == "cpu",
-        "seed": seed,
-        "data_seed": seed,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "output_dir": folder, "packing": True, "max_length": tokens, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "max_steps": steps, "bf16": setting.bf16,
+        "gradient_checkpointing": setting.gradient_checkpointing, "use_cpu": device == "cpu", "seed": seed,
+        "data_seed": seed, "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
@@ -113,28 +115,6 @@ def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
     filled = [sum(lengths) for lengths in rows["seq_lengths"]]
     emptiest = int(np.argmin(filled))
     return rows.select([index for index in range(len(rows)) if index != emptiest])
-
-
-def _model(shape: Shape, positions: int, seed: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
-
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    set_seed(seed)
-    return Qwen3ForCausalLM(config)
 
 
 def make_tokenizer(vocabulary: int) -> Any:

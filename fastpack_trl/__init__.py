@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.callbacks import ThroughputCallback
-    from fastpack_trl.checkpointing.callback import AsyncCheckpointCallback
+    from fastpack_trl.checkpointing.checkpoint_offload import AsyncCheckpointCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.lora.linear import apply_lora
     from fastpack_trl.moe.apply import apply_moe
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastpack_trl.trainer import FastSFTTrainer
 
 _HOME = {
-    "AsyncCheckpointCallback": "checkpointing.callback",
+    "AsyncCheckpointCallback": "checkpointing.checkpoint_offload",
     "FastSFTConfig": "config",
     "FastSFTTrainer": "trainer",
     "PackedBatch": "packing.packed_batch",

@@ -11,7 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from fastpack_trl.attention.packed_attention import packed_attention, plan_rows_again
+from fastpack_trl.attention.feature import install_attention, plan_rows_again
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.feature import cuda_graph
@@ -23,8 +23,8 @@ from fastpack_trl.compile.layer_compile import layer_compile, start_workers
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
 from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.precision import not_packed_on_cpu
 from fastpack_trl.model.upstream import PARTLY, lacks
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import MicroStep, Run
@@ -90,7 +90,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(plan_rows_again, "sft", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
-    Feature(packed_attention, "any", falls_back=False),  # to padded rows, by itself
+    Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
     Feature(lora, "any"),
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),

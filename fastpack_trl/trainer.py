@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from fastpack_trl.attention.packed_attention import choose_attention
+from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
@@ -26,8 +26,8 @@ from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_seams, packing_collator
+from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.prepare import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging

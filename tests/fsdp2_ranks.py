@@ -22,10 +22,9 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing import callback
 from fastpack_trl.checkpointing import checkpoint_offload as feature
-from fastpack_trl.checkpointing.levels import Level
-from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
+from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.kind import LayerKind
 from fastpack_trl.compile.layers import compiled_layers
@@ -150,10 +149,9 @@ def memory() -> None:
     assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
-    for module in (feature, callback):
-        module.offload_unavailable = lambda device: ""  # type: ignore[assignment]
-    callback.CudaStreams = HostStreams  # type: ignore[misc,assignment]
-    callback.MIN_BYTES = 1  # type: ignore[misc]
+    feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
+    feature.CudaStreams = HostStreams  # type: ignore[misc,assignment]
+    feature.MIN_BYTES = 1  # type: ignore[misc]
     ours, _ = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()

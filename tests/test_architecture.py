@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fastpack_trl"
 TOPICS = {
     "loss head": ("step/step_loss.py", 6),
     "FP8 base": ("lora/frozen_base.py", 6),
-    "capture": ("step/capture.py", 15),
+    "capture": ("capture/feature.py", 6),
     "activation plan": ("checkpointing/activation_memory.py", 12),
 }
 """Part -> the file where it begins, and the most files that one has to read. The aim is 6."""

@@ -87,7 +87,7 @@ LISTED: dict[str, str] = {
     r"(\S*/)?python3? -m (venv|build|twine) .*|(\S*/)?python3? -m build": "makes an environment, or needs the network",
     r"accelerate launch .*": "several processes: tests/recipe/test_configs.py parses it",
     r"torchrun .*": "several processes",
-    r"python benchmarks/several_gpus\.py .*": "several GPUs",
+    r"python -m benchmarks\.several_gpus .*": "several GPUs",
     r"git (tag|push|clone) .*": "needs a repository",
     r"(cd|rm -rf) .*": "a place of the shell",
 }

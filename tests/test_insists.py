@@ -180,7 +180,7 @@ def test_a_level_that_cannot_be_used_stops_train_but_no_evaluation(
     def no_context(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError("no such context")
 
-    monkeypatch.setattr("fastpack_trl.checkpointing.levels.create_selective_checkpoint_contexts", no_context)
+    monkeypatch.setattr("fastpack_trl.checkpointing.plan.create_selective_checkpoint_contexts", no_context)
     trainer = make(tmp_path, Case(), activation_memory=level)
     trainer.evaluate()
     with pytest.raises(ValueError) as error:  # noqa: PT011

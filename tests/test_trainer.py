@@ -17,8 +17,8 @@ from transformers import BertConfig, BertModel
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention import feature
 from fastpack_trl.attention import install as seam
-from fastpack_trl.attention import packed_attention as feature
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.packing.collator import PackingCollator
@@ -221,8 +221,9 @@ def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
 
     def record(self: PackedBatch, key: Any, build: Any) -> Any:
         value = derive(self, key, build)
-        if key[0] == "band" and not any(reference() is value for reference in alive):
-            alive.append(weakref.ref(value))
+        for band in value.bands.values() if key[0] == "per_document" else ():
+            if not any(reference() is band for reference in alive):
+                alive.append(weakref.ref(band))
         if self not in batches:
             batches.append(self)
         return value
@@ -461,15 +462,14 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
 
 def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that see each other after all: `auto` goes over to padded rows, an explicit choice stops."""
-    from fastpack_trl.attention import per_document
+    from fastpack_trl.attention.per_document import PerDocument
 
-    prepare = per_document.prepare
+    prepare = PerDocument.prepare
 
-    def leaking(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
-        whole = PackedBatch.from_lengths((batch.total_tokens,))
-        return prepare(whole, windows, device)
+    def leaking(self: Any, batch: PackedBatch, *where: Any) -> Any:
+        return prepare(self, PackedBatch.from_lengths((batch.total_tokens,)), *where)
 
-    monkeypatch.setattr(per_document, "prepare", leaking)
+    monkeypatch.setattr(PerDocument, "prepare", leaking)
     for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
     ours = train(FastSFTTrainer, tmp_path, packing=True, fast={"padded_rows_limit": 9})

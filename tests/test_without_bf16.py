@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import prepared
 from lora_material import adapted
 from old_device import T4, add_scaler, forced_capability
 from quantised_material import quantised
@@ -17,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
-from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel, prepare
+from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel
 from fastpack_trl.attention.reference import NO_WINDOW
 from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
@@ -132,7 +133,7 @@ def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_
 def test_repeated_heads_give_what_grouped_ones_do(window: int, device: str) -> None:
     torch.manual_seed(0)
     batch = PackedBatch.from_lengths((3, 17, 1, 9)).to(torch.device(device))
-    layer = prepare(batch, frozenset({window} - {NO_WINDOW}), torch.device(device))
+    layer = prepared("per_document", batch, *({window} - {NO_WINDOW}), device=device)
     drawn = [torch.randn(1, heads, 30, 8, device=device) for heads in (6, 2, 2)]
     results = []
     for repeats in (False, True):

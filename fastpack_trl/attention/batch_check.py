@@ -58,24 +58,22 @@ class BatchCheck:
                     f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "
                     f"(batch of {row.shape[0]}): give one row and the PackedBatch that was collated with it"
                 )
-            lengths = _document_lengths(position_ids)
-            if lengths is None:
+            read = _read(position_ids)
+            if read is None:
                 self._say(_STOCK)
                 return None
-            if lengths != batch.segment_lengths:  # else the same positions in another tensor
+            if read.segment_lengths != batch.segment_lengths:  # else the same positions in another tensor
                 self._say(_READ_AGAIN)
-                batch = PackedBatch.from_lengths(lengths).to(batch.device)
-        previous = self._last() if self._last is not None else None
-        if previous is not batch:
+                batch = read.to(batch.device)
+        if self._last is None or self._last() is not batch:
             self.close()
             self._last = weakref.ref(batch)
         return batch
 
     def close(self) -> None:
         """Drop what was derived from the last batch."""
-        previous = self._last() if self._last is not None else None
-        if previous is not None:
-            previous.clear_derived()
+        if self._last is not None and (last := self._last()) is not None:
+            last.clear_derived()
         self._last = None
 
     def _say(self, text: str) -> None:
@@ -86,12 +84,11 @@ class BatchCheck:
             logger.warning(f"packed_attention: {text}")
 
 
-def _document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
-    """Return the tokens of each document of one row, None if one does not count up from 0. Asks the device."""
-    positions = position_ids.flatten().cpu()
-    starts = (positions == 0).nonzero().flatten()
-    if len(position_ids) != 1 or not len(starts) or starts[0] != 0:
+def _read(position_ids: Tensor) -> PackedBatch | None:
+    """Return the documents of one row; None if one does not count up from 0. Synchronises with the device."""
+    positions = position_ids.cpu()
+    starts = (positions[0] == 0).nonzero().flatten()
+    if len(positions) != 1 or not len(starts) or starts[0] != 0:
         return None
-    lengths = torch.cat([starts, torch.tensor([len(positions)])]).diff()
-    counted = torch.arange(len(positions)) - starts.repeat_interleave(lengths)
-    return tuple(lengths.tolist()) if torch.equal(positions, counted) else None
+    batch = PackedBatch.from_lengths(torch.cat([starts, torch.tensor([positions.shape[1]])]).diff().tolist())
+    return batch if torch.equal(positions, batch.position_ids) else None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend
+from fastpack_trl.attention.reference import additive, band_mask
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.stock_attention import stock_attention
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -51,17 +51,17 @@ class Dense(Backend):
         return f"stock {features.implementation} with a dense mask built once per batch"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
-        return prepare(batch, features.windows, device, features.implementation)
+        masks = {window: dense_mask(batch, window, device) for window in (None, *features.windows)}
+        if features.implementation == "eager":  # it adds the mask to the scores
+            masks = {window: additive(mask) for window, mask in masks.items()}
+        return DenseLayer(masks, features.implementation)
 
 
-def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device, implementation: str) -> DenseLayer:
-    """Build one mask per window and one without."""
-    dtype = torch.bool if implementation != "eager" else torch.float32
+def dense_mask(batch: PackedBatch, window: int | None, device: torch.device) -> Tensor:
+    """Return (1, 1, total_tokens, total_tokens) bool: block-diagonal over segments, causal, windowed if so asked.
 
-    def build() -> DenseLayer:
-        masks: dict[int | None, Tensor] = {
-            window: dense_mask(batch, window, device, dtype) for window in (None, *sorted(windows))
-        }
-        return DenseLayer(masks, implementation)
-
-    return batch.derive(("sdpa", device), build)
+    Every token sees itself, so no row is all False. Nothing is read back from a device.
+    """
+    segment = batch.seq_idx.to(device)[0]
+    total = segment.numel()
+    return ((segment[:, None] == segment) & band_mask(total, window or total, device))[None, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -59,19 +59,14 @@ class FlashAttention(Backend):
         return f"{self.name} was not tried over static batches: packed_attention='varlen' takes them"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttentionLayer:
-        return batch.derive(
-            (self.name, device),
-            lambda: FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, self.name),
-        )
+        return FlashAttentionLayer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, self.name)
 
 
 def missing(name: str) -> str:
     """Return why an implementation cannot be used here, or ``""``."""
-    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
-    if not hasattr(utils, "_flash_attention_forward"):
+    if found("transformers.modeling_flash_attention_utils._flash_attention_forward") is None:
         return f"this transformers has no function for {name}"
-    checks = importlib.import_module("transformers.utils")
-    available = getattr(checks, f"is_flash_attn_{name[-1]}_available", None)
+    available = found(f"transformers.utils.is_flash_attn_{name[-1]}_available")
     if available is None or not available():
         return f"{name} is not installed (or has no device): pip install flash-attn"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 BLOCK_SIZE = 128
 """Tokens per block of the kernel's grid; torch's default."""
-
-_compiled: dict[str, Any] = {}
 
 
 class FlexLayer(NamedTuple):
@@ -44,7 +43,7 @@ class FlexLayer(NamedTuple):
             return_lse=sinks is not None,
         )  # fmt: skip
         if sinks is not None:
-            # flex differentiates its log-sum-exp: the identity of `sinks.py` in autograd's hands.
+            # flex differentiates its log-sum-exp: the identity of `operators.py` in autograd's hands.
             out, lse = out
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out = out * torch.exp(lse - with_sink)[..., None].to(out.dtype)
@@ -67,16 +66,7 @@ class Flex(Backend):
         return f"torch's flex attention; {described(features)}"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlexLayer:
-        return prepare(batch, features.windows, device)
-
-
-def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> FlexLayer:
-    """Build one `BlockMask` per window and one without, from host lengths; the device is not asked."""
-
-    def build() -> FlexLayer:
-        return FlexLayer({window: block_mask(batch, window, device) for window in (None, *sorted(windows))})
-
-    return batch.derive(("flex", device), build)
+        return FlexLayer({window: block_mask(batch, window, device) for window in (None, *features.windows)})
 
 
 def block_mask(batch: PackedBatch, window: int | None, device: torch.device) -> BlockMask:
@@ -126,8 +116,7 @@ def _ordered(matrix: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.i
     return counts, np.argsort(~matrix, axis=-1, kind="stable").astype(np.int32)
 
 
+@cache
 def _flex() -> Any:
-    # Uncompiled, flex computes all total_tokens^2 scores; compiled once per process, on first use.
-    if "flex" not in _compiled:
-        _compiled["flex"] = torch.compile(flex_attention, dynamic=True)
-    return _compiled["flex"] if torch.cuda.is_available() else flex_attention
+    # Uncompiled, flex computes all total_tokens^2 scores.
+    return torch.compile(flex_attention, dynamic=True) if torch.cuda.is_available() else flex_attention

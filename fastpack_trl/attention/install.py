@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
-from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, PaddedRows, padded_rows
-from fastpack_trl.attention.trial import failure
+from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
     ModelFeatures,
@@ -28,8 +28,8 @@ from fastpack_trl.model.facts import (
     read_features,
     text_model,
     window_of,
-)
-from fastpack_trl.model.patches import shared
+)  # fmt: skip
+from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.model.stock_attention import OVER, stock_attention
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import PADDED_ROWS, Choice
@@ -41,14 +41,12 @@ class PackedAttention:
     Attributes:
         choice: the path and its reason.
         features: what was read from the model.
-        padded: running token counts of `padded_rows`, else None.
         batch_check: compares each batch with its row, where a path of ours runs.
     """
 
     def __init__(self, choice: Choice, features: ModelFeatures) -> None:
         self.choice = choice
         self.features = features
-        self.padded: PaddedRows | None = None
         self.batch_check = BatchCheck()
 
     @property
@@ -57,7 +55,6 @@ class PackedAttention:
         return self.choice.path
 
     def __repr__(self) -> str:
-        """Return ``PackedAttention(path='per_document', reason='cpu; plain causal')``."""
         return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
@@ -99,7 +96,7 @@ def packed_attention(
     handle = PackedAttention(choice, features)
     with contextlib.ExitStack() as stack:
         if handle.path == PADDED_ROWS:
-            handle.padded = stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
+            stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
         elif handle.path in BACKENDS:
             stack.enter_context(switched(model, features))
             stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.batch_check))
@@ -107,7 +104,7 @@ def packed_attention(
 
 
 def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
-    """Switch the text config to our name over its own implementation; restore every sub-config on exit."""
+    """Switch the text config to our name over its own implementation, give each layer its window; restored on exit."""
     base = text_model(model)
     return shared(base, "_fastpack_switched", lambda: _switch(base, features))
 
@@ -122,10 +119,14 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
         )
     name = OVER[stock]
     text = base.config.get_text_config()
-    snapshot = {id(config): (config, config._attn_implementation) for config in _configs(base)}
     key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
     _register(name, stock)
-    try:
+    with contextlib.ExitStack() as stack:
+        for config in _configs(base):
+            # Written back directly: the public setter would check and load kernels again.
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+        for module in attention_modules(base):
+            stack.enter_context(attribute_set(module, "_fastpack_window", window_of(module)))
         # A composite model's vision tower keeps its own implementation.
         base.set_attn_implementation(name if key is None else {key: name})
         if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
@@ -133,10 +134,6 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
                 f"{features.model_type} ignored the switch of its attention: set packed_attention='{PADDED_ROWS}'"
             )
         yield
-    finally:
-        for config, implementation in snapshot.values():
-            # Written back directly: the public setter would check and load kernels again.
-            config._attn_implementation_internal = implementation
 
 
 def _register(name: str, stock: str) -> None:
@@ -153,56 +150,49 @@ def _register(name: str, stock: str) -> None:
 
 
 @contextlib.contextmanager
-def _fed(
-    model: nn.Module, backend: Backend, features: ModelFeatures, batch_check: BatchCheck | None = None
-) -> Iterator[None]:
-    """Hook the backbone, so that the keyword `packed_batch` becomes what its layers read."""
-    base = text_model(model)
-    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check or BatchCheck())
-    with shared(base, "_fastpack_feed", lambda: _hooked(base)) as feed:
-        feed.prepares.append(prepare)
-        try:
-            yield
-        finally:
-            feed.prepares.remove(prepare)
-            prepare.batch_check.close()
-
-
-@contextlib.contextmanager
-def _hooked(base: nn.Module) -> Iterator[_Feed]:
-    feed = _Feed()
-    # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
-    hooks = [module.register_forward_pre_hook(feed, with_kwargs=True) for module in backbones(base)]
-    attentions = attention_modules(base)
-    for module in attentions:
-        module._fastpack_window = window_of(module)
-    try:
-        yield feed
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module in attentions:
-            del module._fastpack_window
-
-
-class _Feed:
-    """The pre-hook of a backbone; a class, so that a model can be pickled and copied while it is installed.
+def _fed(model: nn.Module, backend: Backend, features: ModelFeatures, batch_check: BatchCheck) -> Iterator[None]:
+    """Hook the backbone, so that the keyword `packed_batch` becomes what its layers read.
 
     Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
     """
+    base = text_model(model)
+    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check)
+    with shared(base, "_fastpack_feed", lambda: _hooked(base)) as prepares:
+        prepares.append(prepare)
+        try:
+            yield
+        finally:
+            prepares.remove(prepare)
+            batch_check.close()
 
-    def __init__(self) -> None:
-        self.prepares: list[_Prepare] = []
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.prepares[-1](args, kwargs)
+@contextlib.contextmanager
+def _hooked(base: nn.Module) -> Iterator[list[_Prepare]]:
+    prepares: list[_Prepare] = []
+    hook = partial(_prepare_by_the_latest, prepares)
+    # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in backbones(base)]
+    try:
+        yield prepares
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
+def _prepare_by_the_latest(
+    prepares: list[_Prepare], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return prepares[-1](args, kwargs)
+
+
+@dataclass(eq=False)
 class _Prepare:
-    """The preparation of a batch for one `packed_attention`."""
+    """The preparation of a batch for one `packed_attention`; an object that a model can be pickled and copied with."""
 
-    def __init__(self, backend: Backend, features: ModelFeatures, config: Any, batch_check: BatchCheck) -> None:
-        self.backend, self.features, self.config, self.batch_check = backend, features, config, batch_check
+    backend: Backend
+    features: ModelFeatures
+    config: Any
+    batch_check: BatchCheck
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
@@ -221,7 +211,7 @@ class _Prepare:
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
-        kwargs["packed_layer"] = self.backend.prepare(batch, self.features, device)
+        kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
             ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -230,16 +220,9 @@ class _Prepare:
 
 
 def _attention(
-    stock: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *args: Any,
-    packed_layer: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *args: Any, packed_layer: Any = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the packed path with `packed_layer`, the family's own function without: registered under our name."""
     if packed_layer is None:
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
@@ -252,32 +235,16 @@ def _attention(
 
 
 def _packed(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed_layer: PackedLayer,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    s_aux: Tensor | None = None,
-    softcap: float | None = None,
-    **_ignored: Any,
-) -> Tensor:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, packed_layer: PackedLayer, *, scaling: float | None = None,
+    dropout: float = 0.0, s_aux: Tensor | None = None, softcap: float | None = None, **_ignored: Any,
+) -> Tensor:  # fmt: skip
     dtype = _compute_dtype(value)
-    return packed_layer.attend(
-        AttentionCall(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            window=module._fastpack_window,
-            sinks=None if s_aux is None else s_aux.to(dtype),
-            softcap=softcap,
-            dropout=dropout,
-            module=module,
-        )
-    )
+    call = AttentionCall(
+        query.to(dtype), key.to(dtype), value.to(dtype), window=module._fastpack_window, softcap=softcap,
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling), dropout=dropout, module=module,
+        sinks=None if s_aux is None else s_aux.to(dtype),
+    )  # fmt: skip
+    return packed_layer.attend(call)
 
 
 def _compute_dtype(value: Tensor) -> torch.dtype:

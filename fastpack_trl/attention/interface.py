@@ -54,7 +54,7 @@ class Backend(ABC):
 
     Attributes:
         name: its value of `FastSFTConfig.packed_attention`.
-        tried: `trial.failure` runs it on a few tokens before it is chosen.
+        tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
     """
 
@@ -72,7 +72,11 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        """Build what the layers read, once per batch and device: `PackedBatch.derive` keeps it."""
+        """Build what the layers read, for one batch on one device."""
+
+    def layer(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        """Return what `prepare` builds, once per batch and device; it lives and dies with the batch."""
+        return batch.derive((self.name, device), lambda: self.prepare(batch, features, device))
 
     def refuses_compile(self, features: ModelFeatures) -> str:
         """Return why layers with it are not compiled, or ``""``: it is torch that a graph can have, or an operator."""

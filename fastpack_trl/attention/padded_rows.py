@@ -8,7 +8,7 @@ row with a two-dimensional mask, which is what such models were written for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +21,6 @@ from fastpack_trl.model.facts import backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
 DEFAULT_LIMIT = 4.0
-
-
-@dataclass(slots=True)
-class PaddedRows:
-    """Count of tokens seen so far, real and padded."""
-
-    real_tokens: int = 0
-    padded_tokens: int = 0
-
-    @property
-    def cost(self) -> float:
-        """Return the tokens computed per real token; 1.0 before the first batch."""
-        return self.padded_tokens / self.real_tokens if self.real_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +37,8 @@ class _Rows:
     def unpack(self, row: Tensor, fill: float) -> Tensor:
         """Turn (1, total_tokens, ...) into (rows, width, ...)."""
         out = row.new_full((self.rows * self.width, *row.shape[2:]), fill)
-        return out.index_copy(0, self.flat_index, row[0, : self.flat_index.numel()]).unflatten(
-            0, (self.rows, self.width)
-        )
+        tokens = row[0, : self.flat_index.numel()]
+        return out.index_copy(0, self.flat_index, tokens).unflatten(0, (self.rows, self.width))
 
     def pack(self, rows: Tensor, total_tokens: int) -> Tensor:
         """Turn (rows, width, ...) into (1, total_tokens, ...), zeros in the tail."""
@@ -67,9 +53,7 @@ def padding_cost(seq_lengths: tuple[int, ...]) -> float:
 
 
 @contextlib.contextmanager
-def padded_rows(
-    model: nn.Module, limit: float = DEFAULT_LIMIT, batch_check: BatchCheck | None = None
-) -> Iterator[PaddedRows]:
+def padded_rows(model: nn.Module, limit: float, batch_check: BatchCheck) -> Iterator[None]:
     """Unpack a batch with the keyword `packed_batch` before the model, and pack its output after it, by hooks.
 
     The backbone is wrapped, so that everything above it (head, loss) sees the packed row. Prompt learning is unpacked
@@ -78,21 +62,18 @@ def padded_rows(
     Raises:
         ValueError: in a forward, when a batch would cost more than `limit` padded tokens per real token.
     """
-    counts = PaddedRows()
     kind = _PromptHooks if is_prompt_learning(model) else _BackboneHooks
-    hooks = kind(counts, limit, batch_check or BatchCheck())
-    handles = hooks.register(model)
+    handles = kind(limit, batch_check).register(model)
     try:
-        yield counts
+        yield
     finally:
         for handle in handles:
             handle.remove()
-        hooks.batch_check.close()
+        batch_check.close()
 
 
 class _BackboneHooks:
-    def __init__(self, counts: PaddedRows, limit: float, batch_check: BatchCheck) -> None:
-        self.counts = counts
+    def __init__(self, limit: float, batch_check: BatchCheck) -> None:
         self.limit = limit
         self.batch_check = batch_check
         self.batch: PackedBatch | None = None
@@ -130,7 +111,14 @@ class _BackboneHooks:
         if batch is None:
             return args, kwargs
         self.inside = module
-        rows = _rows(batch, self.counts, self.limit)
+        cost = padding_cost(batch.seq_lengths)
+        if cost > self.limit:
+            raise ValueError(
+                f"padded_rows would compute {cost:.1f} padded tokens per real token, over padded_rows_limit="
+                f"{self.limit:g}: train with packing=False, pack documents of similar length, or raise "
+                "padded_rows_limit"
+            )
+        rows = _rows(batch)
         if args and args[0] is not None:  # falcon and bloom give their tokens by position
             args = (rows.unpack(args[0], 0), *args[1:])
         kwargs = _without_packed_keywords(kwargs, batch)
@@ -146,20 +134,27 @@ class _BackboneHooks:
             return output
         self.inside = None
         rows, total = _rows(self.batch), self.batch.total_tokens
-        return _map_tensors(output, lambda tensor: _pack_output(tensor, rows, total))
+
+        def convert(tensor: Tensor) -> Tensor:
+            if tensor.shape[:2] == (rows.rows, rows.width):
+                return rows.pack(tensor, total)
+            if tensor.shape[:1] == (rows.rows * rows.width,):  # router logits: one row per token
+                return rows.pack(tensor.unflatten(0, (rows.rows, rows.width)), total)[0]
+            return tensor
+
+        return _map_tensors(output, convert)
 
 
 class _PromptHooks(_BackboneHooks):
     """Hooks of PEFT's model, which prepends its virtual tokens to every row; the output gets them once, as stock's."""
 
-    def __init__(self, counts: PaddedRows, limit: float, batch_check: BatchCheck) -> None:
-        super().__init__(counts, limit, batch_check)
-        self.virtual_tokens = 0
+    virtual_tokens = 0
 
     def register(self, model: nn.Module) -> list[Any]:
         config: Any = model.active_peft_config
         # Prefix tuning gives keys and values, not tokens: nothing is in front of its outputs.
-        self.virtual_tokens = 0 if config.peft_type == "PREFIX_TUNING" else int(config.num_virtual_tokens)
+        if config.peft_type != "PREFIX_TUNING":
+            self.virtual_tokens = int(config.num_virtual_tokens)
         return [
             model.register_forward_pre_hook(self.unpack, with_kwargs=True),
             model.register_forward_hook(self.pack),
@@ -190,23 +185,12 @@ class _PromptHooks(_BackboneHooks):
         return _map_tensors(output, convert)
 
 
-def _rows(batch: PackedBatch, counts: PaddedRows | None = None, limit: float = float("inf")) -> _Rows:
+def _rows(batch: PackedBatch) -> _Rows:
     def build() -> _Rows:
-        count, width = len(batch.seq_lengths), max(batch.seq_lengths)
-        lengths = torch.tensor(batch.seq_lengths)
-        flat_index = torch.cat([row * width + torch.arange(length) for row, length in enumerate(batch.seq_lengths)])
-        mask = torch.arange(width)[None] < lengths[:, None]
-        return _Rows(count, width, flat_index.to(batch.device), mask.long().to(batch.device))
+        mask = torch.arange(max(batch.seq_lengths)) < torch.tensor(batch.seq_lengths)[:, None]
+        flat_index = mask.flatten().nonzero().flatten()
+        return _Rows(len(mask), mask.shape[1], flat_index.to(batch.device), mask.long().to(batch.device))
 
-    if counts is not None:
-        cost = padding_cost(batch.seq_lengths)
-        if cost > limit:
-            raise ValueError(
-                f"padded_rows would compute {cost:.1f} padded tokens per real token, over padded_rows_limit={limit:g}:"
-                f" train with packing=False, pack documents of similar length, or raise padded_rows_limit"
-            )
-        counts.real_tokens += sum(batch.seq_lengths)
-        counts.padded_tokens += len(batch.seq_lengths) * max(batch.seq_lengths)
     return batch.derive(("padded_rows", batch.device), build)
 
 
@@ -215,15 +199,7 @@ def _without_packed_keywords(kwargs: dict[str, Any], batch: PackedBatch) -> dict
     return {name: value for name, value in kwargs.items() if name not in to_transformers_kwargs(batch)}
 
 
-def _pack_output(tensor: Tensor, rows: _Rows, total_tokens: int) -> Tensor:
-    if tensor.shape[:2] == (rows.rows, rows.width):
-        return rows.pack(tensor, total_tokens)
-    if tensor.shape[:1] == (rows.rows * rows.width,):  # router logits: one row per token
-        return rows.pack(tensor.unflatten(0, (rows.rows, rows.width)), total_tokens)[0]
-    return tensor
-
-
-def _map_tensors(value: Any, convert: Any) -> Any:
+def _map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, ModelOutput):

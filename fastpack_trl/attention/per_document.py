@@ -1,8 +1,8 @@
 """One attention call per document over host lengths: any device, any dtype, no total_tokens^2 anywhere.
 
-On the CPU, torch's flash kernel runs per segment; its log-sum-exp makes attention sinks exact (`sinks.py`). The same
-operator in plain torch (`reference.py`) is the oracle and serves softcapping, which no kernel of torch has, and sinks
-on other devices.
+On the CPU, torch's flash kernel runs per segment; its log-sum-exp makes attention sinks exact (`operators.py`). The
+same operator in plain torch (`reference.py`) is the oracle and serves softcapping, which no kernel of torch has, and
+sinks on other devices.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
+from fastpack_trl.attention.operators import attention_operator, fold_sinks, pad_head, sink_gradient
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
     DocumentInputs,
+    additive,
+    band_mask,
     corner,
     empty_output,
     reference_backward,
     reference_forward,
     segment_lengths,
 )
-from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
-from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import NEEDS, found, lacks
-from fastpack_trl.packing.masks import shared_band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 _flash_cpu, _flash_cpu_backward = (found(path) for path in NEEDS["per_document on the CPU"])
@@ -40,7 +39,7 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class PerDocumentLayer(NamedTuple):
-    """Tensors and one int, built once per batch by `prepare`: what crosses a layer boundary."""
+    """What crosses a layer boundary: tensors and ints."""
 
     cu_seqlens: Tensor
     """(num_segments + 1,) int32 **on the host**, so that no layer asks the device for lengths."""
@@ -74,9 +73,8 @@ class PerDocumentLayer(NamedTuple):
             # The kernels that take a mask take no groups of heads.
             repeats = self.repeats or (query.is_cuda and band is not None)
             return _native_sdpa(query, key, value, self.cu_seqlens, band, window, scale, repeats)
-        softcap = softcap or NO_SOFTCAP
         out: Tensor = _attention(
-            query, key, value, self.cu_seqlens, sinks, band, window, scale, softcap, self.max_seqlen
+            query, key, value, self.cu_seqlens, sinks, band, window, scale, softcap or NO_SOFTCAP, self.max_seqlen
         )[0]
         return out
 
@@ -102,7 +100,9 @@ class PerDocument(Backend):
         return calls if device != "cpu" else ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
-        return prepare(batch, features.windows, device, repeats=not has_grouped_kernel(features))
+        ends = torch.tensor((0, *batch.segment_lengths)).cumsum(0, dtype=torch.int32)
+        bands = {window: _band(batch.max_seqlen, window, device) for window in features.windows}
+        return PerDocumentLayer(ends, batch.bucketed_max_seqlen, bands, repeats=not has_grouped_kernel(features))
 
 
 def has_grouped_kernel(features: ModelFeatures) -> bool:
@@ -113,27 +113,12 @@ def has_grouped_kernel(features: ModelFeatures) -> bool:
     return capable and features.compute_dtype in FLASH_DTYPES
 
 
-def prepare(
-    batch: PackedBatch, windows: frozenset[int], device: torch.device, *, repeats: bool = False
-) -> PerDocumentLayer:
-    """Build the layers' view of `batch`; at most one band per window."""
-
-    def build() -> PerDocumentLayer:
-        bands = {}
-        for window in windows:
-            band = shared_band_mask(batch, window, device)
-            # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype. Where no segment
-            # exceeds the window nobody reads it, but a compiled layer must not be made again because it is missing.
-            bands[window] = (
-                torch.zeros(2, 2, device=device)
-                if band is None
-                else torch.zeros(band.shape, device=device).masked_fill_(~band, -torch.inf)
-            )
-        lengths = torch.tensor((0, *batch.segment_lengths), dtype=torch.int32)
-        ends = lengths.cumsum(0, dtype=torch.int32)
-        return PerDocumentLayer(ends, batch.bucketed_max_seqlen, bands, repeats=repeats)
-
-    return batch.derive(("per_document", device), build)
+def _band(longest: int, window: int, device: torch.device) -> Tensor:
+    # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype. Where no segment exceeds the
+    # window nobody reads it, but a compiled layer must not be made again because it is missing.
+    if longest <= window:
+        return torch.zeros(2, 2, device=device)
+    return additive(band_mask(longest, window, device))
 
 
 def _native_sdpa(
@@ -180,7 +165,7 @@ def _takes_flash(inputs: DocumentInputs) -> bool:
 
 
 def _flash_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
-    query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+    query, key, value = inputs[:3]
     out, lse = empty_output(query, value)
     band = _in_kernel_dtype(inputs.band, query)
     lengths, value_dim = segment_lengths(inputs.cu_seqlens), value.shape[-1]
@@ -192,13 +177,13 @@ def _flash_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
         segment, segment_lse = _flash_cpu(q, k, v, 0.0, mask is None, attn_mask=mask, scale=inputs.scale)
         part.copy_(segment if segment.shape == part.shape else segment[..., :value_dim])
         part_lse.copy_(segment_lse)
-    return fold_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+    return fold_sinks(out, lse, inputs.sinks)
 
 
 def _flash_backward(
     inputs: DocumentInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query, key, value = inputs[:3]
     grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     band = _in_kernel_dtype(inputs.band, query)
     lengths = segment_lengths(inputs.cu_seqlens)
@@ -225,13 +210,6 @@ def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
     return empty_output(inputs.query, inputs.value)
 
 
-def _fake_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = DocumentInputs(*fields)
-    sink_grad = torch.empty_like(inputs.sinks) if inputs.sinks is not None else grad_out.new_empty(0)
-    dq, dk, dv = (torch.empty_like(tensor) for tensor in inputs[:3])
-    return dq, dk, dv, sink_grad
-
-
 def _pairs(inputs: DocumentInputs) -> int:
     """Return the query-key pairs per head, counted as torch counts its own: the full square of each segment."""
     lengths = inputs.cu_seqlens
@@ -253,33 +231,7 @@ def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any,
     return 2 * inputs.query.shape[1] * width * _pairs(inputs)
 
 
-_ARGUMENTS = arguments_of(DocumentInputs)
-_forward = operator(per_document_attention, fake=_fake, flops=_flops, signature=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-_backward = operator(
-    per_document_attention_backward, fake=_fake_backward, flops=_flops_backward,
-    signature=f"(Tensor grad_out, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+_attention = attention_operator(
+    DocumentInputs, per_document_attention, per_document_attention_backward, fake=_fake, flops=_flops,
+    flops_backward=_flops_backward, on_host=DocumentInputs._fields.index("cu_seqlens"),
 )  # fmt: skip
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, cu_seqlens, sinks, band, *constants = fields
-        out, lse = _forward(*fields)
-        ctx.save_for_backward(query, key, value, out, lse, sinks, band)
-        # Not saved: it is on the host, and hooks on saved tensors need not move it.
-        ctx.cu_seqlens, ctx.constants = cu_seqlens, constants
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, sinks, band = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(
-            grad_out.contiguous(), out, lse, query, key, value, ctx.cu_seqlens, sinks, band, *ctx.constants
-        )
-        return dq, dk, dv, None, dsinks if sinks is not None else None, None, None, None, None, None
-
-
-_attention = differentiable("per_document_attention_with_gradient", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _Attention)

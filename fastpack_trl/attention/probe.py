@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.reach import Reach, measured_reach
-from fastpack_trl.model.facts import keeps_logits, text_model, token_table
-from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients
+from fastpack_trl.model.facts import attention_modules, keeps_logits, text_model, token_table
+from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -26,9 +28,14 @@ _LAST_PREDICTS_NOTHING = 1
 _MOST_OPERATIONS = {"cpu": 5e12, "cuda": 5e14}
 _MOST_LOGITS = 2**30
 
+Reach = dict[tuple[str, int], int]
+"""Tokens that a query sees, itself included, by the name of the layer and the index of the query."""
+
 
 class Probe:
     """One packed row of random tokens.
+
+    A model that FSDP 2 has sharded is run as a whole, in every process; its embeddings are put in by a hook.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
@@ -40,9 +47,8 @@ class Probe:
     def __init__(self, model: nn.Module, attention: PackedAttention, lengths: tuple[int, ...], seed: int) -> None:
         self.model, self.attention, self.lengths = model, attention, lengths
         device = next(iter(model.parameters())).device
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = int(text_model(model).config.get_text_config().vocab_size)
-        ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator)
+        vocabulary = int(text_config(model).vocab_size)
+        ids = torch.randint(vocabulary, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
         # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
         padding = getattr(token_table(model), "padding_idx", None)
         if padding is not None:
@@ -50,6 +56,9 @@ class Probe:
         self.ids = ids.to(device)
         self.documents = self.ids[0].split(lengths)
         self.batch = PackedBatch.from_lengths(lengths).to(device)
+        self.packed_keywords = to_transformers_kwargs(self.batch)
+        if attention.path != "off":
+            self.packed_keywords["packed_batch"] = self.batch
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings as a leaf that takes a gradient, for every comparison.
@@ -57,19 +66,15 @@ class Probe:
         On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
         training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
         """
+        if units(self.model):
+            return embed(self.model, ids).requires_grad_()
         embedding: Any = text_model(self.model).get_input_embeddings()
         embeddings: Tensor = embedding(ids).detach().requires_grad_()
         return embeddings
 
     def packed(self, leaf: Tensor, last: int) -> Tensor:
         """Return logits of the `last` tokens of the packed row, (last, vocabulary)."""
-        return self._logits(leaf, last, **self._metadata())
-
-    def _metadata(self) -> dict[str, Any]:
-        kwargs = to_transformers_kwargs(self.batch)
-        if self.attention.path != "off":
-            kwargs["packed_batch"] = self.batch
-        return kwargs
+        return self._logits(leaf, last, **self.packed_keywords)
 
     def separate(self, document: int, last: int) -> Tensor:
         """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
@@ -77,12 +82,24 @@ class Probe:
 
     def packed_by_ids(self, ids: Tensor) -> Tensor:
         """Return logits of the packed row with other `ids`, given as a batch gives them; detached."""
-        return self._logits_by_ids(ids, **self._metadata())
+        return self._logits_by_ids(ids, **self.packed_keywords)
 
     def _logits_by_ids(self, ids: Tensor, **kwargs: Any) -> Tensor:
         with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
             logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
         return logits[-ids.shape[1] :].detach()
+
+    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
+        if last < leaf.shape[1] and keeps_logits(self.model):
+            kwargs["logits_to_keep"] = last
+        with torch.enable_grad(), ExitStack() as stack:
+            if units(self.model):
+                stack.enter_context(embeddings_put_in(self.model, leaf))
+                kwargs["input_ids"] = self.ids.new_zeros(leaf.shape[:2])
+            else:
+                kwargs["inputs_embeds"] = leaf.clone()  # some families scale their embeddings in place
+            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+        return logits[-last:]  # prompt learning puts its virtual tokens before
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""
@@ -90,18 +107,12 @@ class Probe:
 
     def separate_losses(self, *, by_ids: bool = False) -> float:
         """Sum the losses of the documents, each by itself; by their embeddings, or by their ids."""
-        predicting = [(index, length) for index, length in enumerate(self.lengths) if length > 1]
-        if by_ids:
-            return sum(self.loss(index, self._logits_by_ids(self.documents[index][None])) for index, _ in predicting)
-        return sum(self.loss(index, self.separate(index, length)) for index, length in predicting)
-
-    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
-        if last < leaf.shape[1] and keeps_logits(self.model):
-            kwargs["logits_to_keep"] = last
-        with torch.enable_grad():
-            # A copy: some families scale their embeddings in place.
-            logits: Tensor = self.model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs).logits[0]
-        return logits[-last:]  # prompt learning puts its virtual tokens before
+        total = 0.0
+        for index, length in enumerate(self.lengths):
+            if length > 1:
+                ids = self.documents[index][None]
+                total += self.loss(index, self._logits_by_ids(ids) if by_ids else self.separate(index, length))
+        return total
 
     def loss(self, document: int, logits: Tensor) -> float:
         """Sum the losses that `logits`, of the last tokens of a document, give to the tokens after them."""
@@ -109,14 +120,9 @@ class Probe:
         return float(nn.functional.cross_entropy(logits.detach()[:-1].double(), labels, reduction="sum"))
 
     def reach(self, last: int) -> tuple[Reach, Reach, list[tuple[float, float]]]:
-        """Measure what the last token of each document sees, packed and separate, in each layer.
+        """Return what the last token of each document sees, packed and separate, by layer and document.
 
-        Args:
-            last: tokens of the row whose logits are compared as well.
-
-        Returns:
-            The reach, packed and separate, by layer and document; per document that `last` reaches, the sums of
-            losses, packed and separate.
+        And, for each document among the `last` tokens of the row, the sums of their losses, packed and separate.
         """
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
 
@@ -131,36 +137,78 @@ class Probe:
         separate: Reach = {}
         losses = []
         for document, length in enumerate(self.lengths):
-            compared = min(length, last - sum(self.lengths[document + 1 :]))
+            after = sum(self.lengths[document + 1 :])
+            compared = min(length, last - after)
             with measured_reach(self.model, lambda hidden: [(0, hidden.shape[1] - 1)]) as found:
                 alone = self.separate(document, max(1, compared))
             separate |= {(layer, document): tokens for (layer, _), tokens in found.items()}
             if compared > 1:
-                end = len(logits) - sum(self.lengths[document + 1 :])
-                in_row = logits[end - compared : end]
-                losses.append((self.loss(document, in_row), self.loss(document, alone)))
+                end = len(logits) - after
+                losses.append((self.loss(document, logits[end - compared : end]), self.loss(document, alone)))
         return packed, separate, losses
 
 
-class ShardedProbe(Probe):
-    """The same of a model that FSDP 2 has parted: every process runs each forward pass, of the whole model."""
+@contextmanager
+def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[int, int]]]) -> Iterator[Reach]:
+    """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return embeddings as a leaf that takes a gradient."""
-        return embed(self.model, ids).requires_grad_()
+    A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with
+    a gradient says how many tokens a layer sees, whatever computes it. A layer keeps its activations only until it is
+    measured: what runs inside cannot be differentiated afterwards. Layers of another form are left out.
 
-    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
-        if last < leaf.shape[1] and keeps_logits(self.model):
-            kwargs["logits_to_keep"] = last
-        ids = self.ids.new_zeros(leaf.shape[:2])
-        with torch.enable_grad(), embeddings_put_in(self.model, leaf):
-            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
-        return logits[-last:]
+    Args:
+        model: a transformers causal language model, to be run on embeddings that take a gradient.
+        queries: given the input of a layer, (rows, tokens, hidden), the row and the position of each query.
+    """
+    found: Reach = {}
+    base = text_model(model)
+    names = {module: name for name, module in base.named_modules()}
+    kept = ExitStack()
+
+    def keep(*_: Any) -> None:
+        kept.enter_context(saved_tensors_hooks(_same, _same))
+
+    def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        kept.close()
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        out = output[0] if isinstance(output, tuple) else output
+        if not all(isinstance(t, Tensor) and t.dim() == 3 and t.requires_grad for t in (hidden, out)):
+            return
+        asked = queries(hidden)
+        for index, (row, position) in enumerate(asked):
+            more = index + 1 < len(asked)
+            (gradient,) = torch.autograd.grad(out[row, position].sum(), hidden, retain_graph=more, allow_unused=True)
+            seen = [] if gradient is None else gradient[row].abs().amax(-1).nonzero()
+            if len(seen):
+                found[names[module], index] = position - int(seen[0]) + 1
+
+    with ExitStack() as stack, saved_tensors_hooks(_drop, _never), kept:
+        for module in attention_modules(base):
+            stack.callback(module.register_forward_pre_hook(keep).remove)
+            stack.callback(module.register_forward_hook(measure, with_kwargs=True).remove)
+        yield found
+
+
+def _drop(_tensor: Tensor) -> None:
+    return None
+
+
+def _never(_packed: None) -> Tensor:
+    raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config of the language model in `model`."""
+    return text_model(model).config.get_text_config()
 
 
 def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
     """Return the windows and chunks of a model in tokens, by their name in the report."""
-    chunk = getattr(text_model(model).config.get_text_config(), "attention_chunk_size", None)
+    chunk = getattr(text_config(model), "attention_chunk_size", None)
     found = {f"window {size}": size for size in sorted(attention.features.windows)}
     return found | ({f"chunk {chunk}": int(chunk)} if chunk is not None else {})
 
@@ -175,16 +223,15 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
 
     A window may be too large for the model's positions, for `LARGEST_WINDOW`, or for the start of a run.
     """
-    config: Any = text_model(model).config.get_text_config()
-    device = next(iter(model.parameters())).device.type
+    config, device = text_config(model), next(iter(model.parameters())).device.type
+    device = device if device in LARGEST_WINDOW else "cpu"
     positions = getattr(config, "max_position_embeddings", None) or 2**62
-    most = min(LARGEST_WINDOW.get(device, LARGEST_WINDOW["cpu"]), positions - PAST)
+    most = min(LARGEST_WINDOW[device], positions - PAST)
     size = max((size for size in sizes if size <= most), default=0)
     lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
     logits = last_past(lengths) if keeps_logits(model) else sum(lengths)
     operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
-    affordable = operations <= _MOST_OPERATIONS.get(device, _MOST_OPERATIONS["cpu"])
-    affordable = affordable and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
+    affordable = operations <= _MOST_OPERATIONS[device] and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
     return lengths if size and affordable else ()
 
 

@@ -6,22 +6,24 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fastpack_trl.attention.by_ids import leaks_by_ids
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, ShardedProbe, exceeds, last_past, lengths_past, spans
+from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.sharded import in_any_process, units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
-_FP32_EPSILON = torch.finfo(torch.float32).eps
+# What a model raises that takes no `input_ids`, or not those of a packed row.
+_TAKES_NO_IDS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+
+Leaks = list[tuple[int, int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +145,14 @@ def verify_packing(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
         stack.enter_context(run_aside(model, training=False))
-        kind = ShardedProbe if units(model) else Probe
-        probe = kind(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
+        probe = Probe(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
         past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
     # The losses of the second row count as those of the first.
-    predictions = sum(length - 1 for length in probe.lengths)
+    predictions = _predictions(probe)
     if losses:
         predictions += last_past(past) - 2
         packed, separate = packed + sum(one for one, _ in losses), separate + sum(other for _, other in losses)
-    predictions = max(1, predictions)
     exercised = max(probe.lengths + past)
     return PackingProof(
         path=attention.path if attention.path != "off" else "stock",
@@ -167,28 +167,19 @@ def verify_packing(
     )
 
 
-def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, float]], float, float]:
-    """Return the gradients from document to document that are not zero, and the sums of losses, packed and separate.
+def _predictions(probe: Probe) -> int:
+    return max(1, sum(length - 1 for length in probe.lengths))
 
-    Raises:
-        NonFiniteError: the model is not finite on separate documents either.
-        UnsteadyError: its results differ from run to run.
-    """
-    directions = torch.Generator().manual_seed(seed)
+
+def _leaks_and_losses(probe: Probe, seed: int) -> tuple[Leaks, float, float]:
+    """Return the dependences of documents on others, and the sums of losses, packed and separate."""
     leaf = probe.embed(probe.ids)
-    leaks = []
     try:
-        documents = probe.packed(leaf, sum(probe.lengths)).split(probe.lengths)
+        row = probe.packed(leaf, sum(probe.lengths))
     finally:
         probe.batch.clear_derived()
-    for target, document in enumerate(documents):
-        direction = torch.randn(document.shape, generator=directions).to(document)
-        (gradient,) = torch.autograd.grad((document * direction).sum(), leaf, retain_graph=True)
-        for source, part in enumerate(gradient[0].split(probe.lengths)):
-            largest = float(part.abs().max())
-            if source != target and largest != 0.0:  # exactly zero; a NaN is a leak too
-                leaks.append((source, target, largest))
-    row = torch.cat([document.detach() for document in documents])
+    leaks = _gradients(probe, row, leaf, seed)
+    row = row.detach()
     packed = probe.packed_losses(row)
     finite = math.isfinite(packed) and all(math.isfinite(size) for *_, size in leaks)
     if not finite:
@@ -199,20 +190,71 @@ def _leaks_and_losses(probe: Probe, seed: int) -> tuple[list[tuple[int, int, flo
     if leaks or not finite:
         return leaks, packed, separate
     _check_steady(probe, packed, separate)
-    exact = not _has_experts(text_model(probe.model).config.get_text_config())  # who are together rounds otherwise
-    leaks, by_ids = leaks_by_ids(probe, row, seed + 1, exact=exact)
+    leaks, by_ids = _leaks_by_ids(probe, row, seed + 1)
     if by_ids is not None and not abs(by_ids[0] - by_ids[1]) <= abs(packed - separate):
         packed, separate = by_ids
     return leaks, packed, separate
 
 
-def _check_steady(probe: Probe, packed: float, separate: float) -> None:
-    """Run separate documents again where the packed ones give another loss: a model may be random by itself.
+def _gradients(probe: Probe, row: Tensor, leaf: Tensor, seed: int) -> Leaks:
+    """Return the gradients of documents' logits, of the packed row, that are not zero at other documents."""
+    directions = torch.Generator().manual_seed(seed)
+    leaks = []
+    for target, document in enumerate(row.split(probe.lengths)):
+        direction = torch.randn(document.shape, generator=directions).to(document)
+        (gradient,) = torch.autograd.grad((document * direction).sum(), leaf, retain_graph=True)
+        leaks += [(source, target, size) for source, size in _sizes(probe, gradient[0]) if source != target]
+    return leaks
 
-    Raises:
-        UnsteadyError: separate documents differ from themselves by more than they may from packed ones.
+
+def _sizes(probe: Probe, values: Tensor) -> list[tuple[int, float]]:
+    """Return the documents in which `values`, of the tokens of the row, are not exactly zero, and the largest there."""
+    sizes = enumerate(float(part.abs().max()) for part in values.split(probe.lengths))
+    return [(document, size) for document, size in sizes if size != 0.0]  # a NaN is a leak too
+
+
+def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[float, float] | None]:
+    """Return changes of documents' logits with the ids of others, and the sums of losses by ids, packed and separate.
+
+    None of both where ids give `row`, the logits by their embeddings, or the model takes none: else ids say more, e.g.
+    of n-grams.
     """
-    predictions = max(1, sum(length - 1 for length in probe.lengths))
+    model = probe.model
+    try:
+        packed = probe.packed_by_ids(probe.ids)
+        if not in_any_process(model, not torch.equal(packed, row)):  # the same operations on the same numbers
+            return [], None
+        # Experts round by what is beside a token, and a kernel that rounds otherwise in each run tells nothing exactly.
+        exact = not _has_experts(model) and not in_any_process(
+            model, not torch.equal(probe.packed_by_ids(probe.ids), packed)
+        )
+        leaks = _changes(probe, packed, seed) if exact else []
+        separate = probe.separate_losses(by_ids=True)
+    except (PackingError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except _TAKES_NO_IDS:
+        if units(model):
+            raise  # the other processes run on without this one
+        return [], None
+    finally:
+        probe.batch.clear_derived()
+    return leaks, (probe.packed_losses(packed), separate)
+
+
+def _changes(probe: Probe, packed: Tensor, seed: int) -> Leaks:
+    others = Probe(probe.model, probe.attention, probe.lengths, seed).ids
+    leaks = []
+    for source, (start, end) in enumerate(pairwise(probe.batch.cu_seqlens.tolist())):
+        ids = probe.ids.clone()
+        ids[:, start:end] = others[:, start:end]
+        changes = _sizes(probe, probe.packed_by_ids(ids) - packed)
+        leaks += [(source, target, size) for target, size in changes if target != source]
+    return leaks
+
+
+def _check_steady(probe: Probe, packed: float, separate: float) -> None:
+    """Run separate documents again where the packed ones give another loss: a model may be random by itself."""
+    predictions = _predictions(probe)
     budget = _budget(probe.model, separate / predictions)
     if budget is None or not in_any_process(probe.model, abs(packed - separate) > budget * predictions):
         return
@@ -227,12 +269,7 @@ def _check_steady(probe: Probe, packed: float, separate: float) -> None:
 def _past_windows(
     probe: Probe, seed: int, *, fixed: bool
 ) -> tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], list[tuple[float, float]]]:
-    """Compare what layers see in a row that exceeds the model's windows.
-
-    Args:
-        probe: the row that was examined so far.
-        seed: of the tokens of another.
-        fixed: whether no other row may be taken.
+    """Compare what layers see in a row that exceeds the model's windows: `probe`, or if not `fixed` a longer one.
 
     Returns:
         The documents of that row where it is another than `probe`, `PackingProof.windows`, and its losses.
@@ -244,7 +281,7 @@ def _past_windows(
     # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
     if not sizes or (not past and _compute_dtype(model) == torch.float16):
         return (), (), []
-    row = type(probe)(model, attention, past, seed) if past else probe
+    row = Probe(model, attention, past, seed) if past else probe
     try:
         packed, separate, losses = row.reach(last_past(past) if past else 1)
     except torch.OutOfMemoryError:
@@ -262,23 +299,19 @@ def _past_windows(
 
 
 def _budget(model: nn.Module, loss: float) -> float | None:
-    dtype = _compute_dtype(model)
-    if _has_experts(text_model(model).config.get_text_config()) and torch.finfo(dtype).eps > _FP32_EPSILON:
+    dtype, device = _compute_dtype(model), next(iter(model.parameters())).device
+    if _has_experts(model) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
         return None
-    return _ULPS * _epsilon(dtype, next(iter(model.parameters())).device) * max(1.0, abs(loss))
+    # fp32 products on CUDA may run in TF32, which has 10 bits.
+    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return _ULPS * (2.0**-10 if tf32 else torch.finfo(dtype).eps) * max(1.0, abs(loss))
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Look for what makes a model's results NaN or infinite.
-
-    Raises:
-        NonFiniteError: a parameter or buffer has non-finite values; names the first.
-    """
+    """Raise `NonFiniteError` for the first parameter or buffer with values that are not finite."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if not tensor.is_floating_point():
-                continue
-            bad = int((~torch.isfinite(tensor.detach().float())).sum())
+            bad = int((~torch.isfinite(tensor.detach().float())).sum()) if tensor.is_floating_point() else 0
             if bad:
                 raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
 
@@ -291,12 +324,6 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative rounding of a matrix product: fp32 products on CUDA may run in TF32, which has 10 bits."""
-    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return max(torch.finfo(dtype).eps, 2.0**-10 if tf32 and dtype == torch.float32 else 0.0)
-
-
-def _has_experts(config: Any) -> bool:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+def _has_experts(model: nn.Module) -> bool:
+    config, names = text_config(model), ("num_experts", "num_local_experts", "n_routed_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)

@@ -35,6 +35,21 @@ class DocumentInputs(NamedTuple):
     """At least the longest segment."""
 
 
+def band_mask(length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return (length, length) bool: causal, and at most `window` tokens back, the token itself included.
+
+    The count of the token itself follows transformers' ``sliding_window``; flash kernels write the same window as
+    ``(window - 1, 0)``.
+    """
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return 0 where `mask` is True and -inf elsewhere, as scores take it."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
     """Compute the scores of one segment at a time, in fp32 or fp64.
 

@@ -1,7 +1,7 @@
 """torch's own variable-length flash kernel over a whole packed row: CUDA, bf16 and fp16, nothing to install.
 
 `torch.nn.attention.varlen` wraps the same two operators; they are called directly, because its wrapper takes grouped
-heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`sinks.py`). On the CPU the
+heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`operators.py`). On the CPU the
 operator runs its twin in plain torch, so that everything around the kernel is tested without a device.
 """
 
@@ -14,28 +14,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fastpack_trl.attention import cudnn, per_document
+from fastpack_trl.attention import cudnn
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
+from fastpack_trl.attention.operators import attention_operator, fold_sinks, pad_head, sink_gradient
+from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES, PerDocument
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
     DocumentInputs,
+    additive,
+    band_mask,
     reference_backward,
     reference_forward,
 )
-from fastpack_trl.attention.sinks import fold_sinks, pad_head, sink_gradient
 from fastpack_trl.errors import first_reason
-from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.masks import band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 MAX_HEAD_DIM = 256
-LEAST_CAPABILITY, DTYPES = per_document.FLASH_CAPABILITY, per_document.FLASH_DTYPES
 _HEAD_ALIGNMENT = 8
 # The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
 # elements with an int32.
@@ -63,7 +62,7 @@ class RowPart(NamedTuple):
     """First of its tokens in the row."""
     end: int
     bounds: Tensor | None = None
-    """As of `RowInputs`."""
+    """See `RowInputs`."""
 
 
 class VarlenLayer(NamedTuple):
@@ -78,7 +77,7 @@ class VarlenLayer(NamedTuple):
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
         query, key, value, scale, window, sinks, softcap, dropout, _ = call
-        wrong_dtype = query.is_cuda and query.dtype not in DTYPES
+        wrong_dtype = query.is_cuda and query.dtype not in FLASH_DTYPES
         # No message is made before it is needed: inside a graph these are symbols.
         if wrong_dtype or dropout or softcap is not None:
             what = f"dropout {dropout}" if dropout else f"softcap {softcap}"
@@ -112,13 +111,14 @@ class Varlen(Backend):
         return reason and f"varlen {reason}"
 
     def _lacks(self, features: ModelFeatures) -> Iterator[object]:
-        needed, capability = _dotted(LEAST_CAPABILITY), features.capability
+        needed, capability = _dotted(FLASH_CAPABILITY), features.capability
         dtype = str(features.compute_dtype).removeprefix("torch.")
         yield features.device_type != "cuda" and f"needs CUDA, the model is on {features.device_type}"
-        low = capability is not None and capability < LEAST_CAPABILITY
+        low = capability is not None and capability < FLASH_CAPABILITY
         yield low and f"needs compute capability {needed}, this device has {_dotted(capability)}"
         yield (
-            features.compute_dtype not in DTYPES and f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)"
+            features.compute_dtype not in FLASH_DTYPES
+            and f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)"
         )
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over its limit of {MAX_HEAD_DIM}"
@@ -141,10 +141,29 @@ class Varlen(Backend):
         return LONG_DOCUMENTS.get(features.capability or (), math.inf) if plain and has else math.inf
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
+        """Cut the row where the kernel's backward could no longer index it; usually nowhere.
+
+        Raises:
+            ValueError: one document alone is too long for the kernel; names the remedy.
+        """
         alone_from, elements = self.alone_from(features), elements_per_token(features)
-        if alone_from < math.inf and not batch.is_static and not can_index(max(batch.segment_lengths), elements):
-            return per_document.prepare(batch, features.windows, device)
-        return prepare(batch, device, elements, alone_from)
+        # A static row is not cut: where, would depend on its documents (`refuses_static`). With one segment, it is one
+        # document in each batch; the lengths of more are read by the kernel over the row.
+        if batch.is_static:
+            known = (batch.total_tokens,) if len(batch.cu_seqlens) == 2 else ()
+            return VarlenLayer((_part(batch, known, 0, device, alone_from),))
+        lengths = batch.segment_lengths
+        if alone_from < math.inf and not can_index(max(lengths), elements):
+            return PerDocument().prepare(batch, features, device)
+        runs = indexable_runs(lengths, elements)
+        if len(runs) == 1:
+            return VarlenLayer((_part(batch, lengths, 0, device, alone_from),))
+        parts, start = [], 0
+        for first, end in runs:
+            run = lengths[first:end]
+            parts.append(_part(PackedBatch.from_lengths(run), run, start, device, alone_from))
+            start = parts[-1].end
+        return VarlenLayer(tuple(parts))
 
 
 def elements_per_token(features: ModelFeatures) -> int:
@@ -156,47 +175,13 @@ def _dotted(capability: tuple[int, int] | None) -> str:
     return ".".join(map(str, capability or ()))
 
 
-def prepare(
-    batch: PackedBatch, device: torch.device, elements_per_token: int, alone_from: float = math.inf
-) -> VarlenLayer:
-    """Cut the row where the kernel's backward could no longer index it; usually nowhere.
-
-    Args:
-        batch: the documents.
-        device: where attention runs.
-        elements_per_token: as of `elements_per_token`.
-        alone_from: as of `Backend.alone_from`.
-
-    Raises:
-        ValueError: one document alone is too long for the kernel; names the remedy.
-    """
-
-    def build() -> VarlenLayer:
-        # A static row is not cut: where, would depend on its documents (`Varlen.refuses_static`). With one segment, it
-        # is one document in each batch; the lengths of more are read by the kernel over the row.
-        static, total = batch.is_static, batch.total_tokens
-        lengths = ((total,) if len(batch.cu_seqlens) == 2 else ()) if static else batch.segment_lengths
-        runs = [] if static else indexable_runs(lengths, elements_per_token)
-        if len(runs) <= 1:
-            bounds = _bounds(lengths, alone_from)
-            return VarlenLayer((RowPart(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, 0, total, bounds),))
-        parts, token = [], 0
-        for first, end in runs:
-            part = PackedBatch.from_lengths(lengths[first:end])
-            after, bounds = token + part.total_tokens, _bounds(lengths[first:end], alone_from)
-            parts.append(RowPart(part.cu_seqlens.to(device), part.bucketed_max_seqlen, token, after, bounds))
-            token = after
-        return VarlenLayer(tuple(parts))
-
-    return batch.derive(("varlen", device), build)
-
-
-def _bounds(lengths: Sequence[int], alone_from: float) -> Tensor | None:
-    """Return `RowInputs.bounds` of segments of these lengths."""
-    if alone_from == math.inf:
-        return None
-    apart = lengths and sum(lengths) >= alone_from * len(lengths) and min(lengths) >= cudnn.LEAST_TOKENS
-    return torch.tensor([0, *accumulate(lengths)] if apart else [0, 0], dtype=torch.int32)
+def _part(row: PackedBatch, lengths: Sequence[int], start: int, device: torch.device, alone_from: float) -> RowPart:
+    """Return a row, or a piece of one, with `RowInputs.bounds` of segments of these lengths."""
+    bounds = None
+    if alone_from < math.inf:
+        apart = lengths and sum(lengths) >= alone_from * len(lengths) and min(lengths) >= cudnn.LEAST_TOKENS
+        bounds = torch.tensor([0, *accumulate(lengths)] if apart else [0, 0], dtype=torch.int32)
+    return RowPart(row.cu_seqlens.to(device), row.bucketed_max_seqlen, start, start + row.total_tokens, bounds)
 
 
 def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
@@ -266,7 +251,7 @@ class RowInputs(NamedTuple):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
         band, longest = None, min(self.max_seqlen, self.query.shape[0])
         if self.window and longest > self.window:
-            band = torch.zeros(longest, longest).masked_fill_(~band_mask(longest, self.window), -torch.inf)
+            band = additive(band_mask(longest, self.window))
         cu_seqlens = self.bounds if self.documents and self.bounds is not None else self.cu_seqlens
         return DocumentInputs(q, k, v, cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen)
 
@@ -290,7 +275,7 @@ def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(row.query.device.type, enabled=False):
             outs, lses = reference_forward(row.for_reference)
         out, lse = outs[0], lses[0].contiguous()
-    return fold_sinks(out, lse, row.sinks) if row.sinks is not None else (out, lse)
+    return fold_sinks(out, lse, row.sinks)
 
 
 def varlen_attention_backward(
@@ -320,12 +305,6 @@ def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
 
 
-def _fake_backward(grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row = RowInputs(*fields)
-    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in row[:3])
-    return dq, dk, dv, torch.empty_like(row.sinks) if row.sinks is not None else grad_out.new_empty(0)
-
-
 # Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.
 def _flops(*fields: Any, **_keywords: Any) -> int:
     row = RowInputs(*fields)
@@ -336,30 +315,7 @@ def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any,
     return _flops(*fields) * 5 // 2
 
 
-_ARGUMENTS = arguments_of(RowInputs)
-_forward = operator(varlen_attention, fake=_fake, flops=_flops, signature=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-_backward = operator(
-    varlen_attention_backward, fake=_fake_backward, flops=_flops_backward,
-    signature=f"(Tensor grad_out, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+_attention = attention_operator(
+    RowInputs, varlen_attention, varlen_attention_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward,
+    on_host=RowInputs._fields.index("bounds"), memory_format=torch.contiguous_format,
 )  # fmt: skip
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(*fields)
-        ctx.save_for_backward(out, lse, *fields[:5])
-        # The bounds are not saved: they are on the host, and hooks on saved tensors need not move them.
-        ctx.others = fields[5:]
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(grad_out.contiguous(), out, lse, *tensors, *ctx.others)
-        return dq, dk, dv, None, dsinks if tensors[4] is not None else None, None, None, None, None
-
-
-_attention = differentiable("varlen_attention_with_gradient", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _Attention)

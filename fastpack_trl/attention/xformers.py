@@ -60,16 +60,9 @@ class Xformers(Backend):
         return f"xFormers; {described(features)}"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> XformersLayer:
-        return prepare(batch, features.windows, device)
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
-
-def prepare(batch: PackedBatch, windows: frozenset[int], device: torch.device) -> XformersLayer:
-    """Build one mask per window and one without."""
-    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
-
-    def build() -> XformersLayer:
         full = BlockDiagonalCausalMask.from_seqlens(list(batch.segment_lengths), device=device)
         # xFormers' window counts the token itself, as transformers' does.
-        return XformersLayer({None: full, **{window: full.make_local_attention(window) for window in windows}})
-
-    return batch.derive(("xformers", device), build)
+        biases: dict[int | None, Any] = {window: full.make_local_attention(window) for window in features.windows}
+        return XformersLayer(biases | {None: full})

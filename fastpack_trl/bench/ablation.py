@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from fastpack_trl.bench.baselines import OURS, SideRecipe
-from fastpack_trl.bench.compare import NotAvailable, measure
-from fastpack_trl.bench.plan import RoundPlan
-from fastpack_trl.bench.side import Build, Side
+from fastpack_trl.bench.compare import bar, measure
+from fastpack_trl.bench.side import Build, RoundPlan, Side
 from fastpack_trl.config import _CHOICES, FastSFTConfig
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 from fastpack_trl.trainer import FastSFTTrainer
@@ -37,28 +36,24 @@ def settings_of(on: Sequence[str], configured: Mapping[str, str]) -> dict[str, s
 
     So is the proof at the start: the gate compares losses anyway. Copies of frozen weights are a part of `lora`.
     """
-    fields = {name: (_wanted(configured.get(name, "auto")) if name in on else OFF) for name in features()}
-    return {**fields, "verify_packing": OFF} | ({} if "lora" in on else {"cache_dequantized": OFF})
-
-
-def _wanted(value: str) -> str:
-    return "auto" if value == OFF else value
+    wanted = {name: configured.get(name, OFF) for name in on}
+    asked = {name: "auto" if value == OFF else value for name, value in wanted.items()}
+    copies = {} if "lora" in on else {"cache_dequantized": OFF}
+    return {**dict.fromkeys(features(), OFF), **asked, "verify_packing": OFF, **copies}
 
 
 def ablate(
     build: Build,
     plan: RoundPlan,
     *,
-    bar: Callable[[str, int], Any],
     configured: Mapping[str, str] | None = None,
-    save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    save: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Measure one row per feature, a `FastSFTTrainer` with it beside one without, in turn; then all together over none.
 
     Args:
         build: see `compare`.
         plan: how much, per row.
-        bar: given the row's name and its rounds, a context manager with ``update`` and ``set_postfix_str``.
         configured: the user's own values, for the features that are on.
         save: given the rows so far after each.
 
@@ -66,25 +61,20 @@ def ablate(
         The rows, and whether all are there. A row names its ``feature`` and what was on without it (``base``); one that
         this machine or model does not have is ``skipped`` with the feature's own reason.
     """
-    configured = configured or {}
     rows: list[dict[str, Any]] = []
     for feature in (*features(), ALL):
         base = () if feature == ALL else NEEDS.get(feature, ())
-        on = features() if feature == ALL else (*base, feature)
-        label = {"feature": feature, "base": list(base), "setting": f"ablation: {feature}", "tokens": 0}
+        without = _title(base)
+        sides = {without: base, OURS: features() if feature == ALL else (*base, feature)}
+        recipes = {
+            name: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured or {}))
+            for name, on in sides.items()
+        }
         with bar(feature, plan.rounds) as progress:
-            without = _title(base)
-            plans = {
-                without: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(base, configured), report=True),
-                OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, settings_of(on, configured), report=True),
-            }
-            try:
-                row, complete = measure(plans, build, plan, progress, available=partial(_why_not, feature))
-            except NotAvailable as reason:
-                row, complete = {"skipped": str(reason), "sides": {}, "tokens": 0}, True
+            row, complete = measure(recipes, build, plan, progress, partial(_why_not, feature))
         if row is not None:
-            setting = f"{row['setting']}: {feature} over {without}" if "setting" in row else label["setting"]
-            rows.append({**label, **row, "setting": setting})
+            setting = f"{row['setting']}: {feature} over {without}" if "setting" in row else f"ablation: {feature}"
+            rows.append({"feature": feature, "base": list(base), **row, "setting": setting})
             save(rows)
         if not complete:
             return rows, False
@@ -120,14 +110,7 @@ def ablation_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             failed = {name: side["failed"] for name, side in row["sides"].items() if "failed" in side}
             notes += [f"{row['feature']}: {name}: {reason}" for name, reason in failed.items()]
             continue
-        cells.append(
-            [
-                row["feature"],
-                without,
-                *(f"{row['sides'][name]['seconds']['median'] * 1000:,.1f}" for name in (without, OURS)),
-                f"{ratio['median']:.2f}x",
-                interval_cell(ratio),
-            ]
-        )
+        steps = [f"{row['sides'][name]['seconds']['median'] * 1000:,.1f}" for name in (without, OURS)]
+        cells.append([row["feature"], without, *steps, f"{ratio['median']:.2f}x", interval_cell(ratio)])
     measured = [row for row in rows if not row.get("skipped")]
     return [*(aligned(cells) if len(cells) > 1 else []), *notes, *disturbances(measured)]

@@ -15,9 +15,10 @@ from fastpack_trl.attention.flash_attention import missing
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.trainer import FastSFTTrainer
 
-STOCK, TUNED, REBUILD, OURS, PLANNED = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
+STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """Fields with which a side recomputes as `gradient_checkpointing` says, as stock does."""
 RECOMPILES = 64
@@ -37,18 +38,16 @@ class SideRecipe:
         trainer_class, config_class: what `build` is asked for.
         changes: fields of the configuration that make it this side.
         around: entered in the thread that trains, before `train`; yields the name of the path.
-        report: whether the trainer has a `fastpack_report` that says what runs.
     """
 
     trainer_class: Any
     config_class: Any
     changes: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[Any], AbstractContextManager[str]] = _as_built
-    report: bool = False
 
 
-def plan_of(name: str, device: str) -> SideRecipe:
-    """Return a side by its name.
+def recipe_of(name: str) -> SideRecipe:
+    """Return the recipe of a side of `SIDES`.
 
     - ``stock``: `trl.SFTTrainer` as installed, as the configuration says.
     - ``tuned``: the same with flash-attn where it is installed, Liger's kernels where they load, and decoder layers
@@ -57,21 +56,15 @@ def plan_of(name: str, device: str) -> SideRecipe:
     - ``fastpack``: `FastSFTTrainer`, which recomputes what `gradient_checkpointing` says, as stock.
     - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks, and
       of that has what the other sides leave free; in a process of its own (``--isolate``) all of it.
-
-    Raises:
-        KeyError: another name.
     """
-    liger = {} if liger_missing(device) else {"use_liger_kernel": True}
+    liger = {} if liger_missing("cuda" if torch.cuda.is_available() else "cpu") else {"use_liger_kernel": True}
     return {
         STOCK: SideRecipe(SFTTrainer, SFTConfig),
         TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
         REBUILD: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
-        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS, report=True),
-        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig, report=True),
+        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS),
+        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig),
     }[name]
-
-
-SIDES = (STOCK, TUNED, REBUILD, OURS, PLANNED)
 
 
 def liger_missing(device: str) -> str:
@@ -114,20 +107,15 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
     from accelerate.utils import TorchDynamoPlugin
 
     accelerator, state = trainer.accelerator, trainer.accelerator.state
-    prepare, before = accelerator.prepare_model, state.dynamo_plugin
+    prepare = accelerator.prepare_model
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
-        state.dynamo_plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        try:
+        plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+        with attribute_set(state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
-        finally:
-            state.dynamo_plugin = before
 
-    accelerator.prepare_model = compiling
-    try:
+    with attribute_set(accelerator, "prepare_model", compiling):
         yield
-    finally:
-        del accelerator.prepare_model
 
 
 def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:

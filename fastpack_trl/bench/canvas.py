@@ -1,4 +1,4 @@
-"""The frame of a figure of ``fastpack-trl bench``: size, style, title and caption, rows of labels, panels."""
+"""The frame of a figure of ``fastpack-trl bench``: size, style, title and caption, lines of labels, legend."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ _CHARACTER = 0.07  # inches, of a heading and of a label
 
 STYLE = {
     "font.size": 8.5,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
     "lines.linewidth": 1.4,
     "figure.facecolor": "white",
 }
@@ -55,6 +50,7 @@ def require_matplotlib() -> Any:
 
 
 def new_figure(record: Mapping[str, Any], height: float, source: str, **grid: Any) -> tuple[Figure, Any]:
+    """Return a figure of so many inches, its axes (`grid` is of matplotlib's ``subplots``) and the record's caption."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure as NewFigure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -83,19 +79,7 @@ def headed(figure: Figure, title: str, what: str) -> Figure:
     return figure
 
 
-def panels_of(record: Mapping[str, Any], titles: Sequence[str], source: str) -> tuple[Figure, list[Any]]:
-    columns = min(2, len(titles))
-    lines = -(-len(titles) // columns)
-    figure, axes = new_figure(record, 2.5 * lines + 1.0, source, nrows=lines, ncols=columns, squeeze=False)
-    panels = list(axes.flat)
-    for panel in panels[len(titles) :]:
-        panel.set_visible(False)
-    for panel, title in zip(panels, titles, strict=False):
-        panel.set_title("\n".join(textwrap.wrap(title, 50 if columns == 2 else 100)), fontsize=8)
-    return figure, panels[: len(titles)]
-
-
-def rows_of_labels(
+def lines_of_labels(
     record: Mapping[str, Any], rows: Sequence[RowView], labels: Sequence[Sequence[str]], source: str
 ) -> tuple[Figure, Any, list[float]]:
     """Return a figure with a line per label, from the top down, under the heading of its row, and the lines' places."""
@@ -110,8 +94,7 @@ def rows_of_labels(
         headings.append((at - 0.55, "\n".join(lines)))
         places += [at + index for index in range(len(names))]
         at += len(names) + 0.35
-    height = _TOP + _CAPTION + 0.35 + _BAR * (at + 0.5)
-    figure, axes = new_figure(record, height, source)
+    figure, axes = new_figure(record, _TOP + _CAPTION + 0.35 + _BAR * (at + 0.5), source)
     axes.set_yticks(places, [name for names in labels for name in names])
     axes.set_ylim(at - 0.2, -0.6)
     axes.grid(visible=False, axis="y")
@@ -127,33 +110,12 @@ def rows_of_labels(
 def legend(figure: Figure, shown: Mapping[str, Any]) -> None:
     """Write the meaning of colours and marks on a line of its own, below the two at the top."""
     figure.legend(
-        list(shown.values()),
-        list(shown),
-        loc="upper left",
-        bbox_to_anchor=(0.01, 1 - _TITLES / float(figure.get_figheight())),
-        ncols=min(6, len(shown)),
-        frameon=False,
-        fontsize=8,
-        borderaxespad=0.0,
-        borderpad=0.0,
+        list(shown.values()), list(shown), loc="upper left", ncols=min(6, len(shown)), frameon=False, fontsize=8,
+        bbox_to_anchor=(0.01, 1 - _TITLES / float(figure.get_figheight())), borderaxespad=0.0, borderpad=0.0,
         columnspacing=1.4,
-    )
+    )  # fmt: skip
 
 
 def room_for_labels(axes: Any, ends: Iterable[float], share: float = 0.14) -> None:
     """Let bars begin at 0 and leave room for the figures behind the longest."""
     axes.set_xlim(0, (max(ends, default=0.0) or 1.0) * (1 + share))
-
-
-def at_the_ends(axes: Any, at: float, ends: Iterable[tuple[float, str, str]]) -> None:
-    """Write the name of each line behind its last point; names that would overlap are moved apart."""
-    least = 0.055 * axes.get_ylim()[1]
-    place = float("-inf")
-    for value, name, colour in sorted(ends):
-        place = max(value, place + least)
-        axes.annotate(
-            name, (at, place), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8, color=colour
-        )
-    left, right = axes.get_xlim()
-    axes.set_xlim(left, right * (right / left) ** 0.4)
-    axes.set_ylim(top=max(axes.get_ylim()[1], place + least))

@@ -16,10 +16,8 @@ print(table(record))
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SideRecipe, plan_of
+from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SideRecipe, recipe_of
 from fastpack_trl.bench.compare_tables import table
 from fastpack_trl.bench.environment import one_bar
-from fastpack_trl.bench.parity import check_batches, check_loss, tolerance, without_dropout
-from fastpack_trl.bench.plan import DEFAULT_PAIRS, GATE_STEPS, WARMUP, RoundPlan
+from fastpack_trl.bench.parity import check_batches, check_loss, gate_of, without_dropout
 from fastpack_trl.bench.row import assemble, part_of
-from fastpack_trl.bench.side import Build, Side
+from fastpack_trl.bench.side import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Build, RoundPlan, Side
 from fastpack_trl.bench.step_watch import StepFigures
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.device_memory import free_memory
@@ -74,7 +71,7 @@ def compare(
         gate_steps: steps of each side before these, for the gate; 0 for no gate. Without dropout it goes on through the
             warm-up: a schedule that begins at a rate of 0 changes no weight in its first step.
         seed: of the random numbers when a side is built, and at its first step.
-        sides: two or more of ``stock``, ``tuned``, ``rebuild``, ``fastpack`` and ``fastpack_plan`` (`plan_of`).
+        sides: two or more of ``stock``, ``tuned``, ``rebuild``, ``fastpack`` and ``fastpack_plan`` (`recipe_of`).
         profile: a folder that gets a Chrome trace of one step per side; the record then has the largest gaps.
         peak_flops: operations per second of the device, for MFU and HFU; default: what TRL knows of it.
         progress: show a progress bar.
@@ -92,7 +89,6 @@ def compare(
         LossParityError: other tokens or another loss on one side; a `UserError`.
     """
     plan = RoundPlan(pairs, warmup, gate_steps, seed, None if profile is None else Path(profile), peak_flops)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if len(set(sides)) < 2 or len(set(sides)) != len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
     for name in sides:
@@ -100,7 +96,7 @@ def compare(
             raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
     ordered = [name for name in SIDES if name in sides]
     with bar("rounds", plan.rounds, progress) as shown:
-        row, complete = measure({name: plan_of(name, device) for name in ordered}, build, plan, shown)
+        row, complete = measure({name: recipe_of(name) for name in ordered}, build, plan, shown)
     return record_of([row] if row else [], plan, complete)
 
 
@@ -108,9 +104,15 @@ def record_of(
     rows: Sequence[Mapping[str, Any]], plan: RoundPlan, complete: bool, *, case: str = CASE, **settings: Any
 ) -> dict[str, Any]:
     """Return the rows of one call as a record."""
+    rounds = {
+        "pairs": plan.pairs,
+        "warmup_steps": plan.warmup,
+        "gate_steps": plan.gate_steps,
+        "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
+    }
     return make_record(
         case=case,
-        settings={**plan.to_dict(), **settings},
+        settings={**rounds, **settings},
         rows=rows,
         complete=complete,
         device=next((row["device"] for row in rows if "device" in row), "cpu"),
@@ -119,46 +121,84 @@ def record_of(
     )
 
 
-@contextlib.contextmanager
-def bar(name: str, total: int, progress: bool = True) -> Iterator[Any]:
-    """Show a progress bar over rounds (on a terminal)."""
-    with tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True) as shown:
-        yield shown
+def bar(name: str, total: int, progress: bool = True) -> Any:
+    """Return a progress bar over rounds (on a terminal)."""
+    return tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True)
 
 
-class NotAvailable(Exception):  # noqa: N818 - an answer, not a fault
-    """The side that is measured would run as the others do, for the reason in its message."""
+def measure(
+    recipes: Mapping[str, SideRecipe],
+    build: Build,
+    plan: RoundPlan,
+    shown: Any,
+    why_not: Callable[[Side], str] | None = None,
+) -> tuple[dict[str, Any] | None, bool]:
+    """Measure one row: the sides' steps in turn. The ratios are over `OURS`, or the last side where that is none.
+
+    Args:
+        recipes: by name, the reference of the gate first.
+        build: see `compare`.
+        plan: how much.
+        shown: a progress bar, updated once per round.
+        why_not: given `OURS`, then built before the others, returns why it need not be measured; empty to go on.
+
+    Returns:
+        The row, None where nothing was timed, and whether it is complete. Where `why_not` has a reason the row is
+        ``skipped``.
+
+    Raises:
+        UserError: see `compare`.
+    """
+    plan.check()
+    row = _Row(plan, OURS if OURS in recipes else list(recipes)[-1], shown)
+    complete = True
+    try:
+        with one_bar():
+            try:
+                for name in sorted(recipes, key=lambda name: why_not is not None and name != row.subject):
+                    shown.set_postfix_str(f"loading {name}")
+                    row.add(name, partial(Side, name, recipes[name], build, plan))
+                    if why_not is not None and name == row.subject and name in row.sides:
+                        reason = why_not(row.sides[name])
+                        if reason:
+                            return {"skipped": reason, "sides": {}, "tokens": 0}, True
+                row.sides = {name: row.sides[name] for name in recipes if name in row.sides}
+                row.run()
+                for side in row.sides.values():
+                    side.run_extras()
+            except KeyboardInterrupt:
+                complete = False
+            finally:
+                other_load = row.load.cores()
+                for side in row.sides.values():
+                    side.close()
+        found = row.result(complete)
+        return found and {**found, "other_load": other_load}, complete
+    finally:
+        row.sides.clear()
+        gc.collect()
+        attempt(_free_memory)
 
 
-@dataclass(slots=True)
-class _Measurement:
-    """The state of one row while it is measured."""
+class _Row:
+    """The sides of one row while they are measured, and what was found of them together."""
 
-    plan: RoundPlan
-    subject: str
-    shown: Any
-    rounds: int = 0
-    sides: dict[str, Side] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    gate: dict[str, Any] | None = None
-    dropout: bool = False
+    def __init__(self, plan: RoundPlan, subject: str, shown: Any) -> None:
+        self.plan, self.subject, self.shown = plan, subject, shown
+        self.load = OtherLoad()
+        self.sides: dict[str, Side] = {}
+        self.failed: dict[str, str] = {}
+        self._order: list[str] = []
+        self._losses: list[dict[str, float]] = []
+        self._rounds = 0
+        self._dropout = False
 
-    def fail(self, name: str, reason: str) -> None:
-        self.failed[name] = reason
-        side = self.sides.pop(name, None)
-        if side is not None:
-            side.close()
-        del side
-        free_memory("cuda" if torch.cuda.is_available() else "cpu")
-
-    def build(self, name: str, make: Callable[[], Side]) -> None:
+    def add(self, name: str, make: Callable[[], Side]) -> None:
         """Make a side and let it begin; out of memory it is one that failed, as is a baseline that cannot run here."""
         try:
             self.sides[name] = side = make()
-            first = next(iter(self.sides.values()))
-            check_same_weights(first, side)
-            side.begin(self.plan.seed)
+            _check_same_weights(next(iter(self.sides.values())), side)
+            side.begin()
             return
         except UserError:
             raise
@@ -168,60 +208,92 @@ class _Measurement:
                 raise UserError(f"{name} cannot be trained: {reason}") from error
         if "OutOfMemory" in reason and len(self.sides) > 1:
             reason += "; all sides are in memory together: measure in one process each (--isolate)"
-        self.fail(name, reason)
+        self._drop(name, reason)
 
-    def turns(self, *, rounds: int, warmup: int = 0, begin: Callable[[], None] = lambda: None) -> None:
-        """Advance each side by a step per round."""
+    def _drop(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
+        side = self.sides.pop(name, None)
+        if side is not None:
+            side.close()
+        del side
+        _free_memory()
+
+    def run(self) -> None:
+        """Run the gate, the warm-up and the timed rounds; keep the order of the latter, and the load of others."""
+
+        def begin() -> None:
+            self.shown.set_postfix_str("timing")
+            self._order.clear()
+            self.load.restart()
+
+        self.shown.set_postfix_str("gate")
+        with without_dropout([side.trainer.model for side in self.sides.values()]) as self._dropout:
+            self._turns(rounds=self.plan.gate_steps)
+        self.shown.set_postfix_str("warm-up")
+        self._turns(rounds=self.plan.pairs, warmup=self.plan.warmup, begin=begin)
+
+    def _turns(self, *, rounds: int, warmup: int = 0, begin: Callable[[], None] = lambda: None) -> None:
         if self.sides and rounds:
             take_turns(
-                {name: partial(self.step, name) for name in self.sides}, rounds=rounds, warmup=warmup,
-                loud=(UserError,), begin=begin, dropped=self.fail, after_round=self.check,
+                {name: partial(self._step, name) for name in self.sides}, rounds=rounds, warmup=warmup,
+                loud=(UserError,), begin=begin, dropped=self._drop, after_round=self._check,
             )  # fmt: skip
 
-    def step(self, name: str) -> StepFigures:
+    def _step(self, name: str) -> StepFigures:
         figures = self.sides[name].step()  # times itself, on the device's clock, from inside of its training
-        self.order.append(name)
+        self._order.append(name)
         return figures
 
-    def check(self, steps: Mapping[str, StepFigures]) -> dict[str, str]:
+    def _check(self, steps: Mapping[str, StepFigures]) -> dict[str, str]:
         """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's.
 
         Returns:
             The sides other than the subject whose loss is another one, with the reason.
         """
         self.shown.update(1)
-        self.rounds += 1
+        self._rounds += 1
         names = [name for name in self.sides if name in steps]  # the reference first, whose turn it was first or not
         if len(names) < 2:
             return {}
-        check_batches({name: steps[name].digest for name in names}, self.rounds)
-        if self.rounds > self.plan.checked(self.dropout):
+        check_batches({name: steps[name].digest for name in names}, self._rounds)
+        if self._rounds > self.plan.checked(self._dropout):
             return {}
         losses = {name: steps[name].loss for name in names}
-        dtype = self.sides[names[0]].dtype
         wrong: dict[str, str] = {}
         for name in names[1:]:
             try:
-                check_loss(losses, self.rounds, dtype, [name])
+                check_loss(losses, self._rounds, self.sides[names[0]].dtype, [name])
             except UserError as error:
                 if name == self.subject:
                     raise
                 wrong[name] = str(error)
-        self.gate = self.gate or {
-            "dtype": str(dtype).removeprefix("torch."),
-            "tolerance": tolerance(dtype),
-            "steps": [],
-        }
-        self.gate["steps"].append({name: loss for name, loss in losses.items() if name not in wrong})
+        self._losses.append({name: loss for name, loss in losses.items() if name not in wrong})
         return wrong
 
+    def result(self, complete: bool) -> dict[str, Any] | None:
+        """Return the row; None where an interrupt came before the first timed step."""
+        good = {name: side for name, side in self.sides.items() if len(side.steps) > self.plan.untimed}
+        if not good and complete:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+            raise UserError(f"no side could be measured: {reasons}")
+        if not good:
+            return None
+        rounds = min(len(side.steps) for side in good.values())
+        parts = {name: part_of(side, rounds) for name, side in good.items()}
+        return {
+            **assemble(parts, self.failed, self.subject),
+            "isolation": INTERLEAVED,
+            "gate": gate_of(self._losses, next(iter(good.values())).dtype, self._dropout) if self._losses else None,
+            "order": self._order,
+        }
 
-def check_same_weights(first: Side, second: Side) -> None:
-    """Check that what is trained starts equal on both sides, and is not one and the same.
 
-    Raises:
-        UserError: it is not so.
-    """
+def _free_memory() -> None:
+    free_memory("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_same_weights(first: Side, second: Side) -> None:
+    """Raise `UserError` unless what is trained starts equal on both sides, and is not one and the same."""
     if first is second:
         return
     before = {name: p for name, p in first.trainer.model.named_parameters() if p.requires_grad}
@@ -239,98 +311,3 @@ def check_same_weights(first: Side, second: Side) -> None:
                 f"{first.name} and {second.name} start from different weights ({name}): build must load the same "
                 "model each time; random numbers are seeded before each call"
             )
-
-
-def measure(
-    plans: Mapping[str, SideRecipe],
-    build: Build,
-    plan: RoundPlan,
-    shown: Any,
-    *,
-    subject: str | None = None,
-    available: Callable[[Side], str] | None = None,
-) -> tuple[dict[str, Any] | None, bool]:
-    """Measure one row: all sides of `plans` in turn.
-
-    Args:
-        plans: by name, the reference of the gate first.
-        build: see `compare`.
-        plan: how much.
-        shown: a progress bar, updated once per round.
-        subject: whom the ratios are over; default: `OURS`, else the last.
-        available: given the subject, then built before the others, why it need not be measured; empty to go on.
-
-    Returns:
-        The row, None where nothing was timed, and whether it is complete.
-
-    Raises:
-        NotAvailable: with what `available` said.
-        UserError: see `compare`.
-    """
-    plan.check()
-    subject = subject or (OURS if OURS in plans else list(plans)[-1])
-    state = _Measurement(plan, subject, shown)
-    complete = True
-    load = OtherLoad()
-    with one_bar():
-        try:
-            for name in sorted(plans, key=lambda name: available is not None and name != subject):
-                shown.set_postfix_str(f"loading {name}")
-                state.build(name, partial(Side, name, plans[name], build, plan.changes, plan.seed))
-                if available is not None and name == subject and name in state.sides:
-                    reason = available(state.sides[name])
-                    if reason:
-                        raise NotAvailable(reason)
-            state.sides = {name: state.sides[name] for name in plans if name in state.sides}
-            _rounds(state, load)
-            for side in state.sides.values():
-                side.extras_of(plan)
-        except KeyboardInterrupt:
-            complete = False
-        finally:
-            other_load = load.cores()
-            for side in state.sides.values():
-                side.close()
-    try:
-        return _row(state, complete, other_load), complete
-    finally:
-        state.sides.clear()
-        gc.collect()
-        attempt(partial(free_memory, "cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _rounds(state: _Measurement, load: OtherLoad) -> None:
-    """Run the gate, the warm-up, and the timed rounds; keep the order of those and the load of others beside them."""
-    plan, shown = state.plan, state.shown
-
-    def begin() -> None:
-        shown.set_postfix_str("timing")
-        state.order.clear()
-        load.restart()
-
-    shown.set_postfix_str("gate")
-    with without_dropout([side.trainer.model for side in state.sides.values()]) as dropped:
-        state.turns(rounds=plan.gate_steps)
-    state.dropout = dropped
-    if state.gate is not None:
-        state.gate["dropout"] = "off in these steps" if dropped else "none"
-    shown.set_postfix_str("warm-up")
-    state.turns(rounds=plan.pairs, warmup=plan.warmup, begin=begin)
-
-
-def _row(state: _Measurement, complete: bool, other_load: float | None) -> dict[str, Any] | None:
-    plan = state.plan
-    good = {name: side for name, side in state.sides.items() if len(side.steps) > plan.untimed}
-    if not good and complete:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in state.failed.items())
-        raise UserError(f"no side could be measured: {reasons}")
-    if not good:
-        return None
-    rounds = min(len(side.steps) for side in good.values())
-    return {
-        **assemble({name: part_of(side, plan, rounds) for name, side in good.items()}, state.failed, state.subject),
-        "isolation": INTERLEAVED,
-        "gate": state.gate,
-        "order": state.order,
-        "other_load": other_load,
-    }

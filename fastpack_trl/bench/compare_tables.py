@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastpack_trl.bench.gaps import gap_cells
-from fastpack_trl.bench.names import side_names
 from fastpack_trl.bench.step_watch import PHASES
+from fastpack_trl.bench.views import side_names
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 
 _GIB = 1 << 30
@@ -17,34 +17,24 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the record of `compare` for people: rates and ratios, where a step goes, what the device did."""
     rows = record["rows"]
     out = [] if record["complete"] else [f"INCOMPLETE: interrupted; {len(rows)} row(s) have something to show"]
-    for row in rows:
-        out += ["", *row_lines(row)]
-    return "\n".join(out)
+    return "\n".join([*out, *(line for row in rows for line in ("", *_row_lines(row)))])
 
 
-def row_lines(row: Mapping[str, Any]) -> list[str]:
-    """Return one row: its setting, a table of the sides, one of their phases, and what could not be measured."""
+def _row_lines(row: Mapping[str, Any]) -> list[str]:
     names = side_names(row["sides"])
     good = {name: side for name, side in row["sides"].items() if "failed" not in side}
     phases = [name for name in PHASES if any(name in side["phases"] for side in good.values())]
-    out = [*_setting(row), *aligned(_side_cells(row, good))]
+
+    def lines(head: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> list[str]:
+        return aligned([["side", *head], *([names[name], *cells(side)] for name, side in good.items())])
+
+    out = [*_setting(row), *aligned(_side_cells(row, names, good))]
     out += ["", "tokens per second (loss: those that are learned; capacity: every position, padding included)"]
-    out += aligned(_rate_cells(names, good))
+    out += lines(["loss", "non-padding", "capacity"], _rates)
     out += ["", "where a step goes (median ms)"]
-    out += aligned(
-        [["side", *phases]]
-        + [
-            [names[name], *(f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases)]
-            for name, side in good.items()
-        ]
-    )
-    work = [["side", "MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"]]
-    work += [[names[name], *_work(side)] for name, side in good.items()]
-    out += [
-        "",
-        "what it costs (kernels per step; host syncs per micro-step without a log; -: none or unknown)",
-    ]
-    out += aligned(work)
+    out += lines(phases, lambda side: [f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases])
+    out += ["", "what it costs (kernels per step; host syncs per micro-step without a log; -: none or unknown)"]
+    out += lines(["MFU", "HFU", "peak GiB", "pinned GiB", "idle", "kernels", "host syncs"], _work)
     for name, side in good.items():
         out += _profile_lines(names[name], side)
     out += [f"{names[name]}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side]
@@ -64,53 +54,45 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
     found = f"largest difference in the timed steps {row['loss_difference']:.1e}"
     if gate is None:
         return [*out, f"losses were not compared before; {found}", ""]
-    steps = len(gate["steps"])
     if row["loss_difference"] > gate["tolerance"]:
         found += ": they drift apart" + (" (dropout draws other numbers)" if gate["dropout"] != "none" else "")
-    return [
-        *out,
-        f"losses agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {steps} steps before; {found}",
-        "",
-    ]
+    agree = f"losses agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {len(gate['steps'])} steps before"
+    return [*out, f"{agree}; {found}", ""]
 
 
-def _side_cells(row: Mapping[str, Any], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    names = side_names(row["sides"])
-    subject = names[row["subject"]]
-    cells = [["side", "step ms", "interval", f"{subject} is", "interval"]]
+def _side_cells(
+    row: Mapping[str, Any], names: Mapping[str, str], good: Mapping[str, Mapping[str, Any]]
+) -> list[list[str]]:
+    cells = [["side", "step ms", "interval", f"{names[row['subject']]} is", "interval"]]
     for name, side in good.items():
         ratio, seconds = row["ratios"].get(name), side["seconds"]
-        cells.append(
-            [
-                names[name],
-                f"{seconds['median'] * 1000:,.1f}",
-                f"{seconds['low'] * 1000:,.1f} to {seconds['high'] * 1000:,.1f} ({seconds['coverage']:.1%})",
-                "-" if ratio is None else f"{ratio['median']:.2f}x",
-                "-" if ratio is None else interval_cell(ratio),
-            ]
-        )
+        low, high = seconds["low"] * 1000, seconds["high"] * 1000
+        step = [f"{seconds['median'] * 1000:,.1f}", f"{low:,.1f} to {high:,.1f} ({seconds['coverage']:.1%})"]
+        gain = ["-", "-"] if ratio is None else [f"{ratio['median']:.2f}x", interval_cell(ratio)]
+        cells.append([names[name], *step, *gain])
     return cells
 
 
-def _rate_cells(names: Mapping[str, str], good: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    cells = [["side", "loss", "non-padding", "capacity"]]
-    for name, side in good.items():
-        rates = side["token_rates"]
-        cells.append([names[name], *("-" if rate is None else f"{rate['median']:,.0f}" for rate in rates.values())])
-    return cells
+def _rates(side: Mapping[str, Any]) -> list[str]:
+    return [_cell(rate and rate["median"], ",.0f") for rate in side["token_rates"].values()]
 
 
 def _work(side: Mapping[str, Any]) -> list[str]:
-    memory, syncs, launches = side["memory"], side["host_syncs"], side["launches"]
+    memory, launches, syncs = side["memory"] or {}, side["launches"] or {}, side["host_syncs"] or {}
+    peak = memory.get("reserved_bytes", memory.get("peak_bytes"))
     return [
-        "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
-        "-" if side["hfu"] is None else f"{side['hfu']:.1%}",
-        "-" if memory is None else f"{memory.get('reserved_bytes', memory['peak_bytes']) / _GIB:.2f}",
-        "-" if memory is None else f"{memory['pinned_bytes'] / _GIB:.2f}",
-        "-" if side["idle_share"] is None else f"{side['idle_share']:.0%}",
-        "-" if launches is None else f"{launches['kernels']:,}",
-        "-" if syncs is None else f"{syncs['per_micro_step']:g}",
+        _cell(side["mfu"], ".1%"),
+        _cell(side["hfu"], ".1%"),
+        _cell(peak and peak / _GIB, ".2f"),
+        _cell(memory.get("pinned_bytes", 0) / _GIB if memory else None, ".2f"),
+        _cell(side["idle_share"], ".0%"),
+        _cell(launches.get("kernels"), ","),
+        _cell(syncs.get("per_micro_step"), "g"),
     ]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _profile_lines(name: str, side: Mapping[str, Any]) -> list[str]:

@@ -1,17 +1,23 @@
-"""The largest gaps in a timeline, and what the host was doing meanwhile. Functions of events; nothing is measured here.
+"""A profile as figures: kernels, busy time, and the largest gaps with what the host was doing meanwhile.
 
 The timeline is the device's. On the CPU, where there is none, it is that of the operators: a gap is then time in which
-none ran, and what was going on is told by the phases of the step.
+none ran, and the phases of the step tell what was going on.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from torch.autograd import DeviceType
+
 NO_OPERATOR = "no operator (Python)"
+LABEL = "step: "
+"""Prefix of the phases of a step in a profile."""
+_COPIES = ("Memcpy", "Memset")
+_OPERATORS = 10  # that a table shows
 
 
 class Span(NamedTuple):
@@ -64,21 +70,16 @@ def find_gaps(
     ordered = sorted(timeline, key=lambda span: (span.start, span.end))
     if window is None:
         window = (ordered[0].start, max(span.end for span in ordered)) if ordered else (0.0, 0.0)
-    begin, finish = window
+    reached, finish = window
+    last = ""
     gaps: list[Gap] = []
-    reached, last = begin, ""
-    for span in ordered:
+    for span in [*ordered, Span("", finish, finish)]:
         if span.start > reached and reached < finish:
             gaps.append(Gap(reached, min(span.start, finish), last, span.name if span.start < finish else ""))
         if span.end > reached:
             reached, last = span.end, span.name
-    if reached < finish:
-        gaps.append(Gap(reached, finish, last, ""))
-    gaps.sort(key=lambda gap: -gap.length)
-    return [
-        Gap(gap.start, gap.end, gap.before, gap.after, tuple(host_during(gap.start, gap.end, host).items()))
-        for gap in gaps[:top]
-    ]
+    longest = sorted(gaps, key=lambda gap: -gap.length)[:top]
+    return [replace(gap, host=tuple(host_during(gap.start, gap.end, host).items())) for gap in longest]
 
 
 def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, float]:
@@ -97,26 +98,6 @@ def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, flo
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def self_times(spans: Iterable[Span], *, top: int = 10) -> list[dict[str, Any]]:
-    """Return the names by the time in which they are the innermost, with their number of calls; the longest first.
-
-    Spans must be of one thread: of two, one starts after the other has ended or lies inside of it.
-    """
-    totals: dict[str, list[float]] = {}
-    stack: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        while stack and stack[-1].end <= span.start:
-            stack.pop()
-        entry = totals.setdefault(span.name, [0.0, 0])
-        entry[0] += span.end - span.start
-        entry[1] += 1
-        if stack:
-            totals[stack[-1].name][0] -= min(span.end, stack[-1].end) - span.start
-        stack.append(span)
-    ranked = sorted(totals.items(), key=lambda item: -item[1][0])
-    return [{"name": name, "microseconds": total, "calls": int(calls)} for name, (total, calls) in ranked[:top]]
-
-
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals: ``(0, 2), (1, 3), (5, 6)`` -> 4. Streams overlap."""
     total, end = 0.0, float("-inf")
@@ -124,6 +105,67 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def device_events(events: Iterable[Any]) -> list[Any]:
+    """Return the kernels and copies of a profile."""
+    on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+    return [event for event in on_device if not _is_annotation(event)]
+
+
+def _is_annotation(event: Any) -> bool:
+    return bool(getattr(event, "is_user_annotation", False))
+
+
+def busy_seconds(kernels: Iterable[Any]) -> float:
+    """Return the seconds in which at least one of some `device_events` ran."""
+    return covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6
+
+
+def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, Any]:
+    """Return the figures of one step under torch.profiler, whose phases have a `LABEL`.
+
+    The host is slower under the profiler, kernels are not.
+
+    Returns:
+        ``launches`` and ``busy_seconds`` (None on the CPU), ``gaps`` in the ``timeline`` that is named, and
+        ``operators``: the host's that took longest by themselves.
+    """
+    events = list(profiler.events() or ())
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    own = [entry for entry in profiler.key_averages() if entry.self_cpu_time_total and not _is_annotation(entry)]
+    own.sort(key=lambda entry: -entry.self_cpu_time_total)
+    operators = [
+        {"name": entry.key, "microseconds": entry.self_cpu_time_total, "calls": entry.count}
+        for entry in own[:_OPERATORS]
+    ]
+    if device == "cuda":
+        kernels = device_events(events)
+        copies = sum(event.name.startswith(_COPIES) for event in kernels)
+        return {
+            "launches": {"kernels": len(kernels) - copies, "copies": copies, "micro_batches": micro_batches},
+            "busy_seconds": busy_seconds(kernels),
+            "timeline": "device",
+            "gaps": [gap.to_dict() for gap in find_gaps(map(_span, kernels), [*map(_span, host)])],
+            "operators": operators,
+        }
+    threads: dict[int, list[Span]] = {}
+    for event in host:
+        if not _is_annotation(event):
+            threads.setdefault(event.thread, []).append(_span(event))
+    busiest: list[Span] = max(threads.values(), key=len, default=[])
+    phases = [span for span in map(_span, host) if span.name.startswith(LABEL)]
+    return {
+        "launches": None,
+        "busy_seconds": None,
+        "timeline": "operators of the thread that trains: nothing is launched on a CPU",
+        "gaps": [gap.to_dict() for gap in find_gaps(busiest, phases)],
+        "operators": operators,
+    }
+
+
+def _span(event: Any) -> Span:
+    return Span(str(event.name), float(event.time_range.start), float(event.time_range.end))
 
 
 def gap_cells(gaps: Sequence[Mapping[str, Any]], *, shown: int = 2) -> list[list[str]]:

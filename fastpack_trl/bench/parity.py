@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastpack_trl.errors import UserError
+from fastpack_trl.model.patches import attribute_set
 
 FLOAT32_TOLERANCE = 1e-5
 _DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
@@ -28,6 +29,16 @@ def tolerance(dtype: torch.dtype) -> float:
     little about packing on a model that was not trained: `fastpack-trl verify` proves that documents do not mix.
     """
     return float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
+
+
+def gate_of(steps: Sequence[Mapping[str, float]], dtype: torch.dtype, dropout: bool) -> dict[str, Any]:
+    """Return the gate for a record: the losses of its steps by side, and what was allowed."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tolerance": tolerance(dtype),
+        "steps": list(steps),
+        "dropout": "off in these steps" if dropout else "none",
+    }
 
 
 def check_batches(digests: Mapping[str, str], step: int) -> None:
@@ -75,18 +86,12 @@ def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
     Yields:
         Whether there was any dropout.
     """
-    changed: list[tuple[Any, str, float]] = []
-    for model in models:
-        for module in model.modules():
-            fields = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS
-            for name in fields:
+    found = False
+    with contextlib.ExitStack() as stack:
+        for module in (module for model in models for module in model.modules()):
+            for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
                 value = getattr(module, name, None)
                 if isinstance(value, float) and value > 0:
-                    changed.append((module, name, value))
-    for module, name, _ in changed:
-        setattr(module, name, 0.0)
-    try:
-        yield bool(changed)
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+                    stack.enter_context(attribute_set(module, name, 0.0))
+                    found = True
+        yield found

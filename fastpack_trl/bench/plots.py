@@ -1,29 +1,22 @@
-"""Figures from a record of ``fastpack-trl bench``: tokens/s by side and by row length, memory, phases, ratios.
+"""Figures from a record of ``fastpack-trl bench``: tokens/s by side, memory, phases, ratios.
 
 ```python
 record = json.loads(Path("lora.json").read_text())
 breakdown(record, "lora.json")  # a matplotlib Figure; a notebook shows it after %matplotlib inline
 ```
 
-Each returns None where the record has nothing for it. Needs matplotlib (the extra `plots`).
+Each takes a record and, for the caption, the name of its file, and returns None where the record has nothing for it.
+Needs matplotlib (the extra `plots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from fastpack_trl.bench.canvas import (
-    Figure,
-    at_the_ends,
-    legend,
-    panels_of,
-    room_for_labels,
-    rows_of_labels,
-    titled,
-)
-from fastpack_trl.bench.names import OURS, PLAN
-from fastpack_trl.bench.views import RowView, SideView, rows_of
+from fastpack_trl.bench.canvas import Figure, legend, lines_of_labels, new_figure, room_for_labels, titled
+from fastpack_trl.bench.views import OURS, PLAN, RowView, SideView, rows_of
 
 GIB = 1 << 30
 _MOST_BARS, _MOST_PANELS = 40, 6
@@ -40,6 +33,7 @@ _SIDES = {"stock": "#999999", "tuned": _SKY, OURS: _ORANGE, PLAN: _RED}
 """Colours of the usual sides, in every figure; of a record with one side of ours it has the colour of `PLAN`."""
 _SIDE_COLOURS = (_PURPLE, _GREEN, _BLUE, _YELLOW)
 _MARKERS = "osD^vPX*"
+_TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32)
 
 
 def figures(record: Mapping[str, Any], source: str = "") -> dict[str, Figure]:
@@ -49,80 +43,66 @@ def figures(record: Mapping[str, Any], source: str = "") -> dict[str, Figure]:
 
 
 def speed(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw tokens per second, a bar per side and row, with its multiple of stock.
-
-    Args:
-        record: of any case whose sides have times.
-        source: the file of the record, for the caption.
-    """
-    rows = _with_sides(rows_of(record), lambda side: side.seconds is not None)
-    if not rows or record["case"] == "attention":
+    """Draw tokens per second, a bar per side and row, with its multiple of stock."""
+    bars = _bars(record, source, lambda side: side.seconds is not None)
+    if bars is None:
         return None
-    figure, axes, places = _bars(record, rows, source)
-    colours = _colours(rows)
-    times = {(row.label, ratio.by): ratio.median for row in rows for ratio in row.ratios_over("stock")}
-    labels = [(row.label, side.key) for row in rows for side in row.sides]
-    for (side, place), label in zip(places, labels, strict=True):
+    figure, axes, places = bars
+    colours = _colours(row for row, _, _ in places)
+    for row, side, place in places:
         axes.barh(place, side.rate, height=0.72, color=colours[side.key][0])
-        multiple = f"  {times[label]:.2f} x stock" if label in times else ""
-        axes.annotate(f" {side.rate:,.0f}{multiple}", (side.rate, place), va="center", fontsize=8)
+        times = {ratio.by: f"  {ratio.median:.2f} x stock" for ratio in row.ratios_over("stock")}
+        axes.annotate(f" {side.rate:,.0f}{times.get(side.key, '')}", (side.rate, place), va="center", fontsize=8)
     axes.set_xlabel("tokens per second (medians)")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    room_for_labels(axes, [side.rate for side, _ in places], 0.32)
+    room_for_labels(axes, [side.rate for _, side, _ in places], 0.32)
     return titled(figure, record, "Tokens per second, by side")
 
 
 def breakdown(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw where a step goes: per row and side a bar of the phases' median milliseconds, one after another.
-
-    Args:
-        record: of any case whose sides have times.
-        source: the file of the record, for the caption.
-    """
-    rows = _with_sides(rows_of(record), lambda side: side.seconds is not None)
-    if not rows or record["case"] == "attention":
+    """Draw where a step goes: per row and side a bar of the phases' median milliseconds, one after another."""
+    bars = _bars(record, source, lambda side: side.seconds is not None)
+    if bars is None:
         return None
-    figure, axes, places = _bars(record, rows, source)
+    figure, axes, places = bars
     shown: dict[str, Any] = {}
-    for side, place in places:
-        left = 0.0
+    ends = []
+    for _, side, place in places:
+        left, total = 0.0, (side.seconds or 0.0) * 1000
         for phase, seconds in (side.phases or {"step": side.seconds or 0.0}).items():
-            seconds = max(seconds, 0.0)  # what is left over of a step may be less than nothing, by rounding
-            colour = PHASE_COLOURS.get(phase, _GREY)
-            shown[phase] = axes.barh(place, seconds * 1000, left=left, height=0.72, color=colour)
-            left += seconds * 1000
-        total = (side.seconds or 0.0) * 1000
-        axes.annotate(f" {total:,.{_digits(total)}f}", (max(left, total), place), va="center", fontsize=8)
+            width = max(seconds, 0.0) * 1000  # what is left over of a step may be less than nothing, by rounding
+            shown[phase] = axes.barh(place, width, left=left, height=0.72, color=PHASE_COLOURS.get(phase, _GREY))
+            left += width
+        ends.append(max(left, total))
+        digits = 0 if total >= 100 else 1 if total >= 10 else 2
+        axes.annotate(f" {total:,.{digits}f}", (ends[-1], place), va="center", fontsize=8)
     axes.set_xlabel("milliseconds per step (medians)")
-    ends = [max(sum(max(part, 0.0) for part in side.phases.values()), side.seconds or 0.0) * 1000 for side, _ in places]
     room_for_labels(axes, ends)
     legend(figure, shown)
     return titled(figure, record, "Where a step goes", speed=False)
 
 
 def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw by how much fastpack is faster, with intervals and a line at 1; what does not help is drawn differently.
-
-    Args and result as `breakdown`.
-    """
+    """Draw by how much fastpack is faster, with intervals and a line at 1; what does not help is drawn differently."""
     rows = [row for row in rows_of(record) if row.ratios]
     if not rows:
         return None
-    ours = list(dict.fromkeys(ratio.by for row in rows for ratio in row.ratios))
+    drawn = [ratio for row in rows for ratio in row.ratios]
+    alone = len({ratio.by for ratio in drawn}) == 1
     labels = [
-        [
-            f"over {row.named(ratio.over)}" if len(ours) == 1 else f"{row.named(ratio.by)} over {row.named(ratio.over)}"
-            for ratio in row.ratios
-        ]
+        [f"{'' if alone else row.named(ratio.by) + ' '}over {row.named(ratio.over)}" for ratio in row.ratios]
         for row in rows
     ]
-    figure, axes, places = rows_of_labels(record, rows, labels, source)
+    figure, axes, places = lines_of_labels(record, rows, labels, source)
     shown: dict[str, Any] = {}
-    for ratio, place in zip([ratio for row in rows for ratio in row.ratios], places, strict=True):
-        colour = _RED if ratio.slower else _BLUE if ratio.helps else _GREY
-        meaning = "slower" if ratio.slower else "faster" if ratio.helps else "the interval covers 1"
+    for ratio, place in zip(drawn, places, strict=True):
+        if ratio.slower:
+            meaning, colour, marker = "slower", _RED, "v"
+        elif ratio.helps:
+            meaning, colour, marker = "faster", _BLUE, "o"
+        else:
+            meaning, colour, marker = "the interval covers 1", _GREY, "s"
         error = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-        marker = "v" if ratio.slower else "o" if ratio.helps else "s"
         shown[meaning] = axes.errorbar(
             ratio.median, place, xerr=error, fmt=marker, markersize=4.5, color=colour, capsize=2.5, linewidth=1.2
         )
@@ -131,15 +111,15 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
             fontsize=8, color=colour,
         )  # fmt: skip
     axes.axvline(1.0, color="black", linewidth=0.9)
-    found = [value for row in rows for ratio in row.ratios for value in (ratio.low, ratio.high)]
-    if max(found) / min(found) > 4:
+    low, high = min(ratio.low for ratio in drawn), max(ratio.high for ratio in drawn)
+    if high / low > 4:
         axes.set_xscale("log")
-        ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32) if min(found) <= tick <= max(found)]
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     axes.margins(x=0.12)  # for the figures behind the intervals
-    coverage = min(ratio.coverage for row in rows for ratio in row.ratios)
-    name = rows[0].named(ours[0]) if len(ours) == 1 else "ours"
+    coverage = min(ratio.coverage for ratio in drawn)
+    name = rows[0].named(drawn[0].by) if alone else "ours"
     axes.set_xlabel(
         f"seconds of the other side / seconds of {name}, median of the rounds' with {coverage:.0%} interval"
     )
@@ -148,95 +128,47 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
 
 
 def memory(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw the peak device memory of each side: what lay there before the step, and what the step added.
-
-    Args and result as `breakdown`.
-    """
-    rows = _with_sides(rows_of(record), lambda side: side.peak_bytes is not None)
-    if not rows or record["case"] == "attention":
+    """Draw the peak device memory of each side: what lay there before the step, and what the step added."""
+    bars = _bars(record, source, lambda side: side.peak_bytes is not None)
+    if bars is None:
         return None
-    figure, axes, places = _bars(record, rows, source)
+    figure, axes, places = bars
     shown: dict[str, Any] = {}
-    for side, place in places:
+    for _, side, place in places:
         peak = (side.peak_bytes or 0) / GIB
         before = min((side.before_bytes or 0) / GIB, peak)
         shown["before the step"] = axes.barh(place, before, height=0.72, color=_GREY)
         shown["added by the step"] = axes.barh(place, peak - before, left=before, height=0.72, color=_BLUE)
         axes.annotate(f" {peak:,.1f}", (peak, place), va="center", fontsize=8)
     axes.set_xlabel("GiB of device memory at most")
-    room_for_labels(axes, [(side.peak_bytes or 0) / GIB for side, _ in places])
+    room_for_labels(axes, [(side.peak_bytes or 0) / GIB for _, side, _ in places])
     legend(figure, shown)
     return titled(figure, record, "Peak memory, by side", speed=False)
 
 
 def memory_over_step(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw the device memory at the ends of the phases of the last timed step; None if no side recorded it.
-
-    Args and result as `breakdown`.
-    """
-    rows = _with_sides(rows_of(record), lambda side: bool(side.memory_marks))[:_MOST_PANELS]
+    """Draw the device memory at the ends of the phases of the last timed step; None if no side recorded it."""
+    rows = _with_sides(record, lambda side: bool(side.memory_marks))[:_MOST_PANELS]
     if not rows:
         return None
-    figure, panels = panels_of(record, [row.label for row in rows], source)
+    figure, panels = new_figure(record, 2.5 * len(rows) + 1.0, source, nrows=len(rows), squeeze=False)
     colours = _colours(rows)
     shown: dict[str, Any] = {}
-    for row, axes in zip(rows, panels, strict=True):
+    for row, axes in zip(rows, panels.flat, strict=True):
+        axes.set_title(row.label, fontsize=8, wrap=True)
         axes.set_ylabel("GiB allocated")
         axes.set_xlabel("milliseconds since the start of the step")
         for side in row.sides:
-            at = [milliseconds for milliseconds, _ in side.memory_marks]
-            used = [allocated / GIB for _, allocated in side.memory_marks]
+            at, used = zip(*side.memory_marks, strict=True)
             colour, marker = colours[side.key]
-            (shown[side.name],) = axes.plot(at, used, marker=marker, markersize=3.5, color=colour)
+            gib = [allocated / GIB for allocated in used]
+            (shown[side.name],) = axes.plot(at, gib, marker=marker, markersize=3.5, color=colour)
     legend(figure, shown)
     return titled(figure, record, "Memory over a step", speed=False)
 
 
-def rates(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw tokens per second against row length, one line per side; None if no setting has two row lengths.
-
-    Args and result as `breakdown`.
-    """
-    groups: dict[str, list[RowView]] = {}
-    for row in rows_of(record):
-        if row.sides:
-            groups.setdefault(row.group, []).append(row)
-    several = {name: rows for name, rows in groups.items() if len({row.tokens for row in rows}) > 1}
-    chosen = dict(list(several.items())[:_MOST_PANELS])
-    if not chosen:
-        return None
-    figure, panels = panels_of(record, list(chosen), source)
-    colours = _colours([row for rows in chosen.values() for row in rows])
-    shown: dict[str, Any] = {}
-    for rows, axes in zip(chosen.values(), panels, strict=True):
-        ends: list[tuple[float, str, str]] = []
-        for key in dict.fromkeys(side.key for row in rows for side in row.sides):
-            points = sorted((row.tokens, side.rate) for row in rows for side in row.sides if side.key == key)
-            (name,) = {side.name for row in rows for side in row.sides if side.key == key}
-            colour, marker = colours[key]
-            lengths, values = zip(*points, strict=True)
-            (shown[name],) = axes.plot(lengths, values, marker=marker, markersize=4, color=colour)
-            ends.append((values[-1], name, colour))
-        ticks = sorted({row.tokens for row in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("tokens per row")
-        axes.set_ylabel("tokens/s")
-        if len(chosen) == 1:
-            at_the_ends(axes, ticks[-1], ends)
-    if len(chosen) > 1:
-        legend(figure, shown)
-    left_out = len(several) - len(chosen)
-    said = f" ({left_out} settings left out)" if left_out else ""
-    return titled(figure, record, f"Tokens per second against row length{said}")
-
-
 FIGURES: dict[str, Callable[[Mapping[str, Any], str], Figure | None]] = {
     "speed": speed,
-    "rates": rates,
     "memory": memory,
     "breakdown": breakdown,
     "ratios": ratios,
@@ -245,12 +177,10 @@ FIGURES: dict[str, Callable[[Mapping[str, Any], str], Figure | None]] = {
 """By the name that the report gives to the file."""
 
 
-def _with_sides(rows: Iterable[RowView], keep: Callable[[SideView], bool]) -> list[RowView]:
+def _with_sides(record: Mapping[str, Any], keep: Callable[[SideView], bool]) -> list[RowView]:
     """Return the rows with the sides for which `keep` holds; no more bars than a page has room for."""
-    from dataclasses import replace
-
     found, bars = [], 0
-    for row in rows:
+    for row in rows_of(record):
         sides = tuple(side for side in row.sides if keep(side))
         bars += len(sides)
         if sides and bars <= _MOST_BARS:
@@ -258,9 +188,16 @@ def _with_sides(rows: Iterable[RowView], keep: Callable[[SideView], bool]) -> li
     return found
 
 
-def _bars(record: Mapping[str, Any], rows: Sequence[RowView], source: str) -> tuple[Figure, Any, list[Any]]:
-    figure, axes, places = rows_of_labels(record, rows, [[side.name for side in row.sides] for row in rows], source)
-    return figure, axes, list(zip([side for row in rows for side in row.sides], places, strict=True))
+def _bars(
+    record: Mapping[str, Any], source: str, keep: Callable[[SideView], bool]
+) -> tuple[Figure, Any, list[tuple[RowView, SideView, float]]] | None:
+    """Return a figure, its axes, and row, side and place of each bar; None where no side has what `keep` asks for."""
+    rows = _with_sides(record, keep)
+    if not rows or record["case"] == "attention":
+        return None
+    figure, axes, places = lines_of_labels(record, rows, [[side.name for side in row.sides] for row in rows], source)
+    drawn = [(row, side) for row in rows for side in row.sides]
+    return figure, axes, [(row, side, place) for (row, side), place in zip(drawn, places, strict=True)]
 
 
 def _colours(rows: Iterable[RowView]) -> dict[str, tuple[str, str]]:
@@ -271,7 +208,3 @@ def _colours(rows: Iterable[RowView]) -> dict[str, tuple[str, str]]:
     colours = usual | {key: _SIDE_COLOURS[index % len(_SIDE_COLOURS)] for index, key in enumerate(others)}
     places = [*usual, *others]
     return {key: (colours[key], _MARKERS[places.index(key) % len(_MARKERS)]) for key in keys}
-
-
-def _digits(milliseconds: float) -> int:
-    return 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fastpack_trl.attention.dense import DenseLayer
 from fastpack_trl.attention.install import switched
 from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
-from fastpack_trl.packing.masks import band_mask
+from fastpack_trl.model.patches import attribute_set
 
 
 def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -35,9 +36,7 @@ def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def dense_mask_of(lengths: Tensor, window: int | None) -> Tensor:
     """Return (1, 1, total_tokens, total_tokens) bool, one causal block per document; reads lengths from the device."""
-    blocks = []
-    for length in lengths.tolist():
-        blocks.append(band_mask(length, window or length, lengths.device))
+    blocks = [band_mask(length, window or length, lengths.device) for length in lengths.tolist()]
     return torch.block_diag(*blocks).bool()[None, None]
 
 
@@ -78,15 +77,9 @@ def rebuild_per_layer(model: nn.Module) -> Iterator[None]:
             kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=positions.device)
         return args, kwargs
 
-    attentions = attention_modules(model)
-    with switched(model, features):
-        hooks = [module.register_forward_pre_hook(prepare, with_kwargs=True) for module in backbones(model)]
-        for module in attentions:
-            module._fastpack_window = window_of(module)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for module in attentions:
-                del module._fastpack_window
+    with switched(model, features), contextlib.ExitStack() as stack:
+        for module in backbones(model):
+            stack.callback(module.register_forward_pre_hook(prepare, with_kwargs=True).remove)
+        for module in attention_modules(model):
+            stack.enter_context(attribute_set(module, "_fastpack_window", window_of(module)))
+        yield

@@ -112,19 +112,18 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (),
     rows = rows_of(record)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     commit = record["source"]["commit"]
+    incomplete = "" if record["complete"] else "; INCOMPLETE, interrupted"
     facts = [
-        f"- case {record['case']}, `{name}`, {record['date'][:10]}"
-        + ("" if record["complete"] else "; INCOMPLETE, interrupted"),
+        f"- case {record['case']}, `{name}`, {record['date'][:10]}{incomplete}",
         f"- {device_of(record)}, {record['machine']['threads']} threads, seed {record['seed']}",
         f"- {versions}" + (f", commit {commit[:12]}" if commit else ""),
     ]
-    notes = [f"- {row.label}: {note}" for row in rows for note in row.notes]
+    notes = dict.fromkeys(f"- {row.label}: {note}" for row in rows for note in row.notes)
     weak = [f"- {weak_line(row, row_ratio)}" for row, row_ratio in no_gain(record)]
     parts = [f"## {headline(record)}", "\n".join(facts), *more, table_of(rows), *_of_pairs(rows)]
     parts += ["No gain, or none that the interval shows:\n\n" + "\n".join(weak)] if weak else []
-    parts += ["Not measured:\n\n" + "\n".join(dict.fromkeys(notes))] if notes else []
-    shown = list(pictures)
-    parts += [f"![{record['case']}]({picture})" for picture in shown]
+    parts += ["Not measured:\n\n" + "\n".join(notes)] if notes else []
+    parts += [f"![{record['case']}]({picture})" for picture in pictures]
     if any(row.sides for row in rows) and not any(side.memory_marks for row in rows for side in row.sides):
         parts.append("Memory over a step: not in this file (it is recorded on CUDA).")
     return "\n\n".join(parts)

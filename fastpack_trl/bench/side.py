@@ -4,28 +4,82 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fastpack_trl.bench.baselines import SideRecipe
-from fastpack_trl.bench.plan import RoundPlan
-from fastpack_trl.bench.step_profile import StepProfile
+from fastpack_trl.bench.gaps import step_profile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
-from fastpack_trl.measure.timing import Clock, CudaClock, WallClock
+from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.timing import clock_of
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
 
+DEFAULT_PAIRS, WARMUP, GATE_STEPS = 9, 2, 2
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """How much is measured.
+
+    Attributes:
+        pairs: timed rounds, one optimizer step of each side; 6 or more give an interval of 95 %.
+        warmup: rounds before, not timed.
+        gate_steps: rounds before these, in which all sides must have the same loss; 0 for no gate.
+        seed: of the random numbers before each side is built, and of its first step.
+        profile: folder for a Chrome trace per side; None for none.
+        peak_flops: of the device; None: what TRL knows.
+    """
+
+    pairs: int = DEFAULT_PAIRS
+    warmup: int = WARMUP
+    gate_steps: int = GATE_STEPS
+    seed: int = 0
+    profile: Path | None = None
+    peak_flops: float | None = None
+
+    @property
+    def untimed(self) -> int:
+        return self.gate_steps + self.warmup
+
+    @property
+    def rounds(self) -> int:
+        return self.untimed + self.pairs
+
+    def checked(self, dropout: bool) -> int:
+        """Return the rounds in which losses must agree: the gate's, and the warm-up's if there is no dropout."""
+        return 0 if not self.gate_steps else self.gate_steps if dropout else self.untimed
+
+    def check(self) -> None:
+        """Raise `UserError` if there is nothing to measure."""
+        if self.pairs < 1 or self.warmup < 0 or self.gate_steps < 0:
+            raise UserError(
+                f"pairs={self.pairs}, warmup={self.warmup}, gate_steps={self.gate_steps}: "
+                "time at least one pair, after 0 or more rounds of each"
+            )
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that a measurement needs: enough steps, nothing written, nothing reported."""
+        return {
+            # Two further ones: one under the profiler, one in which syncs are counted. None is the last of a run.
+            "max_steps": max(LONG_RUN, self.rounds + 2), "report_to": "none", "save_strategy": "no",
+            "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False,
+            "disable_tqdm": True,
+        }  # fmt: skip
 
 
 class SideMemory:
@@ -71,54 +125,61 @@ class Side:
 
     Args:
         name: of the side.
-        plan: what it is.
+        recipe: what it is.
         build: makes the trainer.
-        changes: fields that the comparison needs; the plan's own override them.
-        seed: set before it is built.
+        plan: its `changes` are asked for, those of the recipe over them; its seed is set before.
 
     Raises:
         UserError: `build` returned something else than it was asked for.
     """
 
-    def __init__(self, name: str, plan: SideRecipe, build: Build, changes: Mapping[str, Any], seed: int) -> None:
-        from transformers import set_seed
-
-        self.name, self.plan = name, plan
+    def __init__(self, name: str, recipe: SideRecipe, build: Build, plan: RoundPlan) -> None:
+        self.name, self.recipe, self.plan = name, recipe, plan
         self.memory = SideMemory()
         self.steps: list[StepFigures] = []
-        self.paths: list[str] = []
+        self.path = ""
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
         self._memory: list[dict[str, int]] = []
         self._marks: list[tuple[float, int]] = []
-        asked = {**changes, **plan.changes}
-        set_seed(seed)
+        asked = {**plan.changes, **recipe.changes}
+        set_seed(plan.seed)
         with self.memory.counted():
-            self.trainer = build(plan.trainer_class, plan.config_class, **asked)
-        _check_built(name, plan, self.trainer, asked)
+            self.trainer = build(recipe.trainer_class, recipe.config_class, **asked)
+        self._check_built(asked)
         for callback in (PrinterCallback, ProgressCallback):  # one bar for all sides
             self.trainer.remove_callback(callback)
-        self.device = torch.device(self.trainer.args.device)
-        self.clock: Clock = CudaClock(self.device) if self.device.type == "cuda" else WallClock()
-        self.watch = StepWatch(self.clock)
+        args = self.trainer.args
+        self.device = torch.device(args.device)
+        self.watch = StepWatch(clock_of(self.device.type, self.device))
         self.training = Training(self.trainer, self._around)
         self.flops: ModelFlops | None = None
-        self._counter = TokenCounter(())
-        args, multiple = self.trainer.args, getattr(self.trainer.args, "pad_to_multiple_of", None)
-        self._pad = getattr(self.trainer.processing_class, "pad_token_id", None) if multiple else None
+        padded = getattr(args, "pad_to_multiple_of", None)
+        self._pad = getattr(self.trainer.processing_class, "pad_token_id", None) if padded else None
         if args.world_size > 1 or args.n_gpu > 1:
             raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
 
+    def _check_built(self, asked: Mapping[str, Any]) -> None:
+        if not isinstance(self.trainer, self.recipe.trainer_class):
+            wanted, found = self.recipe.trainer_class.__name__, type(self.trainer).__name__
+            raise UserError(f"build returned a {found} for {self.name}: it must return a {wanted}, its first argument")
+        for field in ("max_steps", *self.recipe.changes):
+            value = getattr(self.trainer.args, field, None)
+            if value != asked[field]:
+                raise UserError(
+                    f"build ignored {field}={asked[field]!r} (its trainer has {value!r}): make the configuration by "
+                    "config_class(**(settings | changes))"
+                )
+
     @contextlib.contextmanager
     def _around(self, trainer: Any) -> Iterator[None]:
-        with self.plan.around(trainer) as path, self.watch.installed(trainer):
-            self.paths = [path]
+        with self.recipe.around(trainer) as self.path, self.watch.installed(trainer):
             yield
 
-    def begin(self, seed: int) -> None:
+    def begin(self) -> None:
         """Train up to the first step: what is planned, proven and compiled there is not timed."""
         with self.memory.counted():
             self.training.begin()
-        self.training.seed(seed)
+        self.training.seed(self.plan.seed)
         self._read_flops()
         self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
 
@@ -142,44 +203,43 @@ class Side:
             self._marks = [(at, allocated - others) for at, allocated in figures.memory]
         return figures
 
-    def extras_of(self, plan: RoundPlan) -> None:
+    def run_extras(self) -> None:
         """Run untimed steps: one profiled, one with syncs counted. What fails is a note, the times stand."""
-        trace = None if plan.profile is None else plan.profile / f"{self.name}.json"
-        for what, call in (("profile", partial(self.profile, trace)), ("host syncs", self.count_syncs)):
+        folder = self.plan.profile
+        profile = partial(self._profile, None if folder is None else folder / f"{self.name}.json")
+        for what, call in (("profile", profile), ("host syncs", self._count_syncs)):
             _, failure = attempt(call)
             if failure is not None:
                 self.extras["notes"].append(f"{what}: {failure}")
                 return  # its training has ended
 
-    def profile(self, trace: Path | None) -> None:
+    def _profile(self, trace: Path | None) -> None:
         """Run one more step under the profiler; on the CPU only if a trace is asked for."""
         if trace is None and self.device.type != "cuda":
             return
-        profiler = StepProfile(self.watch, self.device.type)
-        self.training.advance(profiler.around())
+        profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
+        self.training.advance(self.watch.around_step(profiler))
         figures = self.watch.settle(self._counter, self._pad)
-        self.extras["profile"] = profiler.figures(figures.micro_batches)
+        self.extras["profile"] = step_profile(profiler, self.device.type, figures.micro_batches)
         if trace is not None:
-            profiler.write_trace(trace)
+            profiler.export_chrome_trace(str(trace))  # for chrome://tracing or https://ui.perfetto.dev
             self.extras["profile"]["trace"] = trace.name
 
-    def count_syncs(self) -> None:
+    def _count_syncs(self) -> None:
         """Count the operations for which the host waits in one more step; the step before is not logged.
 
         A step lasts from the end of one to the end of the next, so that the log of the one before falls into it. It
         reads what was kept since the log before it, once, however many steps that were.
         """
-        with contextlib.ExitStack() as stack:
 
-            @contextlib.contextmanager
-            def inside() -> Iterator[None]:
-                self.trainer.control.should_log = False
-                with count_host_syncs(device=self.device) as self._syncs, self.watch.around_step():
-                    yield
+        @contextlib.contextmanager
+        def inside() -> Iterator[None]:
+            self.trainer.control.should_log = False
+            with count_host_syncs(device=self.device) as self._syncs, self.watch.around_step():
+                yield
 
-            self.training.advance(inside())
-            stack.callback(self.watch.settle, self._counter, self._pad)
-            micro_batches = max(1, len(self.watch.step.batches))
+        self.training.advance(inside())
+        micro_batches = max(1, self.watch.settle(self._counter, self._pad).micro_batches)
         self.extras["host_syncs"] = {
             "per_micro_step": self._syncs.total / micro_batches,
             "per_step": self._syncs.total,
@@ -187,7 +247,7 @@ class Side:
         }
 
     def close(self) -> None:
-        """End the training and let go of the trainer's model."""
+        """End the training."""
         self.training.close()
 
     @property
@@ -201,32 +261,18 @@ class Side:
 
     def result(self) -> dict[str, Any]:
         """Return everything that was measured, as plain data: what `compare` makes a row of."""
-        report = self.trainer.fastpack_report if self.plan.report else None
-        path = ", ".join(self.paths)
+        report, path = getattr(self.trainer, "fastpack_report", None), self.path
         if report is not None:
             path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
         return {
             "path": path,
             "report": None if report is None else report.to_dict(),
             "checkpointing": _checkpointing(self.trainer, report),
-            "steps": [step.to_dict() for step in self.steps],
+            "steps": [asdict(step) for step in self.steps],
             "memory": self._memory,
             "memory_marks": [list(mark) for mark in self._marks],
             **self.extras,
         }
-
-
-def _check_built(name: str, plan: SideRecipe, trainer: Any, asked: Mapping[str, Any]) -> None:
-    if not isinstance(trainer, plan.trainer_class):
-        wanted, found = plan.trainer_class.__name__, type(trainer).__name__
-        raise UserError(f"build returned a {found} for {name}: it must return a {wanted}, its first argument")
-    for field in ("max_steps", *plan.changes):
-        value = getattr(trainer.args, field, None)
-        if value != asked[field]:
-            raise UserError(
-                f"build ignored {field}={asked[field]!r} (its trainer has {value!r}): make the configuration by "
-                "config_class(**(settings | changes))"
-            )
 
 
 def _checkpointing(trainer: Any, report: Any) -> str:

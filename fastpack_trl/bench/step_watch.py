@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from fastpack_trl.bench.gaps import LABEL
 from fastpack_trl.measure.timing import Clock, CudaClock
-from fastpack_trl.measure.tokens import TokenCounter, TokenSums
+from fastpack_trl.measure.tokens import TokenCounter
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 PHASES = ("data", "forward", "backward", "captured", "optimizer", "other")
@@ -22,13 +25,13 @@ backward of micro-batches that are one CUDA graph, which has no mark between the
 the optimizer, the schedule, the gradients set to None. ``other``: the rest of the loop: NaN filter, counters, logging,
 callbacks."""
 
-LABEL = "step: "
-"""Prefix of the phases in a profile."""
-
 
 @dataclass(slots=True)
 class RawStep:
-    """One step as it was seen; marks are in the clock's unit, tensors stay where they are."""
+    """One step as it was seen; marks are in the clock's unit, tensors stay where they are.
+
+    `calls` has the keywords of each call of the model, `memory` marks with the bytes allocated on the device then.
+    """
 
     start: Any = None
     end: Any = None
@@ -36,10 +39,8 @@ class RawStep:
     losses: list[Tensor] = field(default_factory=list)
     batches: list[Mapping[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """The keywords of each call of the model."""
     gradient_norm: Any = None
     memory: list[tuple[Any, int]] = field(default_factory=list)
-    """Marks with the bytes allocated on the device then; empty on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class StepFigures:
         batch_tokens: positions of each of them, padding included.
         documents: tokens of each document.
         digest: of the tokens of all micro-batches, in order, without padding.
-        tokens: as `TokenSums`.
+        tokens: `TokenSums` as plain data.
         memory: (milliseconds since the start, bytes allocated on the device) at the ends of phases; empty on the CPU.
     """
 
@@ -70,10 +71,6 @@ class StepFigures:
     tokens: dict[str, Any]
     memory: list[tuple[float, int]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 class StepWatch(TrainerCallback):
     """Fills a `RawStep` while a trainer trains. It asks the device nothing; `settle` does, between two steps.
@@ -85,8 +82,7 @@ class StepWatch(TrainerCallback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.step = RawStep()
-        self.labelled = False
-        """True while a profile runs that names the phases."""
+        self._labelled = False
         self._forward_end: Any = None
         self._clipping: Any = None
 
@@ -98,14 +94,17 @@ class StepWatch(TrainerCallback):
         return now
 
     @contextlib.contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Watch one step; give it to `Training.advance`."""
-        self.step = RawStep()
-        self.clock.synchronise()
-        self.step.start = self.clock.mark()
-        yield
-        self.step.end = self.clock.mark()
-        self.clock.synchronise()
+    def around_step(self, profiler: Any = None) -> Iterator[None]:
+        """Watch one step, perhaps under a profiler that is to name its phases; give it to `Training.advance`."""
+        self._labelled = profiler is not None
+        with profiler or contextlib.nullcontext():
+            self.step = RawStep()
+            self.clock.synchronise()
+            self.step.start = self.clock.mark()
+            yield
+            self.step.end = self.clock.mark()
+            self.clock.synchronise()
+        self._labelled = False
 
     @contextlib.contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
@@ -152,23 +151,23 @@ class StepWatch(TrainerCallback):
             self.step.calls.append({**kwargs, "input_ids": args[0]} if args else dict(kwargs))
 
         before_model.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step
-        hook = None
-        if not trainer.args.torch_compile:  # the compiled graph of a whole model would have the hook baked in
-            hook = trainer.model.register_forward_pre_hook(before_model, with_kwargs=True)
-        trainer.get_batch_samples, trainer.training_step = watched_batches, watched_step
-        trainer.compute_loss, accelerator.clip_grad_norm_ = watched_loss, watched_clip
-        # First: the optimizer's end is before the callbacks of the user.
-        trainer.callback_handler.callbacks.insert(0, self)
-        try:
+        with contextlib.ExitStack() as stack:
+            if not trainer.args.torch_compile:  # the compiled graph of a whole model would have the hook baked in
+                stack.callback(trainer.model.register_forward_pre_hook(before_model, with_kwargs=True).remove)
+            for owner, name, watched in (
+                (trainer, "get_batch_samples", watched_batches),
+                (trainer, "training_step", watched_step),
+                (trainer, "compute_loss", watched_loss),
+                (accelerator, "clip_grad_norm_", watched_clip),
+            ):
+                stack.enter_context(attribute_set(owner, name, watched))
+            # First: the optimizer's end is before the callbacks of the user.
+            trainer.callback_handler.callbacks.insert(0, self)
+            stack.callback(trainer.remove_callback, self)
             yield
-        finally:
-            trainer.remove_callback(self)
-            del trainer.get_batch_samples, trainer.training_step, trainer.compute_loss, accelerator.clip_grad_norm_
-            if hook is not None:
-                hook.remove()
 
     def _label(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        if not self.labelled:
+        if not self._labelled:
             return contextlib.nullcontext()
         label: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(LABEL + name)
         return label
@@ -199,6 +198,7 @@ class StepWatch(TrainerCallback):
         for inputs in step.calls or step.batches:
             counter.count(inputs)
         norm = step.gradient_norm
+        documents = [documents_of(inputs, pad_token_id) for inputs in step.batches]
         return StepFigures(
             seconds=seconds,
             phases=phases,
@@ -206,57 +206,34 @@ class StepWatch(TrainerCallback):
             gradient_norm=None if norm is None else float(norm),
             micro_batches=len(step.batches),
             batch_tokens=[int(inputs["input_ids"].numel()) for inputs in step.batches],
-            documents=[length for inputs in step.batches for length in document_lengths(inputs)],
-            digest=digest_of([document_tokens(inputs, pad_token_id) for inputs in step.batches]),
-            tokens=_plain(counter.take()),
+            documents=[length for _, lengths in documents for length in lengths],
+            digest=digest_of([tokens for tokens, _ in documents]),
+            tokens=asdict(counter.take()),
             memory=[(self.clock.seconds(step.start, mark) * 1000, used) for mark, used in step.memory],
         )
 
 
-def _plain(sums: TokenSums) -> dict[str, Any]:
-    out = asdict(sums)
-    # JSON has text for keys: full attention is the window "none".
-    out["pairs"] = {"none" if window is None else str(window): pairs for window, pairs in sums.pairs.items()}
-    return out
+def documents_of(inputs: Mapping[str, Any], pad_token_id: int | None = None) -> tuple[Tensor, list[int]]:
+    """Return the tokens of a batch in order, (n,) int64 on the CPU, and how many each document has.
 
-
-def pairs_of(tokens: Mapping[str, Any]) -> dict[int | None, float]:
-    """Return the inverse for `ModelFlops.count`: ``{"none": 6.0, "4": 5.0}`` -> ``{None: 6.0, 4: 5.0}``."""
-    return {None if name == "none" else int(name): pairs for name, pairs in tokens["pairs"].items()}
-
-
-def document_tokens(inputs: Mapping[str, Any], pad_token_id: int | None = None) -> Tensor:
-    """Return (n,) int64 on the CPU: the tokens of a batch in order, whatever the collator put around them.
-
-    Args:
-        inputs: with a `PackedBatch`, an ``attention_mask`` of shape (rows, tokens), or rows without padding.
-        pad_token_id: dropped from the end of rows whose batch does not say what is padding.
+    Whatever the collator put around them is left out: by the `PackedBatch`, by an ``attention_mask`` of shape (rows,
+    tokens), or, where neither says what is padding, by `pad_token_id` at the end.
     """
     ids: Tensor = inputs["input_ids"]
-    batch, mask = inputs.get("packed_batch"), inputs.get("attention_mask")
-    if isinstance(batch, PackedBatch):
-        return ids.flatten()[: batch.total_tokens - batch.num_padding].cpu()
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return ids[mask.bool()].cpu()
-    flat = ids.flatten().cpu()
-    if pad_token_id is None:
-        return flat
-    real = int((flat != pad_token_id).nonzero().max()) + 1 if bool((flat != pad_token_id).any()) else 0
-    return flat[:real]
-
-
-def document_lengths(inputs: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of each document of a batch: of its `PackedBatch`, its positions, its mask, or its rows."""
     batch, mask, positions = inputs.get("packed_batch"), inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(batch, PackedBatch):
-        return list(batch.seq_lengths)
-    ids: Tensor = inputs["input_ids"]
+        return ids.flatten()[: batch.total_tokens - batch.num_padding].cpu(), list(batch.seq_lengths)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return [int(length) for length in mask.sum(-1).tolist()]
+        return ids[mask.bool()].cpu(), [int(length) for length in mask.sum(-1).tolist()]
+    lengths = [ids.shape[1]] * ids.shape[0]
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
         starts = (positions.flatten() == 0).nonzero().flatten().tolist()
-        return [end - start for start, end in zip(starts, [*starts[1:], positions.numel()], strict=True)]
-    return [ids.shape[1]] * ids.shape[0]
+        lengths = [end - start for start, end in itertools.pairwise([*starts, positions.numel()])]
+    flat = ids.flatten().cpu()
+    if pad_token_id is None:
+        return flat, lengths
+    real = (flat != pad_token_id).nonzero().flatten()
+    return flat[: int(real[-1]) + 1 if len(real) else 0], lengths
 
 
 def digest_of(batches: list[Tensor]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from fastpack_trl.errors import UserError
 
@@ -26,34 +26,24 @@ class _Ended(BaseException):
     """Unwinds a training that goes no further; nothing that handles errors of a step may take it for one."""
 
 
-class ProcessState:
-    """State that trainings of one process share and would disturb: random numbers, accelerate's flags.
+def kept_state(trainer: Any) -> Callable[[], None]:
+    """Return a call that restores what trainings of one process share and would disturb, as it is now: random numbers,
+    and accelerate's flags (sync of gradients, the loader that is being read)."""
+    flags, device = trainer.accelerator.gradient_state.__dict__, torch.device(trainer.args.device)
+    kept, python, cpu = dict(flags), random.getstate(), torch.get_rng_state()
+    numpy = np.random.get_state()  # noqa: NPY002 - the global one
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    Args:
-        trainer: whose accelerator holds the flags (sync of gradients, the loader that is being read).
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._flags = trainer.accelerator.gradient_state.__dict__
-        self._device = torch.device(trainer.args.device)
-        self.capture()
-
-    def capture(self) -> None:
-        """Keep the state as it is now."""
-        self._kept_flags = dict(self._flags)
-        self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the global one
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Restore what was kept."""
-        self._flags.clear()
-        self._flags.update(self._kept_flags)
-        python, numpy, cpu = self._random
+    def restore() -> None:
+        flags.clear()
+        flags.update(kept)
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002 - the global one
         torch.set_rng_state(cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore
 
 
 class Training(TrainerCallback):
@@ -81,43 +71,36 @@ class Training(TrainerCallback):
         self._error: BaseException | None = None
         self._inside: AbstractContextManager[Any] = contextlib.nullcontext()
         self._open = contextlib.ExitStack()
-        self._state = ProcessState(trainer)
+        self._restore = kept_state(trainer)
         # A thread that cannot be stopped must not keep the process alive after a second interrupt.
         self._thread = threading.Thread(target=self._train, daemon=True)
 
     def begin(self) -> None:
-        """Start `train` and let it run up to its first step.
-
-        Raises:
-            BaseException: what it raised.
-        """
+        """Start `train` and let it run up to its first step; raise what it raises."""
         self._thread.start()
         self._wait()
-        self._state.capture()
+        self._restore = kept_state(self.trainer)
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers of the next step."""
-        from transformers import set_seed
-
         set_seed(seed)
-        self._state.capture()
+        self._restore = kept_state(self.trainer)
 
     def advance(self, inside: AbstractContextManager[Any] | None = None) -> None:
-        """Run one optimizer step.
+        """Run one optimizer step; raise what it raises.
 
         Args:
             inside: entered in the training's thread when the step begins, left when it ends.
 
         Raises:
             UserError: training ended by itself.
-            BaseException: what the step raised.
         """
         self._inside = inside if inside is not None else contextlib.nullcontext()
-        self._state.restore()
+        self._restore()
         self._stopped.clear()
         self._go.release()
         self._wait()
-        self._state.capture()
+        self._restore = kept_state(self.trainer)
         if self._finished:
             raise UserError(
                 f"training ended by itself after {self.trainer.state.global_step} steps: a callback or an empty data "

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fastpack_trl.bench.names import OURS, PLAN, side_names
-from fastpack_trl.measure.intervals import median_interval
+from fastpack_trl.measure.intervals import Interval, median_interval
 
+OURS, PLAN = "fastpack", "fastpack_plan"
 NAMES_OF_OURS = (OURS, PLAN, "double_buffer")
+_REASONS = ("failed", "refused", "wrong")
+_NAMES = {
+    "stock": "stock",
+    "tuned": "stock compiled",
+    "rebuild": "stock, rebuilt in each layer",
+    OURS: "fastpack (same memory)",
+    PLAN: "fastpack",
+}
+"""Key in a record -> name. *Same memory*: it recomputes as `gradient_checkpointing` says, as stock does."""
+COMPILED_OPTION = "stock_compiled"
+"""How ``--baseline`` names the key ``tuned``, which it takes too."""
+
+
+def side_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the name of each side of a row for people: ``{"tuned": "stock compiled", "fastpack": "fastpack"}``.
+
+    One side of ours is *fastpack*; of two, the one at its defaults is. A key without a name is its own.
+    """
+    names = {key: _NAMES.get(key, key) for key in keys}
+    return names if PLAN in names or OURS not in names else names | {OURS: "fastpack"}
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Seconds of the side `over` / seconds of the side `by`: above 1 `by` is faster.
-
-    Attributes:
-        over: the other side.
-        by: a side of ours.
-        median, low, high: of the rounds, with the interval.
-        coverage: probability with which the interval covers the true median.
-    """
+class Ratio(Interval):
+    """Seconds of the side `over` / seconds of `by`, a side of ours, in a round: above 1 `by` is faster."""
 
     over: str
     by: str
-    median: float
-    low: float
-    high: float
-    coverage: float
 
     @property
     def slower(self) -> bool:
@@ -53,7 +62,6 @@ class SideView:
     Attributes:
         key: as the record names it.
         name: for people.
-        path: what ran.
         seconds: of one step; None where the case times no step (collator).
         phases: seconds by name, in order; empty where the case has none.
         rate: tokens per second.
@@ -64,7 +72,6 @@ class SideView:
 
     key: str
     name: str
-    path: str
     seconds: float | None
     phases: dict[str, float]
     rate: float
@@ -75,18 +82,15 @@ class SideView:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """One row: ``setting`` names model, dtype and checkpoint policy where the case has them."""
+    """One row: `setting` names model, dtype and checkpoint policy where the case has them; `notes` the sides that could
+    not be measured, with the reason; `names` has those for people by the sides' keys."""
 
     setting: str
-    group: str
-    """The setting without the row length: rows of one group differ in their tokens only."""
     tokens: int
     sides: tuple[SideView, ...]
     ratios: tuple[Ratio, ...]
     notes: tuple[str, ...]
-    """Sides and rows that could not be measured, with the reason."""
     names: Mapping[str, str]
-    """Of the sides for people, by their keys."""
 
     @property
     def label(self) -> str:
@@ -137,13 +141,13 @@ def headline(record: Mapping[str, Any], *, speed: bool = True) -> str:
     if not rows:
         return str(record["case"])
     work = _work(record, rows)
-    gains = [row.gain.median for row in rows if row.gain is not None]
+    gains = [row.gain for row in rows if row.gain is not None]
     if not speed or not gains:
         return work
-    low, high = f"{min(gains):.1f}", f"{max(gains):.1f}"
     if len(gains) == 1 and rows[0].gain is not None and not rows[0].gain.helps and not rows[0].gain.slower:
         return f"{work}: no difference from stock shown"
-    return f"{work}: {low if low == high else f'{low} to {high}'} times stock"
+    ends = dict.fromkeys(f"{end(gain.median for gain in gains):.1f}" for end in (min, max))
+    return f"{work}: {' to '.join(ends)} times stock"
 
 
 def _work(record: Mapping[str, Any], rows: list[RowView]) -> str:
@@ -163,35 +167,29 @@ def _work(record: Mapping[str, Any], rows: list[RowView]) -> str:
 
 
 def _row(record: Mapping[str, Any], row: Mapping[str, Any]) -> RowView:
-    setting, group = _setting(record, row)
     found = row.get("sides") or row.get("backends") or {name: row[name] for name in ("stock", OURS) if name in row}
-    reasons = ("failed", "refused", "wrong")
-    timed = {name: side for name, side in found.items() if not any(side.get(key) for key in reasons)}
+    reasons = {key: next((f"{side[why]}" for why in _REASONS if side.get(why)), "") for key, side in found.items()}
+    names, tokens = side_names(found), int(row["tokens"])
     notes = [f"skipped: {row['skipped']}"] if row.get("skipped") else []
-    names = side_names(found)
-    for name, side in found.items():
-        notes += [f"{names[name]}: {side[key]}" for key in reasons if side.get(key)][:1]
     return RowView(
-        setting,
-        group,
-        int(row["tokens"]),
-        tuple(_side(key, names[key], side, int(row["tokens"])) for key, side in timed.items()),
+        _setting(record, row),
+        tokens,
+        tuple(_side(key, names[key], side, tokens) for key, side in found.items() if not reasons[key]),
         tuple(_ratios(row)),
-        tuple(notes),
+        (*notes, *(f"{names[key]}: {reason}" for key, reason in reasons.items() if reason)),
         names,
     )
 
 
-def _setting(record: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+def _setting(record: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    setting, work = str(row["setting"]), record["settings"]
     if record["case"] == "attention":
         window = f"window {row['window']}" if row["window"] else "no window"
-        group = f"{row['setting'].partition(' tokens, ')[2]}, {row['documents']} documents, {window}"
-        return f"{row['tokens']:,} tokens, {group}", group
-    setting = str(row["setting"])
-    if record["case"] == "packed_attention" and "layers" in record["settings"]:  # one model for every row
-        work = record["settings"]
-        setting = f"{work['model']}, {work['layers']} layers of {work['hidden']}, {setting}"
-    return setting, setting
+        kind = setting.partition(" tokens, ")[2]
+        return f"{row['tokens']:,} tokens, {kind}, {row['documents']} documents, {window}"
+    if record["case"] == "packed_attention" and "layers" in work:  # one model for every row
+        return f"{work['model']}, {work['layers']} layers of {work['hidden']}, {setting}"
+    return setting
 
 
 def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView:
@@ -206,7 +204,6 @@ def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView
     return SideView(
         key,
         name,
-        str(side.get("path", "")),
         seconds,
         {phase: float(value) for phase, value in side.get("phases", halves).items()},
         float(rate),
@@ -227,8 +224,7 @@ def _ratios(row: Mapping[str, Any]) -> Iterator[Ratio]:
         if over == PLAN:
             continue  # ours too: a choice between two settings, no gain over somebody else
         values = ratio.get("seconds", ratio)  # the case `moe` has one per part of the step
-        yield Ratio(over, ours, values["median"], values["low"], values["high"], values["coverage"])
+        yield Ratio(values["median"], values["low"], values["high"], values["coverage"], over, ours)
         if plan is not None:
             pairs = zip(sides[over]["seconds"]["values"], plan["values"], strict=True)
-            interval = median_interval([theirs / mine for theirs, mine in pairs])
-            yield Ratio(over, PLAN, interval.median, interval.low, interval.high, interval.coverage)
+            yield Ratio(**median_interval([theirs / mine for theirs, mine in pairs]).to_dict(), over=over, by=PLAN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.tokens import TokenCounter, TokenSums
+from fastpack_trl.model.callbacks import callers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import NEEDS, CallbackHandler, found, lacks
 from fastpack_trl.packing.dataset import DatasetFacts
@@ -168,13 +168,7 @@ class ThroughputCallback(TrainerCallback):
         """Leave out the time since the last step: it was not training."""
         self._skip_time()
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Leave out the time since the last step: it was not training."""
-        self._skip_time()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the time since the last step: it was not training."""
-        self._skip_time()
+    on_predict = on_save = on_evaluate
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the trainer as it was."""
@@ -202,17 +196,13 @@ class ThroughputCallback(TrainerCallback):
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if getattr(kwargs.get("packed_batch"), "is_static", False):
                 return  # the row that was copied into it is shown next (`capture.graphs`)
-            if not self._replicated:
+            if self._devices == 1:  # `DataParallel` copies the hook into a replica per device
                 self._unwatch()
             with torch.no_grad():
                 counter.count({**kwargs, "input_ids": args[0]} if args else kwargs)
 
         count.sees_plain_rows = True  # type: ignore[attr-defined]  # called for each row of a captured step
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
-
-    @property
-    def _replicated(self) -> bool:
-        return self._devices > 1  # `DataParallel` copies the hook into a replica per device
 
     def _unwatch(self) -> None:
         if self._hook is not None:
@@ -221,36 +211,29 @@ class ThroughputCallback(TrainerCallback):
 
     def _go_first(self) -> None:
         """Stand before the reporters while a log may come: they are callbacks too, and stand before the user's."""
-        handler = self._handler
-        if handler is None or self._place is not None or self not in handler.callbacks:
-            return
-        self._place = handler.callbacks.index(self)
+        if self._handler is not None and self._place is None and self in self._handler.callbacks:
+            self._place = self._handler.callbacks.index(self)
+            self._move_to(0)
+
+    def _move_to(self, place: int) -> None:
+        assert self._handler is not None
+        others = [other for other in self._handler.callbacks if other is not self]
         # A new list: the handler walks the old one right now.
-        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
+        self._handler.callbacks = [*others[:place], self, *others[place:]]
 
     def _restore(self) -> None:
         self._unwatch()
-        handler, place, self._place = self._handler, self._place, None
-        if handler is not None and place is not None and self in handler.callbacks:
-            others = [other for other in handler.callbacks if other is not self]
-            handler.callbacks = [*others[:place], self, *others[place:]]
+        place, self._place = self._place, None
+        if self._handler is not None and place is not None and self in self._handler.callbacks:
+            self._move_to(place)
 
     def _find_trainer(self) -> tuple[CallbackHandler | None, DatasetFacts | None]:
-        """Find the handler that calls this callback, and the facts that `FastSFTTrainer` has of its data.
-
-        Callbacks are handed neither. The frames of the caller are looked at, once, and nothing in them is changed.
-        """
-        handler: CallbackHandler | None = None
-        frame = inspect.currentframe()
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if handler is None and isinstance(owner, CallbackHandler) and self in owner.callbacks:
-                handler = owner
-            if handler is not None and isinstance(owner, Trainer):
-                run = vars(owner).get("fastpack_run")
-                return handler, run.facts if isinstance(run, Run) else None
-            frame = frame.f_back
-        return handler, None
+        """Find the handler that calls this callback, and the facts that `FastSFTTrainer` has of its data."""
+        owners = list(callers())
+        handlers = (owner for owner in owners if isinstance(owner, CallbackHandler) and self in owner.callbacks)
+        trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
+        run = None if trainer is None else vars(trainer).get("fastpack_run")
+        return next(handlers, None), run.facts if isinstance(run, Run) else None
 
     def _read_flops(self, model: nn.Module, state: Any) -> ModelFlops | None:
         try:
@@ -266,8 +249,8 @@ class ThroughputCallback(TrainerCallback):
         if self.peak_flops is not None:
             return self.peak_flops
         dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(text_model(model).dtype)[len("torch.") :]
-        cuda = self._device.type == "cuda"
-        name = torch.cuda.get_device_name(self._device) if cuda else self._device.type
+        kind = self._device.type
+        name = torch.cuda.get_device_name(self._device) if kind == "cuda" else kind
         missing = lacks("mfu")
         peak: float | None = None if missing else found(*NEEDS["mfu"])(name, dtype)
         if peak is None:
@@ -290,12 +273,9 @@ class ThroughputCallback(TrainerCallback):
         }
         if self._counter is None:
             return figures
-        rates = {"capacity": tokens.capacity, "nonpad": tokens.nonpad, "loss": tokens.loss}
-        figures |= {
-            f"tokens/{name}_per_s": count / seconds / self._devices
-            for name, count in rates.items()
-            if count is not None
-        }
+        for name in ("capacity", "nonpad", "loss"):
+            if (count := getattr(tokens, name)) is not None:
+                figures[f"tokens/{name}_per_s"] = count / seconds / self._devices
         if self._flops is None or self._peak is None:
             return figures
         # A position without a loss needs no logits: both trainers have the same figure for the same data.
@@ -306,15 +286,13 @@ class ThroughputCallback(TrainerCallback):
         return figures | {"mfu": needed.model * share, "hfu": done.hardware * share}
 
     def _state_figures(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        figures: dict[str, float | None] = {}
         if self._device.type == "cuda":
+            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current")
             figures["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
             figures["memory/reserved_gib"] = torch.cuda.max_memory_reserved(self._device) / 2**30
-            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current")
-            if pinned is not None:
-                figures["memory/pinned_gib"] = pinned / 2**30
+            figures["memory/pinned_gib"] = None if pinned is None else pinned / 2**30
         if self._facts is not None:
             figures["packing/truncated_tokens"] = self._facts.truncated_tokens
-            if self._facts.fill is not None:
-                figures["packing/fill"] = self._facts.fill
-        return figures
+            figures["packing/fill"] = self._facts.fill
+        return {name: value for name, value in figures.items() if value is not None}

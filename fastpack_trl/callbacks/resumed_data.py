@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
-from transformers import TrainerCallback
 
+from fastpack_trl.model.loop import called
 from fastpack_trl.packing.dataset import is_token_lists, rows_digest
 from fastpack_trl.run import Run
 
@@ -23,18 +22,6 @@ CHANGED = (
 )
 
 
-class _Compares(TrainerCallback):
-    def __init__(self, digest: str) -> None:
-        self._digest = digest
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare with the checkpoint, whose state is loaded by now."""
-        before = state.stateful_callbacks.get(KEY)
-        state.stateful_callbacks[KEY] = {"rows": self._digest}
-        if before is not None and before != state.stateful_callbacks[KEY]:
-            logger.warning(CHANGED)
-
-
 @contextmanager
 def resumed_data(run: Run) -> Iterator[None]:
     """Write the digest of a map-style data set into each checkpoint, and compare it when a run resumes.
@@ -46,9 +33,14 @@ def resumed_data(run: Run) -> Iterator[None]:
     if streamed or run.settings.save_report == "off":  # a stream is read again from its beginning, never as a whole
         yield
         return
-    callback = _Compares(rows_digest(dataset))
-    run.trainer.add_callback(callback)
-    try:
+    digest = {"rows": rows_digest(dataset)}
+
+    def compare() -> None:
+        """Compare with the checkpoint, whose state is loaded by now."""
+        states = run.trainer.state.stateful_callbacks
+        if states.get(KEY, digest) != digest:
+            logger.warning(CHANGED)
+        states[KEY] = digest
+
+    with called(run.trainer, at_begin=compare):
         yield
-    finally:
-        run.trainer.remove_callback(callback)

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.model.callbacks import callbacks_added
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.run import Run
 
@@ -56,9 +57,7 @@ class MeasuredRate(TrainerCallback):
         """Leave out what goes on until the next log."""
         self._mark = None
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out what goes on until the next log."""
-        self._mark = None
+    on_save = on_evaluate
 
 
 class _Saves(TrainerCallback):
@@ -85,18 +84,12 @@ def save_report(run: Run) -> Iterator[None]:
     if run.settings.save_report == "off":
         yield
         return
-    trainer, rate = run.trainer, MeasuredRate()
+    rate = MeasuredRate()
     run.keep(rate)  # also afterwards: the model card may be written then
     with ExitStack() as trackers:
         trackers.enter_context(_report_in_arguments(run))
-        callbacks = rate, _Saves(run, trackers)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        try:
+        with callbacks_added(run.trainer, rate, _Saves(run, trackers)):
             yield
-        finally:
-            for callback in callbacks:
-                trainer.remove_callback(callback)
 
 
 @contextmanager

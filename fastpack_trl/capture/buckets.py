@@ -9,7 +9,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.packing.batching import fast_view, packing_collator
-from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize, choose_buckets, smallest_fitting
+from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting
 from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
@@ -45,7 +45,7 @@ class RowBuckets:
         self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._chosen = 0
-        self.choice: BucketChoice | None = None
+        self.choice: tuple[Bucket, ...] | None = None
 
     def find(self, size: RowSize) -> Bucket | None:
         """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
@@ -58,7 +58,7 @@ class RowBuckets:
             rows = [*self._seen, *expected]
             self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST, alone_from=self._run.alone_from)
             logger.debug(f"cuda_graph: {self.choice}")
-        bucket = smallest_fitting(self.choice.buckets, size)
+        bucket = smallest_fitting(self.choice, size)
         if bucket is not None and bucket.tokens > (1 + _EAGER_COST) * size.tokens:
             bucket = None
         self._served.append(bucket is not None and bucket.tokens <= _TOO_LONG * size.tokens)
@@ -70,7 +70,7 @@ class RowBuckets:
 
     def beside(self, bucket: Bucket) -> list[Bucket]:
         """Return the other buckets in use for rows of as many tokens, loss positions and parts."""
-        others = self.choice.buckets if self.choice is not None else ()
+        others = self.choice or ()
         alike = [other for other in others if _sizes(other) == _sizes(bucket)]
         return [other for other in alike if other != bucket]
 

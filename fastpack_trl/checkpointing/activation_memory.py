@@ -1,19 +1,43 @@
-"""The feature `activation_memory`: every layer at a level that fits the memory, while a trainer trains."""
+"""The feature `activation_memory`: every layer at a level that fits the memory, deeper ones when it runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from fastpack_trl.checkpointing import memory
-from fastpack_trl.checkpointing.buffers import GIB
-from fastpack_trl.checkpointing.levels import Level
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
+from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
+from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
+from fastpack_trl.errors import first_reason
+from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model import sharded
+from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.loop import called
-from fastpack_trl.model.sharded import part_up
-from fastpack_trl.run import ONCE_PARTED, Run
+from fastpack_trl.model.recompute import against_plan, check_recompute
+from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_PARTED, Run
+
+logger = logging.getLogger(__name__)
+
+FEATURE = "activation_memory"
+_MARGIN = 0.9  # of the free memory; the allocator's gaps and what no trace sees need the rest
+_TIMED_TOKENS = 2048
+_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the passes are left
+_HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
-@contextmanager
+class LevelError(ValueError):
+    """Says why the level that was asked for cannot be used."""
+
+
+@contextlib.contextmanager
 def activation_memory(run: Run) -> Iterator[None]:
     """Install a plan of levels; off, all is as its `SFTConfig` says.
 
@@ -23,41 +47,41 @@ def activation_memory(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    reason = run.ranks.agreed(lambda: memory.why_not(run))
+    reason = run.ranks.agreed(lambda: _why_not(run))
     if reason:
         # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
-        run.say(memory.FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
+        run.say(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if run.is_fsdp2:
-            run.say(memory.FEATURE, "on", "pending", ONCE_PARTED)
+            run.say(FEATURE, "on", "pending", ONCE_PARTED)
             run.step.activations_left = 0  # `checkpoint_offload` is this plan's
-            stack.callback(setattr, run, "activations_left", None)
-            installed = stack.enter_context(ExitStack())
+            stack.callback(setattr, run.step, "activations_left", None)
+            installed = stack.enter_context(contextlib.ExitStack())
             stack.enter_context(called(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
         else:
             _install(run, stack)
         yield
 
 
-def _install_sharded(run: Run, installed: ExitStack) -> None:
+def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
     """Plan and install when training begins: only then are the parameters in their places."""
     installed.close()  # `train` may begin again by itself, with smaller batches
     try:
         planned = _install(run, installed)
     finally:
-        part_up(run.model)
+        sharded.part_up(run.model)
     if planned is not None:
         planned.keep_gathered()
         planned.on_train_begin(run.args, run.trainer.state, run.trainer.control)
 
 
-def _install(run: Run, stack: ExitStack) -> memory.ActivationMemory | None:
+def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     """Make the plan and keep it until `stack` closes."""
     planned, reason = _plan(run)
     if planned is None:
-        run.say(memory.FEATURE, "off", "stock", reason)
+        run.say(FEATURE, "off", "stock", reason)
         return None
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
@@ -65,54 +89,310 @@ def _install(run: Run, stack: ExitStack) -> memory.ActivationMemory | None:
     run.step.activations_left = 0 if recomputes else planned.plan.left
     run.step.activation_bytes = planned.plan.predicted + planned.head_bytes
     run.step.offloads = Level.OFFLOAD in planned.plan.levels
-    stack.enter_context(_kept(run, planned))
+    run.trainer.add_callback(planned)
+    stack.callback(_remove, run, planned)
+    stack.enter_context(run.keeping(planned))
     return planned
 
 
-@contextmanager
-def _kept(run: Run, planned: memory.ActivationMemory) -> Iterator[None]:
-    run.trainer.add_callback(planned)
-    try:
-        with run.keeping(planned):
-            yield
-    finally:
-        run.step.activations_left = None
-        run.step.offloads = False
-        planned.close()
-        run.trainer.remove_callback(planned)
-        if planned.measured is not None:
-            run.report.facts["activation memory, peak"] = (
-                f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
-            )
-            run.report.facts["device memory, peak"] = f"{planned.reserved / GIB:.2f} GiB reserved, all included"
+def _remove(run: Run, planned: ActivationMemory) -> None:
+    run.step.activations_left, run.step.offloads = None, False
+    planned.close()
+    run.trainer.remove_callback(planned)
+    if planned.measured is not None:
+        run.report.facts["activation memory, peak"] = (
+            f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
+        )
+        run.report.facts["device memory, peak"] = f"{planned.reserved / GIB:.2f} GiB reserved, all included"
 
 
-def _plan(run: Run) -> tuple[memory.ActivationMemory | None, str]:
+def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
     """Return the plan, or why there is none; the same levels in every process, and none where one has no plan.
 
     Raises:
         ValueError: no plan can be made for what was asked for; names the remedy.
     """
     setting = run.settings.activation_memory
-    planned: memory.ActivationMemory | None = None
+    planned: ActivationMemory | None = None
 
     def why_not() -> str:
         nonlocal planned
         try:
             with run.step.taking("plan"):
-                planned = memory.plan_memory(run)
-        except memory.CANNOT_PLAN as error:
-            level = isinstance(error, memory.LevelError)
+                planned = plan_memory(run)
+        except UNREADABLE as error:
+            level = isinstance(error, LevelError)
             why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
             if setting != "auto":
-                raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(memory.FEATURE)}") from error
+                raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(FEATURE)}") from error
             return why
         return ""
 
     why = run.ranks.agreed(why_not)
     if planned is None or why:
         return None, why
-    agreed = run.ranks.most([float(level) for level in planned.plan.levels])
     # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
-    planned.adopt([Level(int(level)) for level in agreed])
+    agreed = run.ranks.most([float(level) for level in planned.plan.levels])
+    planned.plan = planned.planner.plan([Level(int(level)) for level in agreed])
     return planned, ""
+
+
+class ActivationMemory(TrainerCallback):
+    """A model's layers at the levels of a plan while training runs.
+
+    Args:
+        run: whose trainer trains.
+        planner: makes plans with less memory.
+        plan: what is installed when training begins.
+        notes: what fell back while the plan was made.
+        head_bytes: what the head's step takes beside the layers', which is in no budget of theirs.
+
+    Attributes:
+        fell: what the last step that ran out of memory fell back to; empty where none did.
+        gathered: layers whose weights FSDP 2 gathers once for forward and backward pass.
+        measured: peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device.
+        reserved: bytes that torch held of the device at most, caches and CUDA graphs included.
+    """
+
+    def __init__(self, run: Run, planner: Planner, plan: Plan, notes: Sequence[str], head_bytes: int) -> None:
+        self.planner, self.plan, self.head_bytes = planner, plan, head_bytes
+        self.fell = ""
+        self.gathered: list[Any] = []
+        self.measured: int | None = None
+        self.reserved = 0
+        self._run, self._notes = run, notes
+        self._layers = checkpointable_layers(run.model)
+        self._stack = contextlib.ExitStack()
+        # What a user's hooks see is as stock's checkpointing has it, unless the user chose the level.
+        self._asked = run.settings.activation_memory != "auto"
+        self._watches = [] if self._asked else [HookWatch(layer) for layer in self._layers]
+        self._hooks: list[str] = []
+        self._installed = list(plan.levels)
+        self._static = self._gathered_bytes = 0
+
+    def keep_gathered(self) -> None:
+        """Gather weights once a step, where the plan keeps all and leaves room: all processes do, or none.
+
+        FSDP gathers them for the backward pass again: as many collectives, copies and calls of the host, for memory
+        that is free. Called once the parameters are parted and the plan is agreed on.
+        """
+        run, layers = self._run, sharded.layer_units(self._run.model)
+        needed = sharded.whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
+        asked = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
+        if run.ranks.all(asked and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
+            self.gathered, self._gathered_bytes = layers, needed
+
+    def around_step(self) -> contextlib.AbstractContextManager[None]:
+        """Run a forward and its backward pass in the context, with weights gathered once where memory is ample."""
+        return sharded.stay_gathered(self.gathered) if self.gathered else contextlib.nullcontext()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Install the plan: checkpointing has just been switched on."""
+        self.close()
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run) + self._gathered_bytes
+        self._install()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Install again where a hook of the user came or went, and after the first step."""
+        if [watch.look() for watch in self._watches] != self._hooks or self._to_install(self.plan) != self._installed:
+            self._install()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the peak."""
+        if args.device.type == "cuda":
+            self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
+            self.reserved = torch.cuda.max_memory_reserved(args.device)
+
+    def close(self) -> None:
+        """Restore every layer."""
+        self._stack.close()
+
+    def _install(self) -> None:
+        self._stack.close()
+        self._hooks = [watch.look() for watch in self._watches]
+        self._installed = self._to_install(self.plan)
+        self._stack.enter_context(layer_levels(self._layers, self._installed, **offload_options(self._run)))
+        self._run.step.offloads = Level.OFFLOAD in self._installed
+        self._run.step.layers_changed()
+        self.report()
+
+    def _to_install(self, plan: Plan) -> list[Level]:
+        """Return the levels of a plan, with layers checkpointed for now where they are compiled after the first step.
+
+        Uncompiled layers keep a third more than compiled ones: that step alone would set the peak of the run, to save
+        the recompute of one step. What it takes is as planned where others go by it, and where inputs go to host
+        memory: the copies would be set up twice.
+        """
+        run, levels = self._run, self._levels(plan)
+        waits = run.step.in_first and run.compiles_later and not run.measures_first_step
+        if waits and not self._asked and Level.OFFLOAD not in levels:
+            return [max(level, Level.CHECKPOINT) for level in levels]
+        return levels
+
+    def _levels(self, plan: Plan) -> list[Level]:
+        """Return a plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
+        levels = list(plan.levels)
+        for index, hook in enumerate(self._hooks):
+            if hook and levels[index] is Level.KEEP:
+                levels[index] = Level.CHECKPOINT
+        return levels
+
+    def report(self) -> None:
+        """Set the plan's line in the report."""
+        installed = self._levels(self.plan)
+        levels = " + ".join(str(level) for level in sorted(set(installed)))
+        notes = [*self._notes, self.fell] if self.fell else [*self._notes]
+        if self.gathered:
+            notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
+        if installed != list(self.plan.levels):
+            notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
+        self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
+
+    def go_deeper(self) -> bool:
+        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither."""
+        spared = self._run.step.reclaim_memory()
+        plan = self.plan if spared else self.planner.deeper(self.plan)
+        while not spared and plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
+            plan = self.planner.deeper(plan)
+        if plan is None:
+            return False
+        less = "without what is spare" if spared else "with less"
+        told = f"a step ran out of memory with {describe(self._installed)}; it was run again {less}"
+        if not self.fell:
+            logger.warning(f"{FEATURE}: {told}")
+        self.fell, self.plan = told, plan
+        self._install()
+        return True
+
+
+def _conflicts(run: Run) -> Iterator[object]:
+    yield run.is_deepspeed and "DeepSpeed makes its own copies of weights and gradients, which no plan knows"
+    yield offload_conflict(run.args, run.trainer)
+    checkpoints = run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing
+    yield checkpoints and "activation_checkpointing of FSDP says what to keep"
+    yield from against_plan(run.args, run.settings.activation_memory, run.settings.checkpoint_offload)
+
+
+def _why_not(run: Run) -> str:
+    """Return why the user's own settings stay as they are; empty if a plan may be made.
+
+    Raises:
+        ValueError: a level was asked for that another setting excludes.
+    """
+    setting = run.settings.activation_memory
+    if setting == "off":
+        return "switched off: as gradient_checkpointing says"
+    check_recompute(run.args, setting, run.settings.checkpoint_offload, _conflicts(run))
+    if conflict := first_reason(_conflicts(run)):
+        return conflict
+    if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
+        return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
+    return "" if checkpointable_layers(run.model) else "the model has no layers that transformers checkpoints"
+
+
+def largest_row(run: Run) -> tuple[int, int]:
+    """Return the tokens of the largest row, and of its longest document.
+
+    Raises:
+        ValueError: rows of any length.
+    """
+    args, facts = run.args, run.facts
+    longest = args.max_length if facts is None or not facts.longest else min(args.max_length or 2**62, facts.longest)
+    if longest is None:
+        raise ValueError("max_length=None: rows may have any length")
+    row = args.max_length if args.packing and args.max_length is not None else longest
+    tokens = int(args.per_device_train_batch_size * row)
+    if run.settings.merge_accumulation != "off":
+        tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, MERGED_ROW_TOKENS))
+    return tokens, int(longest)
+
+
+def memory_to_come(run: Run) -> int:
+    """Return the bytes of gradients and optimizer state that do not exist yet, and what FSDP gathers in a step."""
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    held = [sharded.local(p) for p in parameters]
+    gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
+    if run.is_fsdp2:
+        gradients += sharded.gathered_bytes(run.model, (run.compute_dtype or torch.float32).itemsize)
+        if run.args.gradient_accumulation_steps > 1:  # parted only at the end of the step
+            gradients += sum(4 * p.numel() for p in parameters)
+    optimizer = run.trainer.optimizer
+    if optimizer is not None and getattr(optimizer, "state", None):
+        return gradients
+    name = str(run.args.optim).lower()
+    per_weight = 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else None
+    state = sum(own.numel() * (2 * own.element_size() if per_weight is None else per_weight) for own in held)
+    return gradients + state
+
+
+def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
+    """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
+    asked, device = run.settings.activation_memory_gib, run.device
+    free = allocatable(device) if device.type == "cuda" else psutil.virtual_memory().available
+    there = max(0, int((free - memory_to_come(run)) * _MARGIN))
+    if asked is not None and asked * GIB > there:
+        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
+    return int(there if asked is None else min(there, asked * GIB))
+
+
+def offload_options(run: Run) -> dict[str, Any]:
+    """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
+    return {
+        "mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
+        "offload_budget_gib": run.settings.offload_budget_gib,
+    }
+
+
+def plan_memory(run: Run) -> ActivationMemory:
+    """Trace the model and choose its levels; each fallback is said.
+
+    Raises:
+        LevelError: the level that was asked for cannot be used.
+        ValueError: rows of any length.
+        RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
+    """
+    said: list[str] = []
+
+    def say(message: str) -> None:
+        said.append(message)
+        logger.warning(f"{FEATURE}: {message}")
+
+    setting, device, layers = run.settings.activation_memory, run.device, checkpointable_layers(run.model)
+    cuda = device.type == "cuda"
+    with run.ranks.together():  # none may run a sharded model without the others
+        tokens, longest = largest_row(run)
+        blocked = offload_unavailable(device)
+        copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+        hidden = text_model(run.model).config.get_text_config().hidden_size
+        decode, own = decoder_run(run), float(budget_bytes(run, say))
+    (least,) = run.ranks.least([own])
+    head_bytes = tokens * hidden * _HEAD_BYTES
+    budget = max(0, int(least) - head_bytes)
+    # All processes run the sharded model together: none of them may take a pass more for what its clock says.
+    timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
+    # A compiled layer decides by itself which element-wise work it does again, and hides its products.
+    compiles = run.settings.layer_compile
+    compiled = compiles == "on" or (compiles == "auto" and cuda)
+    levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
+
+    def ample(kept: Sequence[Growth]) -> bool:
+        enough = setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * _AMPLE <= budget
+        return run.ranks.all(enough) if run.is_fsdp2 else enough
+
+    costs, failed = trace_levels(
+        run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
+        ample=ample, together=run.together_if_parted,
+    )  # fmt: skip
+    planner = Planner(costs, budget, tokens, longest, Level.CHECKPOINT if blocked else Level.OFFLOAD)
+    if setting == "auto":
+        plan = planner.best()
+        if not plan.fits:
+            say(f"nothing fits the budget: {plan}")
+    else:
+        level = Level[setting.upper()]
+        if level not in costs.growth:
+            raise LevelError(failed.get(level) or blocked or failed[Level.CHECKPOINT])
+        plan = planner.plan([level] * len(layers))
+    return ActivationMemory(run, planner, plan, said, head_bytes)

@@ -1,18 +1,36 @@
-"""The feature `checkpoint_offload`: layer inputs in host memory while a trainer trains."""
+"""Layer inputs in host memory while a trainer trains: the feature `checkpoint_offload`, and a callback."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from fastpack_trl.checkpointing.callback import MODES, AsyncCheckpointCallback, offload_conflict
-from fastpack_trl.checkpointing.offload import Mode, offload_unavailable
+import torch
+from transformers import Trainer, TrainerCallback
+
+from fastpack_trl.checkpointing.offload import (
+    Mode,
+    Offload,
+    checkpointed_layers,
+    offload_checkpoints,
+    offload_conflict,
+    offload_unavailable,
+)
+from fastpack_trl.checkpointing.offloader import MIN_BYTES
+from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, HostUse
+from fastpack_trl.config import check_offload
+from fastpack_trl.errors import shown
+from fastpack_trl.model.callbacks import callbacks_added, callers
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
 
 FEATURE = "checkpoint_offload"
+MODES: tuple[Mode, ...] = ("double_buffer", "single_buffer")
 
 
 @contextmanager
@@ -24,7 +42,7 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     Raises:
         ValueError: asked for under an engine that excludes it.
     """
-    mode: Mode | None = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
+    mode = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
     reason = _why_off(run, mode)
     if run.step.activations_left is not None:
         mode, reason = None, "by the plan of activation_memory"
@@ -38,20 +56,17 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         run.say(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
         logger.warning(message)
 
+    settings = run.settings
     callback = AsyncCheckpointCallback(
-        mode,
-        offload_budget_gib=run.settings.offload_budget_gib,
-        keep_last_layers=run.settings.keep_last_layers,
+        mode, offload_budget_gib=settings.offload_budget_gib, keep_last_layers=settings.keep_last_layers
     )
     callback._say = say
     run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
-    run.trainer.add_callback(callback)
     run.step.offloads = True
     try:
-        yield
+        with callbacks_added(run.trainer, callback), callback:
+            yield
     finally:
-        callback.close()
-        run.trainer.remove_callback(callback)
         run.step.offloads = False
         if callback.use is not None:
             run.report.facts["offload, host memory"] = str(callback.use)
@@ -63,11 +78,111 @@ def _why_off(run: Run, mode: Mode | None) -> str:
     Raises:
         ValueError: asked for, and impossible by another setting.
     """
+    if run.settings.checkpoint_offload == "off":
+        return "switched off"
     if mode is None:
-        if run.settings.checkpoint_offload == "off":
-            return "switched off"
         return "not needed: checkpoint_offload='double_buffer' trades host memory for device memory"
     conflict = offload_conflict(run.args, run.trainer)
     if conflict and run.training:
         raise ValueError(f"checkpoint_offload={mode!r}: {conflict}; set checkpoint_offload='auto' to train without it")
     return offload_unavailable(run.device)
+
+
+class AsyncCheckpointCallback(TrainerCallback):
+    """Inputs of checkpointed layers in host memory, fetched ahead in backward, also with the stock `SFTTrainer`.
+
+    ``SFTTrainer(..., callbacks=[AsyncCheckpointCallback()])``. Frees ``layers x tokens x hidden x itemsize`` bytes of
+    the device; two inputs remain there. The copies run beside the recompute. Loss and gradients are those of
+    checkpointing without it, bit for bit. It is installed when training begins and taken out when it ends.
+
+    transformers sends no event when training ends by an exception: from then on the layers checkpoint as stock, no
+    memory is held, and the next `train()` installs it anew. `close()`, or a ``with`` block around `train()`, takes it
+    out at once.
+
+    Args:
+        mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
+        offload_budget_gib: most pinned host memory in GiB; None: half of what is free. Past it memory is pageable.
+        keep_last_layers: inputs of that many last layers stay on the device.
+
+    Attributes:
+        offload: of the run under way, with its use of host memory; None where it is off.
+        use: host memory of the last run; None before.
+        reason: why it is off on this machine; empty where it is on.
+
+    Raises:
+        ValueError: an unknown mode, a budget not above 0, fewer than 0 layers. When training begins: no checkpointing,
+            `use_reentrant=True`, another offload beside it, a sharded model.
+    """
+
+    def __init__(
+        self, mode: Mode = "double_buffer", *, offload_budget_gib: float | None = None, keep_last_layers: int = 1
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
+        check_offload(offload_budget_gib, keep_last_layers)
+        self.mode: Mode = mode
+        self.offload: Offload | None = None
+        self.use: HostUse | None = None
+        self.reason = ""
+        self._budget, self._keep = offload_budget_gib, keep_last_layers
+        # Set by tests on machines without a device, and by the feature `checkpoint_offload`.
+        self._min_bytes = MIN_BYTES
+        self._streams: Callable[[torch.device], HostStreams] | None = None
+        self._say: Callable[[str], None] = logger.warning
+        self._said: set[str] = set()
+        self._stack = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Install the offload: checkpointing has just been switched on."""
+        self.close()  # what an exception in an earlier run left behind
+        trainer = next(callers(Trainer.train), None)
+        conflict = offload_conflict(args, trainer)
+        if conflict:
+            raise ValueError(f"AsyncCheckpointCallback: {conflict}")
+        self.reason = "" if self._streams is not None else offload_unavailable(args.device)
+        if self.reason:
+            self._tell(f"checkpoint_offload: off ({self.reason})")
+            return
+        offload = offload_checkpoints(
+            checkpointed_layers(model), self.mode, offload_budget_gib=self._budget, keep_last_layers=self._keep,
+            min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._tell,
+            active=(lambda: True) if trainer is None else _Training(trainer),
+        )  # fmt: skip
+        self.offload = self._stack.enter_context(offload)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the offload out of the model. May be called at any time, also twice."""
+        self._stack.close()
+        if self.offload is not None:
+            self.use, self.offload = self.offload.use, None
+
+    def __enter__(self) -> AsyncCheckpointCallback:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _tell(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+
+class _Training:
+    """True while `trainer` is inside of `train`: nothing tells a callback that an exception ended it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._thread = threading.get_ident()
+        self._last = True
+
+    def __call__(self) -> bool:
+        # A recompute in autograd's thread must answer as its forward did.
+        if threading.get_ident() == self._thread:
+            trainer = self._trainer()
+            self._last = trainer is not None and next(callers(Trainer.train), None) is trainer
+        return self._last

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
 
-from fastpack_trl.checkpointing.buffers import GIB, HostUse
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offloader
-from fastpack_trl.checkpointing.streams import CudaStreams, Streams
+from fastpack_trl.checkpointing.streams import GIB, CudaStreams, HostStreams, HostUse
 from fastpack_trl.config import check_offload
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
+from fastpack_trl.model.recompute import other_offload
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,17 @@ def offload_unavailable(device: torch.device) -> str:
         return f"the model is on {device}: there is no device memory to spare and no copy engine"
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
+    return ""
+
+
+def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
+    """Return which setting of a run excludes our offload, with the remedy; empty where none does."""
+    if (other := other_offload(args)) or trainer is None:
+        return other
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
     return ""
 
 
@@ -69,83 +82,77 @@ def why_not_offloadable(layers: Iterable[GradientCheckpointingLayer]) -> str:
     return ""
 
 
+@dataclass(eq=False, kw_only=True)
 class Offload:
     """The offload of one model while it is installed.
 
     Attributes:
         mode: ``double_buffer``, or ``single_buffer`` (each input fetched when it is needed).
+        budget_bytes, min_bytes, streams, active, tell: see `offload_checkpoints`, where `tell` is `say`.
         said: what fell back, each once, in order.
+        offloaders: of each device that an input was on.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        *,
-        budget_bytes: int,
-        min_bytes: int,
-        streams: Callable[[torch.device], Streams],
-        active: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.mode = mode
-        self.said: list[str] = []
-        self._budget_bytes, self._min_bytes = budget_bytes, min_bytes
-        self._streams, self._active, self._tell = streams, active, say
-        self._offloaders: dict[torch.device, Offloader] = {}
-        self._before: dict[torch.device, weakref.ref[LayerInputs]] = {}
-        self._local = threading.local()
+    mode: Mode
+    budget_bytes: int
+    min_bytes: int
+    streams: Callable[[torch.device], HostStreams]
+    active: Callable[[], bool]
+    tell: Callable[[str], None]
+    said: list[str] = field(default_factory=list)
+    offloaders: dict[torch.device, Offloader] = field(default_factory=dict)
+    _before: weakref.WeakValueDictionary[torch.device, LayerInputs] = field(default_factory=weakref.WeakValueDictionary)
+    _local: threading.local = field(default_factory=threading.local)
 
     @property
     def use(self) -> HostUse:
         """Return the host memory of all devices now. Leases and leased bytes are 0 when no graph is alive."""
-        uses = [offloader.use for offloader in self._offloaders.values()]
-        return HostUse(
-            *(sum(getattr(use, name) for use in uses) for name in ("leases", "leased", "most_leased")),
-            *(sum(getattr(use, name) for use in uses) for name in ("pinned", "pageable")),
-        )
-
-    def offloaders(self) -> list[Offloader]:
-        return list(self._offloaders.values())
+        uses = (offloader.use for offloader in self.offloaders.values())
+        return HostUse(*map(sum, zip(*uses, strict=True)))
 
     def trim(self) -> None:
         """Give back host memory that no graph needs."""
-        for offloader in self._offloaders.values():
+        for offloader in self.offloaders.values():
             offloader.trim()
 
     def say(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
-            self._tell(f"checkpoint_offload: {message}")
+            self.tell(f"checkpoint_offload: {message}")
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
         """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
-        inside = getattr(self._local, "inside", False)
-        if inside or not torch.is_grad_enabled() or not self._active():
+        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self.active():
             return None
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not first.is_floating_point():
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or not first.is_floating_point():
             return None
         # What several layers share (masks, positions) is not freed by a copy: only what carries a gradient goes.
         offered = [first, *(arg for arg in args[1:] if isinstance(arg, Tensor) and arg.requires_grad)]
         device = first.device
-        offloader = self._offloaders.get(device)
+        offloader = self.offloaders.get(device)
         if offloader is None:
-            offloader = self._offloaders[device] = Offloader(
-                self._streams(device),
-                budget_bytes=self._budget_bytes,
-                say=self.say,
-                prefetch=self.mode == "double_buffer",
-                min_bytes=self._min_bytes,
-            )
-        ref = self._before.get(device)
-        before = None if ref is None else ref()
+            offloader = self.offloaders[device] = Offloader(
+                self.streams(device), budget_bytes=self.budget_bytes, min_bytes=self.min_bytes,
+                prefetch=self.mode == "double_buffer", say=self.say,
+            )  # fmt: skip
+        before = self._before.get(device)
         if before is not None and before.index >= index:
             before = None  # another forward began: its graph is differentiated at another time
-        inputs = LayerInputs(offloader, index, [] if kept else offered, before)
-        self._before[device] = weakref.ref(inputs)
+        inputs = self._before[device] = LayerInputs(offloader, index, [] if kept else offered, before)
         return inputs
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable
+    def call(self, index: int, kept: bool, inner: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the checkpoint `inner` of a layer: a `model.checkpoint_seam.Wrapper`, once the first two are given."""
+        inputs = self.inputs(index, kept, args)
+        if inputs is None:
+            return inner(function, *args, **kwargs)
+        # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            return inner(functools.partial(self._run, function), *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
         outside = getattr(self._local, "inside", False)
         self._local.inside = True
@@ -153,33 +160,6 @@ class Offload:
             return function(*args, **kwargs)
         finally:
             self._local.inside = outside
-
-
-class _Offloaded:
-    """The wrapper of one layer."""
-
-    def __init__(self, offload: Offload, index: int, kept: bool) -> None:
-        self._offload = offload
-        self._index, self._kept = index, kept
-
-    @torch.compiler.disable
-    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._offload.inputs(self._index, self._kept, args)
-        if inputs is None:
-            return inner(function, *args, **kwargs)
-        # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
-        with saved_tensors_hooks(inputs.pack, inputs.unpack):
-            return inner(functools.partial(self._offload.run, function), *args, **kwargs)
-
-
-def default_budget_bytes() -> int:
-    """Return the most pinned memory to take: half of the host's free memory, shared by the processes of this host."""
-    return int(psutil.virtual_memory().available * 0.5 / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def always() -> bool:
-    """Return True: the default of `active`."""
-    return True
 
 
 @contextmanager
@@ -190,8 +170,8 @@ def offload_checkpoints(
     offload_budget_gib: float | None = None,
     keep_last_layers: int = 1,
     min_bytes: int = MIN_BYTES,
-    streams: Callable[[torch.device], Streams] = CudaStreams,
-    active: Callable[[], bool] = always,
+    streams: Callable[[torch.device], HostStreams] = CudaStreams,
+    active: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[Offload]:
     """Keep the inputs of checkpointed layers in host memory while the context is open.
@@ -202,7 +182,8 @@ def offload_checkpoints(
     Args:
         layers: in the order of the forward pass; each is checkpointed, without reentry (`why_not_offloadable`).
         mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
-        offload_budget_gib: most pinned memory in GiB; None: half of what is free. Past it memory is pageable.
+        offload_budget_gib: most pinned memory in GiB; None: half of what is free, shared by the processes of this host.
+            Past it memory is pageable.
         keep_last_layers: inputs of that many last layers stay on the device: they are needed again at once.
         min_bytes: smaller inputs stay on the device.
         streams: makes the streams of a device, when its first input comes.
@@ -217,10 +198,11 @@ def offload_checkpoints(
     why = why_not_offloadable(layers)
     if why:
         raise ValueError(f"checkpoint_offload={mode!r}: {why}")
-    total = psutil.virtual_memory().total
-    budget = default_budget_bytes() if offload_budget_gib is None else int(offload_budget_gib * GIB)
+    memory, processes = psutil.virtual_memory(), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    total = memory.total
+    budget = memory.available // 2 // processes if offload_budget_gib is None else int(offload_budget_gib * GIB)
     offload = Offload(
-        mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, say=say
+        mode=mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, tell=say
     )
     if budget > total:
         offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")
@@ -229,7 +211,7 @@ def offload_checkpoints(
     with ExitStack() as stack:
         stack.callback(offload.trim)
         for index, layer in enumerate(layers):
-            wrapper = _Offloaded(offload, index, kept=index >= len(layers) - keep_last_layers)
+            wrapper = functools.partial(offload.call, index, index >= len(layers) - keep_last_layers)
             stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
         yield offload
 

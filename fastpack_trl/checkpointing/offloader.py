@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.checkpointing.buffers import HostBuffer, HostPool, HostUse
-from fastpack_trl.checkpointing.streams import Streams
+from fastpack_trl.checkpointing.streams import HostBuffer, HostPool, HostStreams, HostUse
 
 MIN_BYTES = 2**20
 """Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
@@ -114,29 +113,17 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def keeps_on_device(tensor: Tensor, streams: Streams) -> str:
+def keeps_on_device(tensor: Tensor, streams: HostStreams) -> str:
     """Return why `tensor` cannot be stored and brought back exactly as it is; empty where it can."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
     if tensor.device != streams.device:
         return f"it is on {tensor.device}, not on {streams.device}"
-    if not _is_dense(tensor):
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return f"its strides {tensor.stride()} leave gaps or overlap"
     if tensor.data_ptr() % _ALIGNMENT:
         return f"its address is no multiple of {_ALIGNMENT}, and kernels may sum in another order at one that is"
     return ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one piece of memory, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class Offloader:
@@ -152,7 +139,7 @@ class Offloader:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: HostStreams,
         *,
         budget_bytes: int,
         say: Callable[[str], None],
@@ -167,7 +154,7 @@ class Offloader:
         self._lock = threading.Lock()
         self._returned: deque[tuple[HostBuffer, list[Pending]]] = deque()
         self._writing: weakref.ref[Lease] | None = None
-        self._ahead: list[weakref.ref[Lease]] = []
+        self._ahead: weakref.WeakSet[Lease] = weakref.WeakSet()
 
     @property
     def use(self) -> HostUse:
@@ -210,11 +197,7 @@ class Offloader:
             if buffer is None:
                 return None
             lease = Lease(self, tensor, buffer)
-            streams, compute = self.streams, self.streams.compute()
-            # The input must be computed before it is copied.
-            streams.wait(streams.copier, streams.record(compute))
-            streams.copy(lease.host, tensor)
-            lease.written = Pending(tensor, compute, streams.record(streams.copier))
+            lease.written = self._copy(lease.host, tensor, tensor)
             # Only now, a layer later, is the input before let go: its copy has had the whole layer to finish.
             self._settle()
             self._writing = weakref.ref(lease)
@@ -237,7 +220,7 @@ class Offloader:
     def _take(self, lease: Lease) -> Tensor:
         compute = self.streams.compute()
         if lease.ahead is not None and lease.ahead.stream != compute:
-            self._drop(lease)  # its memory belongs to another stream than the one that reads it
+            self._release(self._off_ahead(lease))  # its memory belongs to another stream than the one that reads it
         if lease.ahead is None:
             try:
                 self._fetch(lease)
@@ -245,9 +228,7 @@ class Offloader:
                 if not self._drop_ahead():
                     raise
                 self._fetch(lease)
-        assert lease.ahead is not None
-        tensor, _, copied = lease.ahead
-        lease.ahead = None
+        tensor, _, copied = self._off_ahead(lease)
         self.streams.wait(compute, copied)  # read before the copy is done: garbage
         return tensor
 
@@ -257,45 +238,40 @@ class Offloader:
         if not wanted:
             return
         # A backward that left its order, or broke off, leaves one fetched that nobody reads: never more than one.
-        mine = {id(lease) for lease in (*wanted, *inputs.leases)}
-        self._drop_ahead(keep=mine)
+        self._drop_ahead(keep=inputs.leases)
         try:
             for lease in wanted:
                 self._fetch(lease)
         except torch.OutOfMemoryError:
-            self._drop_ahead(keep={id(lease) for lease in inputs.leases})
+            self._drop_ahead(keep=inputs.leases)
             self.prefetch = False
             self._say("a second layer input does not fit on the device: single buffer from here on, without prefetch")
 
     def _fetch(self, lease: Lease) -> None:
+        target = self.streams.device_memory(lease.shape, lease.stride, lease.dtype)
+        lease.ahead = self._copy(target, lease.host, target)
+        self._ahead.add(lease)
+
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Pending:
         streams, compute = self.streams, self.streams.compute()
-        target = streams.device_memory(lease.shape, lease.stride, lease.dtype)
-        # Slot reuse: what computed with this memory before must be done before the copy writes to it. The copy out of
-        # the layer's input, on the same copier, is done by then as well.
+        # To the host: the input must be computed before it is copied. Slot reuse, back: what computed with this memory
+        # before must be done before the copy writes to it; the copy out of the layer's input, on the same copier, is.
         streams.wait(streams.copier, streams.record(compute))
-        streams.copy(target, lease.host)
-        lease.ahead = Pending(target, compute, streams.record(streams.copier))
-        self._ahead.append(weakref.ref(lease))
+        streams.copy(target, source)
+        return Pending(on_device, compute, streams.record(streams.copier))
 
-    def _drop_ahead(self, keep: set[int] | None = None) -> bool:
-        """Let go of what was fetched and not read, but `keep` (ids of leases); whether there was any."""
-        kept, dropped = [], False
-        for ref in self._ahead:
-            lease = ref()
-            if lease is None or lease.ahead is None:
-                continue
-            if keep and id(lease) in keep:
-                kept.append(ref)
-            else:
-                self._drop(lease)
-                dropped = True
-        self._ahead = kept
-        return dropped
+    def _drop_ahead(self, keep: Sequence[Lease] = ()) -> bool:
+        """Let go of what was fetched and not read, but `keep`; return whether there was any."""
+        dropped = [lease for lease in self._ahead if lease not in keep]
+        for lease in dropped:
+            self._release(self._off_ahead(lease))
+        return bool(dropped)
 
-    def _drop(self, lease: Lease) -> None:
+    def _off_ahead(self, lease: Lease) -> Pending:
         pending, lease.ahead = lease.ahead, None
-        if pending is not None:
-            self._release(pending)
+        self._ahead.discard(lease)
+        assert pending is not None
+        return pending
 
     def _release(self, pending: Pending) -> None:
         # Without the wait the allocator would hand the memory to a kernel while the copy is still under way.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack_trl.checkpointing.memory import ActivationMemory
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames
 from fastpack_trl.run import MicroStep, Run
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +159,7 @@ class _Reader:
         self.share = 1.0
         self.checkpointed = False
         self.last: tuple[float, bool] = (0.0, False)
+        """Operations of the product that ran last, and whether an early stop of the recompute leaves it out."""
 
     def read(self) -> ModelFlops:
         embedding = self.base.get_input_embeddings()
@@ -245,10 +246,10 @@ class _Reader:
 
     def product_of(self, module: Any, flow: bool, cost: _Cost) -> None:
         # A packed 4-bit weight has another shape than the product.
-        size = math.prod(_shape(module.weight)) if isinstance(module, Conv1D) else _features(module)
+        sides = _shape(module.weight) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
         # torch's own function saves its operands before it computes: an early stop comes before the product.
         plain = type(module) is nn.Linear
-        self.product(size, module.weight.requires_grad, flow, cost, stops_early=plain)
+        self.product(math.prod(sides), module.weight.requires_grad, flow, cost, stops_early=plain)
 
     def lora(self, name: str, module: Any, flow: bool) -> bool:
         out = self.visit(name, module.base_layer, flow)
@@ -291,7 +292,7 @@ class _Reader:
         value = int(getattr(module, "v_head_dim", None) or plain)
         key = int(getattr(module, "qk_head_dim", None) or plain)
         query_grad, key_grad, value_grad = (self.operand(module, letter, flow) for letter in "qkv")
-        cost = self.out.pairs[window_of(module)]
+        cost: _Cost = self.out.pairs[window_of(module)]
         forward = 2.0 * heads * (key + value)
         cost.forward += forward
         # dQ and dK at the width of a key; dP and dV at that of a value.
@@ -300,14 +301,11 @@ class _Reader:
 
     @staticmethod
     def operand(module: Any, letter: str, flow: bool) -> bool:
-        own = [child for name, child in module.named_children() if name in (f"{letter}_proj", f"{letter}_norm")]
-        parts = own if any(_is_product(child) for child in own) else [c for _, c in _before_output(module)]
-        return flow or any(_trains(part) for part in parts)
-
-
-def _before_output(module: Any) -> Iterator[tuple[str, Any]]:
-    second = _SECOND - {"q_b_proj", "kv_b_proj"}
-    return ((name, child) for name, child in module.named_children() if name not in second)
+        children = dict(module.named_children())
+        parts = [child for name, child in children.items() if name in (f"{letter}_proj", f"{letter}_norm")]
+        if not any(map(_is_product, parts)):  # all before the output
+            parts = [c for name, c in children.items() if name not in _SECOND or name in ("q_b_proj", "kv_b_proj")]
+        return flow or any(map(_trains, parts))
 
 
 def _running_order(child: tuple[str, Any]) -> int:
@@ -343,10 +341,6 @@ def _is_router(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     named = any(part in type(module).__name__.lower() for part in ("router", "gate"))
     return named and isinstance(weight, nn.Parameter) and len(_shape(weight)) == 2
-
-
-def _features(module: Any) -> int:
-    return int(module.in_features) * int(module.out_features)
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpack_trl.model.patches import attribute_set
+
 Kind = Literal["sync", "copy", "host"]
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -117,25 +119,24 @@ def count_host_syncs(
     where = torch.device(device) if device is not None else None
     on_cuda = torch.cuda.is_available() if where is None else where.type == "cuda"
     syncs = HostSyncs("cuda" if on_cuda else "dispatch")
-    with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, tuple(host)):
+    with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, (*_HOST_ROOMS, *host)):
         yield syncs
 
 
 @contextmanager
 def _cuda_warnings(syncs: HostSyncs, error: bool) -> Iterator[None]:
     previous = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
+    show = warnings.showwarning
+
+    def record(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if _CUDA_MESSAGE not in str(message):
+            show(message, *args, **kwargs)
+            return
+        file, line, _ = _call_site(sys._getframe(1))
+        syncs._seen["synchronize", "sync", file, line] += 1
+
+    with warnings.catch_warnings(), attribute_set(warnings, "showwarning", record):
         warnings.filterwarnings("always", message=_CUDA_MESSAGE)
-        show = warnings.showwarning
-
-        def record(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if _CUDA_MESSAGE not in str(message):
-                show(message, *args, **kwargs)
-                return
-            file, line, _ = _call_site(sys._getframe(1))
-            syncs._seen["synchronize", "sync", file, line] += 1
-
-        warnings.showwarning = record
         torch.cuda.set_sync_debug_mode("error" if error else "warn")
         try:
             yield
@@ -149,7 +150,7 @@ def _dispatch(syncs: HostSyncs, error: bool, host: tuple[str, ...]) -> Iterator[
         file, line, rooms = _call_site(sys._getframe(2))
         if loader_only and not any(room.endswith(_LOADER) for room in rooms):
             return
-        if any(part in room for room in rooms for part in (*_HOST_ROOMS, *host)):
+        if any(part in room for room in rooms for part in host):
             kind = "host"
         if error and kind != "host":
             raise RuntimeError(f"{op} at {file}:{line} would make the host wait for the device")
@@ -180,9 +181,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._record = record
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "aten":
             name = func._schema.name.removeprefix("aten::")
@@ -224,9 +223,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._record = record
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # `str` of a tensor reads its values, and torch switches dispatch modes off meanwhile.
         if func in _READS:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Interval:
 
     def to_dict(self) -> dict[str, float]:
         """Return plain data for JSON."""
-        return {"median": self.median, "low": self.low, "high": self.high, "coverage": self.coverage}
+        return asdict(self)
 
 
-def median_interval(values: Sequence[float], coverage: float = CONFIDENCE) -> Interval:
-    """Return the median with the narrowest symmetric pair of order statistics that covers it by `coverage` or more.
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the median with the narrowest symmetric pair of order statistics that covers it by 95 % or more.
 
     It assumes independent values and nothing about their distribution: the k-th smallest lies above the true median
     with the probability of fewer than k heads in n tosses. Fewer than 6 values cannot reach 95 %: the interval is then
@@ -47,7 +47,7 @@ def median_interval(values: Sequence[float], coverage: float = CONFIDENCE) -> In
     tail, cut = 0.5**count, 0  # probability that the true median lies below ordered[cut]
     while cut + 1 < count / 2:
         wider = tail + math.comb(count, cut + 1) * 0.5**count
-        if 1 - 2 * wider < coverage:
+        if 1 - 2 * wider < _CONFIDENCE:
             break
         tail, cut = wider, cut + 1
     return Interval(median(ordered), ordered[cut], ordered[count - 1 - cut], max(0.0, 1 - 2 * tail))

@@ -202,13 +202,23 @@ def check_writable(path: str | Path, option: str = "--json") -> Path:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` whole or not at all. What is not finite becomes text (``"nan"``): JSON has no such number."""
-    text = json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(json_text(record), encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """Return the text of a record's file: its rows come last, one a line, facts before raw samples."""
+    found = finite(record)
+    if not found.get("rows"):
+        return json.dumps(found, indent=2, allow_nan=False) + "\n"
+    rows = [dict(sorted(row.items(), key=lambda item: isinstance(item[1], dict | list))) for row in found.pop("rows")]
+    head = json.dumps(found, indent=1, allow_nan=False).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    return f'{head},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def finite(value: Any) -> Any:

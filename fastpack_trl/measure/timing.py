@@ -7,26 +7,23 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Marks points in time and tells how far apart they are."""
+    """Marks points in time and tells how far apart they are.
 
-    def synchronise(self) -> None:
-        """Wait until everything started so far has ended."""
-        ...
+    `synchronise` waits until everything started so far has ended; `seconds` is called after it.
+    """
 
-    def mark(self) -> Any:
-        """Return a point in time."""
-        ...
+    def synchronise(self) -> None: ...
 
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to another. Call after `synchronise`."""
-        ...
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
 
 
 class WallClock:
-    """Host time, for work that is done when its call returns."""
+    """Host time, for work that is done when its call returns: nothing is pending on the CPU."""
 
     def synchronise(self) -> None:
-        """Do nothing: nothing is pending on the CPU."""
+        pass
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -61,10 +58,5 @@ class CudaClock:
 
 
 def clock_of(device: str, index: Any = None) -> Clock:
-    """Return a `CudaClock` for ``cuda`` and a `WallClock` for every other device.
-
-    Args:
-        device: as torch spells its type.
-        index: the CUDA device, the current one by default.
-    """
+    """Return a `CudaClock` for ``cuda``, of the current device or of `index`, and a `WallClock` for any other type."""
     return CudaClock(index) if device == "cuda" else WallClock()

@@ -64,51 +64,46 @@ class TokenCounter:
         ids: Any = inputs.get("input_ids")
         ids = ids if ids is not None else inputs["inputs_embeds"][..., 0]
         host, labels = self._host, inputs.get("labels")
-        chunked_on_device = ids.device.type == "cuda" and bool(inputs.get("fused_lm_head"))
+        fused, ours = bool(inputs.get("fused_lm_head")), inputs.get("loss_batch") is not None
+        # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
+        at_loss = ours or (fused and ids.device.type == "cuda")
         host.capacity += ids.numel()
-        batch = inputs.get("packed_batch")
+        host.scored += 0 if at_loss else ids.numel() - ids.shape[0] * fused
+        batch: Any = inputs.get("packed_batch")
         if not isinstance(batch, PackedBatch) or not batch.describes(
             ids, inputs.get("position_ids", batch.position_ids)
         ):
             batch = None  # what arrived was cut or edited since: counted as it is
-        ours = inputs.get("loss_batch") is not None
-        on_device = ours or chunked_on_device
-        # TRL's chunked loss leaves out the last position, and on CUDA scores only what the loss counts.
-        if not on_device:
-            host.scored += ids.numel() - ids.shape[0] if inputs.get("fused_lm_head") else ids.numel()
-        if batch is not None:
-            host.nonpad += batch.total_tokens - batch.num_padding
-            for window in self.windows:
-                host.pairs[window] += attention_pairs(batch.seq_lengths, window)
-            if batch.loss_positions is not None and batch.counts(labels) and host.loss is not None:
-                count = batch.loss_positions.numel()
-                host.loss += count
-                host.scored += count * on_device
-                host.scored_once += count * ours
-            else:
-                self._on_device(ids.device, loss=_loss_tokens(inputs, labels), scored=on_device, once=ours)
-            return
-        loss = _loss_tokens(inputs, labels)
-        positions: Any = inputs.get("position_ids")
-        mask: Any = inputs.get("attention_mask")
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         mask = mask if mask is not None and mask.dim() == 2 else None
-        if mask is None and positions is None:
-            host.nonpad += ids.numel()
+        real, pairs = None, None
+        if batch is not None or (mask is None and positions is None):
+            lengths = batch.seq_lengths if batch is not None else [ids.shape[1]] * ids.shape[0]
+            host.nonpad += sum(lengths)
             for window in self.windows:
-                host.pairs[window] += attention_pairs([ids.shape[1]] * ids.shape[0], window)
-            self._on_device(ids.device, loss=loss, scored=on_device, once=ours)
+                host.pairs[window] += attention_pairs(lengths, window)
+        else:
+            real = mask.bool() if mask is not None else None
+            host.nonpad += ids.numel() if real is None else 0
+            pairs = self._pairs(mask, positions)
+        if batch is None or batch.loss_positions is None or not batch.counts(labels) or host.loss is None:
+            loss = _loss_tokens(inputs, labels)
+            self._on_device(ids.device, loss=loss, scored=at_loss, once=ours, real=real, pairs=pairs)
             return
-        real = mask.bool() if mask is not None else None
+        count = batch.loss_positions.numel()
+        host.loss += count
+        host.scored += count * at_loss
+        host.scored_once += count * ours
+
+    def _pairs(self, mask: Any, positions: Any) -> list[Tensor]:
+        """Return twice the query-key pairs for each window, on the device."""
         if positions is None:
             place = mask.long().cumsum(-1)
         else:
             place = positions[0] + 1 if positions.dim() == 3 else positions + 1  # one row per axis of multimodal models
         # The i-th token of a document sees min(i, window) keys; a half less while the window is not full.
         doubled = [2 * place - 1 if w is None else 2 * place.clamp(max=w) - place.le(w).long() for w in self.windows]
-        sums = [(pairs if real is None else pairs * real).sum() for pairs in doubled]
-        if real is None:
-            host.nonpad += ids.numel()
-        self._on_device(ids.device, loss=loss, scored=on_device, once=ours, real=real, pairs=sums)
+        return [(pairs if mask is None else pairs * mask.bool()).sum() for pairs in doubled]
 
     def _on_device(
         self,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.patches import attributes_kept
 from fastpack_trl.model.sharded import local
 
 _LARGEST_STATE = 2**16  # integers; more are weights of a quantised layer, or a mask, which no forward pass writes
@@ -22,15 +22,11 @@ def run_aside(model: nn.Module, *, training: bool) -> Iterator[None]:
 
     Afterwards, also after an exception, every module's mode, every random state and every buffer is as before.
     """
-    modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
+    modes = attributes_kept(model.modules(), "training")
+    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
         model.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        yield
 
 
 @contextmanager
@@ -40,18 +36,14 @@ def buffers_kept(*models: nn.Module) -> Iterator[None]:
     The tensors stay the same objects. Left out are large integer and 8-bit buffers: weights of quantised layers.
     """
     with ExitStack() as stack:
-        for module in {id(module): module for model in models for module in model.modules()}.values():
+        for module in {module for model in models for module in model.modules()}:
             buffers = dict(module._buffers)
             stack.callback(_put_back, module, buffers, list(_copies(buffers.values())))
         yield
 
 
-class _Copy(NamedTuple):
-    tensor: Tensor
-    content: Tensor
-
-
-def _copies(buffers: Iterable[Tensor | None]) -> Iterator[_Copy]:
+def _copies(buffers: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the buffers that a forward pass may write, each with a copy of what it holds."""
     for tensor in buffers:
         # Outside of inference mode torch writes to no tensor that was made in it.
         if tensor is None or tensor.is_inference() or _is_weight(tensor):
@@ -59,7 +51,7 @@ def _copies(buffers: Iterable[Tensor | None]) -> Iterator[_Copy]:
         part = local(tensor)
         try:
             far = part.numel() > _LARGEST_ON_DEVICE and part.device.type == "cuda"
-            yield _Copy(tensor, part.to("cpu", copy=True) if far else part.clone())
+            yield tensor, part.to("cpu", copy=True) if far else part.clone()
         except (TypeError, NotImplementedError):
             continue  # a tensor of a kind that cannot be copied cannot be written to either
 
@@ -68,12 +60,9 @@ def _is_weight(tensor: Tensor) -> bool:
     return tensor.numel() > _LARGEST_STATE and (not tensor.is_floating_point() or tensor.element_size() == 1)
 
 
-def _put_back(module: nn.Module, buffers: dict[str, Tensor | None], copies: list[_Copy]) -> None:
-    if dict(module._buffers).keys() != buffers.keys() or any(
-        module._buffers[name] is not tensor for name, tensor in buffers.items()
-    ):
-        module._buffers.clear()
-        module._buffers.update(buffers)
+def _put_back(module: nn.Module, buffers: dict[str, Tensor | None], copies: list[tuple[Tensor, Tensor]]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
     for tensor, content in copies:
         part = local(tensor)
         if part.shape != content.shape:  # some observers resize

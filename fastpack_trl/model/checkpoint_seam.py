@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -35,17 +34,12 @@ class Nesting(IntEnum):
     """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
 
 
-class Wrapper(Protocol):
-    """Runs a checkpoint function, or something around it."""
+Wrapper = Callable[..., Any]
+"""Called as ``wrapper(inner, function, *args, **kwargs)``, returns ``inner(function, *args, **kwargs)``.
 
-    def __call__(self, inner: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``inner(function, *args, **kwargs)``.
-
-        Args:
-            inner: the checkpoint function with the wrappers further inside.
-            function: what it runs, and runs again in backward: the forward of the layer with its keywords.
-            args, kwargs: of `function`; the hidden states come first.
-        """
+`inner` is the checkpoint function with the wrappers further inside. `function`, the forward of the layer with its
+keywords, runs again in backward; the hidden states come first in `args`.
+"""
 
 
 @contextlib.contextmanager
@@ -56,8 +50,6 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
     Args:
         layer: has the function already, or may get it.
-        wrapper: called instead of the function.
-        nesting: where `wrapper` stands in the stack.
     """
     seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
@@ -125,7 +117,7 @@ class _Stack:
         self.wrapped: _Wrapped | None = None
 
 
-def _new_stack() -> AbstractContextManager[_Stack]:
+def _new_stack() -> contextlib.AbstractContextManager[_Stack]:
     return contextlib.nullcontext(_Stack())
 
 

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,9 +30,8 @@ _UNDERSTOOD_KEYWORDS = frozenset(
         "sliding_window", "softcap", "value",
     }
 )  # fmt: skip
-# Full causal attention under the names that configs use; "attention" is granitemoehybrid's.
-_FULL_LAYERS = frozenset({"full_attention", "attention"})
-_UNDERSTOOD_LAYERS = _FULL_LAYERS | {"sliding_attention"}
+# Causal attention under the names that configs use; "attention" is granitemoehybrid's.
+_UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
@@ -40,7 +39,7 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFeatures:
     """The attention of one model, as a chooser needs it."""
 
@@ -48,26 +47,25 @@ class ModelFeatures:
     implementation: str
     """Stock's implementation of the text config, e.g. ``sdpa``."""
     device_type: str
-    windows: frozenset[int]
+    windows: frozenset[int] = frozenset()
     """Sizes of the sliding windows, in tokens, the token itself included."""
-    sinks: bool
-    softcap: bool
-    dropout: float
-    num_heads: int
-    head_dim: int
+    sinks: bool = False
+    softcap: bool = False
+    dropout: float = 0.0
+    num_heads: int = 1
+    head_dim: int = 1
     """The widest of query, key and value."""
     compute_dtype: torch.dtype
     """The dtype of attention: the autocast dtype of the run, else the weights'."""
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device; None elsewhere."""
-    gap: str
+    gap: str = ""
     """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
     """Heads of key and value; None: as many as of the query."""
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
+class _AttentionCall(NamedTuple):
     keywords: frozenset[str]
     passes_kwargs: bool
 
@@ -123,8 +121,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 def is_prompt_learning(model: nn.Module) -> bool:
     """Return whether PEFT prepends virtual tokens to each *row* and drops `position_ids`: prompt, prefix, p-tuning."""
-    config = getattr(model, "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False))
+    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
@@ -133,9 +130,8 @@ ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 def is_invoked_once_per_row(model: nn.Module) -> bool:
     """Return whether PEFT looks for one invocation in each *row* and adapts what follows it: aLoRA, active or not."""
     configs = getattr(model, "peft_config", None)
-    return isinstance(configs, dict) and any(
-        getattr(config, "alora_invocation_tokens", None) for config in configs.values()
-    )
+    configs = configs.values() if isinstance(configs, dict) else ()
+    return any(getattr(config, "alora_invocation_tokens", None) for config in configs)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -187,15 +183,8 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         model_type=str(config.model_type),
         implementation=stock_implementation(config),
         device_type=device.type,
-        windows=frozenset(),
-        sinks=False,
-        softcap=False,
-        dropout=0.0,
-        num_heads=1,
-        head_dim=1,
         compute_dtype=compute_dtype or base.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        gap="",
     )
     try:
         return replace(unread, **_attention_facts(model, base, config))
@@ -276,9 +265,9 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
         yield f"{family} has layers that mix tokens without the attention interface"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         yield f"{family} attends in both directions (is_causal=False)"
-    parents = {id(child): (parent, name) for parent in base.modules() for name, child in parent.named_children()}
+    parents = {child: (parent, name) for parent in base.modules() for name, child in parent.named_children()}
     for module in attentions:
-        yield from _call_gaps(family, module, *parents[id(module)])
+        yield from _call_gaps(family, module, *parents[module])
 
 
 def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
@@ -297,14 +286,10 @@ def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> 
 
 def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
     """Return whether a list of decoder layers has one without interface attention (convolution, state space, ...)."""
-    known = {id(module) for module in attentions}
-    for stack in base.modules():
-        if not isinstance(stack, nn.ModuleList):
-            continue
-        has = [any(id(inner) in known for inner in layer.modules()) for layer in stack]
-        if any(has) and not all(has):
-            return True
-    return False
+    known = set(attentions)
+    stacks = (stack for stack in base.modules() if isinstance(stack, nn.ModuleList))
+    with_attention = ([not known.isdisjoint(layer.modules()) for layer in stack] for stack in stacks)
+    return any(any(has) and not all(has) for has in with_attention)
 
 
 def source_tree(function: Any) -> ast.Module | None:

@@ -21,9 +21,7 @@ _KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-"""The dictionaries of a module."""
-GLOBAL_KINDS = {f"_global{name}": f"global {kind}" for name, kind in _KINDS.items()}
-"""Those of every module, in `torch.nn.modules.module`."""
+"""The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules."""
 
 _NOT_USERS = tuple(
     f"{package}."
@@ -35,11 +33,16 @@ _NOT_USERS = tuple(
 """Packages whose hooks are part of the model: they record outputs, gather shards, make weights."""
 
 
+def without_partial(function: Any) -> Any:
+    """Return the function inside of any number of `functools.partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
 def is_users(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is the user's, by the module that defines its function or class."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
+    return not f"{getattr(without_partial(hook), '__module__', '')}.".startswith(_NOT_USERS)
 
 
 def has_hooks(module: Any) -> bool:
@@ -53,23 +56,18 @@ def has_hooks(module: Any) -> bool:
     )
 
 
-def has_global_hook() -> bool:
-    """Return whether the user has a hook on every module of the process; False in a graph, where torch traces them."""
-    return not torch.compiler.is_compiling() and any(_global_dictionaries()) and bool(global_hook())
-
-
 def are_hooked(*modules: nn.Module) -> bool:
-    """Return whether a call of one of `modules` runs a hook or a replaced forward: asked before each call past them."""
-    return any(map(has_hooks, modules)) or has_global_hook()
+    """Return whether a call of one of `modules` runs a hook or a replaced forward: asked before each call past them.
+
+    In a graph torch traces the hooks on all modules.
+    """
+    return any(map(has_hooks, modules)) or (not torch.compiler.is_compiling() and bool(global_hook()))
 
 
 def global_hook() -> str:
     """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty without."""
-    for kind, hooks in zip(GLOBAL_KINDS.values(), _global_dictionaries(), strict=True):
-        for hook in hooks.values():
-            if is_users(hook):
-                return f"the {kind} {_name(hook)}"
-    return ""
+    found = _first_of_users(_global_dictionaries())
+    return f"the global {found}" if found else ""
 
 
 def hook_on(module: nn.Module, name: str = "") -> str:
@@ -78,37 +76,21 @@ def hook_on(module: nn.Module, name: str = "") -> str:
     Args:
         name: of the module, where it is to be said.
     """
-    for attribute, kind in _KINDS.items():
-        for hook in getattr(module, attribute).values():
-            if is_users(hook):
-                return f"the {kind} {_name(hook)} on {name or type(module).__name__}"
-    return ""
+    found = _first_of_users(getattr(module, attribute) for attribute in _KINDS)
+    return f"the {found} on {name or type(module).__name__}" if found else ""
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
     """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without."""
-    found = global_hook()
-    if found or not _hooked_inside(module):
+    if found := global_hook():
         return found
-    named = module.named_modules(prefix=name)
-    return next((found for own, inner in named if (found := hook_on(inner, own))), "")
-
-
-def _hooked_inside(module: nn.Module) -> bool:
-    """Return whether a hook of the user is on `module` or inside: 0.3 us per module; names would take longer."""
     modules: list[Any] = [module]
-    for inner in modules:  # grows
-        if inner is None:
-            continue
-        own = inner.__dict__
-        hooked = (
-            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        )
-        if hooked and any(is_users(hook) for kind in _KINDS for hook in own[kind].values()):
-            return True
-        if own["_modules"]:
-            modules += own["_modules"].values()
-    return False
+    for inner in modules:  # grows; names are made where there is a hook, since they take five times as long
+        if has_hooks(inner) and hook_on(inner):
+            named = module.named_modules(prefix=name)
+            return next(found for own, hooked in named if (found := hook_on(hooked, own)))
+        modules += [child for child in inner._modules.values() if child is not None]
+    return ""
 
 
 class HookWatch:
@@ -141,10 +123,9 @@ def users_hooks_off(model: nn.Module) -> Iterator[None]:
     Afterwards the hooks are there again, in their order, but for those that were removed meanwhile. Global hooks are
     off for the whole process while the context is open.
     """
-    taken: list[tuple[dict[int, Any], int, Any]] = []
     dictionaries = [getattr(module, attribute) for module in model.modules() for attribute in _KINDS]
-    for hooks in (*dictionaries, *_global_dictionaries()):
-        taken += [(hooks, key, hook) for key, hook in hooks.items() if is_users(hook)]
+    dictionaries += _global_dictionaries()
+    taken = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
     for hooks, key, _ in taken:
         hooks[key] = _silent  # in its place: its handle still removes it
     try:
@@ -185,10 +166,14 @@ class SameInRecompute:
 @cache
 def _global_dictionaries() -> tuple[dict[int, Any], ...]:
     # A torch without one of them is named by what `model.upstream` asks for "batches".
-    return tuple(getattr(nn.modules.module, name, {}) for name in GLOBAL_KINDS)
+    return tuple(getattr(nn.modules.module, f"_global{name}", {}) for name in _KINDS)
 
 
-def _name(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__)).rpartition("<locals>.")[2]
+def _first_of_users(dictionaries: Any) -> str:
+    """Return the kind and the name of a hook in dictionaries in the order of `_KINDS`; empty without one."""
+    for kind, hooks in zip(_KINDS.values(), dictionaries, strict=True):
+        for hook in filter(is_users, hooks.values()):
+            function = without_partial(hook)
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return f"{kind} {name.rpartition('<locals>.')[2]}"
+    return ""

@@ -9,27 +9,12 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 
-class _Places(TrainerCallback):
-    def __init__(self, at_begin: Callable[[], None] | None, between_steps: Callable[[], None] | None) -> None:
-        self._at_begin, self._between_steps = at_begin, between_steps
-        self._stepped = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._at_begin is not None:
-            self._at_begin()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stepped and self._between_steps is not None:
-            self._between_steps()
-        self._stepped = True
-
-
 @contextmanager
 def called(
     trainer: Trainer,
     *,
-    at_begin: Callable[[], None] | None = None,
-    between_steps: Callable[[], None] | None = None,
+    at_begin: Callable[[], object] | None = None,
+    between_steps: Callable[[], object] | None = None,
 ) -> Iterator[None]:
     """Call functions while `trainer` trains, until the context ends.
 
@@ -37,8 +22,20 @@ def called(
         at_begin: called when training begins: the model is wrapped and in its place, a checkpoint is loaded.
         between_steps: called before each optimizer step but the first.
     """
-    kind = type("Places", (_Places,), {})  # transformers warns of two callbacks of one class
-    places = kind(at_begin, between_steps)
+
+    class Places(TrainerCallback):  # one for each call: transformers warns of two callbacks of one class
+        stepped = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if at_begin is not None:
+                at_begin()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.stepped and between_steps is not None:
+                between_steps()
+            self.stepped = True
+
+    places = Places()
     trainer.add_callback(places)
     try:
         yield

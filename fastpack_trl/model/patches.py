@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -13,21 +14,33 @@ _NONE = object()
 
 @contextlib.contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object, or of a class, while the context is open.
+    """Set an attribute of an object, a class or a module of Python while the context is open.
 
     Afterwards `owner` itself has what it had, or nothing of that name. Where somebody else has set it meanwhile, theirs
-    stays.
+    stays. The ``__setattr__`` of an object is not asked: that of a compiled model would write to the model inside.
     """
     before = vars(owner).get(name, _NONE)
-    setattr(owner, name, value)
+    kind: Any = type(owner) if isinstance(owner, type | ModuleType) else object
+    kind.__setattr__(owner, name, value)
     try:
         yield
     finally:
         if vars(owner).get(name, _NONE) is value:
             if before is _NONE:
-                delattr(owner, name)
+                kind.__delattr__(owner, name)
             else:
-                setattr(owner, name, before)
+                kind.__setattr__(owner, name, before)
+
+
+@contextlib.contextmanager
+def attributes_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """Give each of `owners`, which have an attribute of that name, its value back, whoever has changed it meanwhile."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, value in before:
+            setattr(owner, name, value)
 
 
 class Held:

@@ -1,7 +1,9 @@
-"""Runs on devices without bf16, and with the loss scaler of fp16."""
+"""Devices that lack a kernel: bf16 without hardware for it, the loss scaler of fp16, 4-bit weights on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -9,12 +11,16 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-BF16_CAPABILITY = (8, 0)
+from fastpack_trl.model.patches import attribute_set
+
+_BF16_CAPABILITY = (8, 0)
+_PACKS = "support_avx512bf16_for_cpu"
+"""Where bitsandbytes says that an evaluation packs a layer's 4-bit weights: the product has no backward then."""
 
 
 def emulates_bf16(device: torch.device) -> bool:
     """Return whether a CUDA device computes bf16 products without hardware for them (T4, V100)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < BF16_CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _BF16_CAPABILITY
 
 
 def fit_precision(trainer: Any) -> dict[str, str]:
@@ -53,3 +59,26 @@ def unscales_bf16(device: torch.device) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
+
+
+@contextmanager
+def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Keep the layout of 4-bit weights while a trainer runs (bitsandbytes 0.50, `Linear4bit.forward`).
+
+    The layout stays when training goes on, and gradients end at each such product without a word.
+
+    Raises:
+        ValueError: `training`, and weights were packed before. What unpacks them rounds their scales.
+    """
+    layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]
+    states = [getattr(layer.weight, "quant_state", None) for layer in layers]
+    packed = sum(bool(getattr(state, "packing_format_for_cpu", False)) for state in states)
+    if training and packed:
+        raise ValueError(
+            f"an evaluation on the CPU has packed the 4-bit weights of {packed} layers for inference, where they have "
+            "no backward: load the model again, and call it outside of the trainer only with inputs that need gradients"
+        )
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(attribute_set(layer, _PACKS, False))
+        yield

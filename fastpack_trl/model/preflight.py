@@ -27,10 +27,7 @@ _OTHER_FILES = {"gguf_file", "subfolder", "use_safetensors", "variant"}
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Check what a trainer was given, before stock loads the model and prepares the data.
-
-    Args:
-        given: arguments of `SFTTrainer` by name.
+    """Check the arguments of `SFTTrainer`, by name, before stock loads the model and prepares the data.
 
     Raises:
         ValueError: names the value and the remedy.

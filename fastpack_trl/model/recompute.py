@@ -16,23 +16,16 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
 
 def other_offload(args: Any) -> str:
     """Return which other offload of the same memory a run asks for, with the remedy; empty where none."""
+    other = ""
     if getattr(args, "activation_offloading", False):
-        return "activation_offloading=True is another offload of the same memory: leave one of the two out"
-    if checkpointing_arguments(args)[1].get("offload"):
-        return (
-            "gradient_checkpointing_kwargs={'offload': True} is another offload of the same memory: leave one of the "
-            "two out"
-        )
-    return ""
+        other = "activation_offloading=True"
+    elif checkpointing_arguments(args)[1].get("offload"):
+        other = "gradient_checkpointing_kwargs={'offload': True}"
+    return f"{other} is another offload of the same memory: leave one of the two out" if other else ""
 
 
 def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
-    """Yield what else in the arguments says what to keep.
-
-    Args:
-        args: of the run.
-        level, offload: the fields `activation_memory` and `checkpoint_offload`.
-    """
+    """Yield what else in the arguments of a run, beside the fields `level` and `offload`, says what to keep."""
     enabled, keywords = checkpointing_arguments(args)
     keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
     yield other_offload(args)

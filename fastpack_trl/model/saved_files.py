@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,14 @@ def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
         fault = checkpoint_fault(found[0]) if found else ""
         if not fault:
             return asked, ""  # also where there is none: transformers says so
-        complete = next((folder for folder in found[1:] if not checkpoint_fault(folder)), None)
+        complete = newest_checkpoint(output_dir)
         if complete is None:
             raise ValueError(
                 f"resume_from_checkpoint: no checkpoint in output_dir {str(output_dir)!r} is complete "
                 f"({found[0].name}: {fault}): train from the start, without resume_from_checkpoint"
             )
-        return str(
-            complete
-        ), f"resume: {found[0].name} is not complete ({fault}): taking {complete}, the newest that is"
+        why = f"resume: {found[0].name} is not complete ({fault}): taking {complete}, the newest that is"
+        return str(complete), why
     folder = Path(asked) if isinstance(asked, str | Path) else None
     if folder is not None and folder.is_dir() and (fault := checkpoint_fault(folder)):
         others = [*_checkpoints(folder), *_checkpoints(folder.absolute().parent)]
@@ -58,12 +58,9 @@ def newest_checkpoint(output_dir: str | None) -> Path | None:
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
     """Yield the folders ``checkpoint-N`` in `folder`, the newest first."""
-    found = {int(match[1]): child for child in folder.glob("checkpoint-*") if (match := _numbered(child))}
+    named = ((re.fullmatch(r"checkpoint-(\d+)", child.name), child) for child in folder.glob("checkpoint-*"))
+    found = {int(match[1]): child for match, child in named if match and child.is_dir()}
     yield from (found[step] for step in sorted(found, reverse=True))
-
-
-def _numbered(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"checkpoint-(\d+)", path.name) if path.is_dir() else None
 
 
 def checkpoint_fault(folder: Path) -> str:
@@ -91,13 +88,10 @@ def weights_fault(folder: Path, *, needed: bool = False) -> str:
     if needed and not found and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
         return _NONE
     for file in found:
-        if file.name not in _SHARDED:
-            if fault := _file_fault(file):
-                return fault
-            continue
-        if fault := _json_fault(file):
+        is_index = file.name in _SHARDED
+        if fault := _json_fault(file) if is_index else _file_fault(file):
             return fault
-        shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map", {})
+        shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map", {}) if is_index else {}
         for name in sorted(set(shards.values())):
             if fault := _file_fault(folder / name):
                 return fault
@@ -116,11 +110,10 @@ def _weights(folder: Path) -> list[Path]:
 def _json_fault(file: Path) -> str:
     if not file.is_file():
         return f"{file.name} is missing"
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # also bytes that are no text
-        return f"{file.name} is cut short or damaged"
-    return "" if isinstance(value, dict) else f"{file.name} is cut short or damaged"
+    with suppress(ValueError, RecursionError):  # also bytes that are no text
+        if isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            return ""
+    return f"{file.name} is cut short or damaged"
 
 
 def _file_fault(file: Path) -> str:

@@ -58,14 +58,14 @@ def gathered_bytes(model: nn.Module, itemsize: int) -> int:
         model: as FSDP 2 parted it.
         itemsize: of a gathered parameter.
     """
-    sizes: list[int] = []
-    inside = {id(unit): _own(unit) for unit in units(model)}
-    for own in inside.values():
-        frozen = sum(p.numel() for p in own)
-        trained = sum(p.numel() for p in own if p.requires_grad)
-        sizes.append(itemsize * frozen + 4 * trained)
-    layers = [size for unit, size in zip(units(model), sizes, strict=True) if _is_layer(unit)]
-    return sum(sizes) - sum(layers) + 2 * max(layers, default=0)
+    layers, others = [], 0
+    for unit in units(model):
+        size = sum(p.numel() * (itemsize + 4 * p.requires_grad) for p in _own(unit))
+        if _is_layer(unit):
+            layers.append(size)
+        else:
+            others += size
+    return others + 2 * max(layers, default=0)
 
 
 def pieces(tensors: Iterable[Any]) -> list[Any]:
@@ -90,25 +90,17 @@ def layer_units(model: nn.Module) -> list[Any]:
 
 
 def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
-    """Return the bytes of the gathered parameters of `layers`.
-
-    Args:
-        layers: as of `layer_units`.
-        itemsize: of a gathered floating-point number.
-    """
+    """Return the bytes of the gathered parameters of `layers`, with `itemsize` bytes per floating-point number."""
     parameters = [p for layer in layers for p in layer.parameters()]
     return sum(p.numel() * (itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
 
 
 @contextmanager
 def stay_gathered(layers: Sequence[Any]) -> Iterator[None]:
-    """Let layers that gather their parameters in a forward pass in this context keep them until their backward pass.
+    """Let the forward pass of `layer_units` in this context leave their parameters gathered for their backward pass.
 
-    Their backward pass parts them, or the end of the context where none ran: whole parameters that outlive an optimizer
-    step would be those of before.
-
-    Args:
-        layers: as of `layer_units`, to part their parameters again after each forward pass elsewhere.
+    The backward pass parts them, or the end of the context where none ran: whole parameters that outlive an optimizer
+    step would have the values from before it.
     """
     for layer in layers:
         layer.set_reshard_after_forward(False, recurse=False)
@@ -122,8 +114,8 @@ def stay_gathered(layers: Sequence[Any]) -> Iterator[None]:
 
 def _own(unit: Any) -> list[nn.Parameter]:
     """Return the parameters of a unit that belong to no unit inside of it."""
-    theirs = {id(p) for inner in units(unit) if inner is not unit for p in inner.parameters()}
-    return [p for p in unit.parameters() if id(p) not in theirs]
+    theirs = {p for inner in units(unit) if inner is not unit for p in inner.parameters()}
+    return [p for p in unit.parameters() if p not in theirs]
 
 
 def _is_layer(unit: Any) -> bool:
@@ -133,7 +125,6 @@ def _is_layer(unit: Any) -> bool:
 @contextmanager
 def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
     """Let the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
-    # A copy: some families scale their embeddings in place.
     with _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True)):
         yield
 
@@ -141,7 +132,6 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
 @contextmanager
 def embeddings_take_gradients(model: nn.Module) -> Iterator[None]:
     """Let the decoder of `model` begin with embeddings that take a gradient, trained or not."""
-    # A copy: some families scale their embeddings in place, which no leaf permits.
     with _after_embedding(model, lambda output: output.detach().requires_grad_().clone()):
         yield
 
@@ -161,6 +151,7 @@ def embed(model: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _after_embedding(model: nn.Module, change: Any) -> Iterator[None]:
+    """Put what `change` makes of the embeddings in their place: a copy, since some families scale them in place."""
     embedding: Any = text_model(model).get_input_embeddings()
     handle = embedding.register_forward_hook(lambda _module, _args, output: change(output))
     try:

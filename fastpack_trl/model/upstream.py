@@ -110,9 +110,7 @@ TABLE: tuple[Upstream, ...] = (
          "torch.ops.aten._unsafe_view"),
         ("lora",), "PEFT's own forward", "lora",
     ),
-    Upstream(
-        ("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True,
-    ),
+    Upstream(("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
     Upstream(
         _all("transformers.integrations.finegrained_fp8.FP8Linear",
              "weight_scale_inv block_size activation_scheme"),
@@ -152,24 +150,12 @@ TABLE: tuple[Upstream, ...] = (
         "the feature that reads them stops with an error; torch.nn has had them from its first version",
     ),
     Upstream(
-        ("torch.nn.Module._compiled_call_impl",), ("checkpointing", "compile"), "layers run eager, named as unreadable",
-    ),
-    Upstream(
         _all("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks _version"),
         ("checkpointing", "compile", "lora", "model"), "as the names above",
     ),
     Upstream(
         ("torch.nn.Module._is_replica", "accelerate.hooks.add_hook_to_module._hf_hook"), ("lora",),
         "copies of DataParallel, and layers that accelerate moves, are taken for plain ones",
-    ),
-    Upstream(
-        _all("torch.nn.modules.module",
-             "register_module_module_registration_hook register_module_parameter_registration_hook"),
-        ("step",), "`sync_free` does not import; documented, but deep",
-    ),
-    Upstream(
-        _all("torch.utils.flop_counter", "register_flop_formula FlopCounterMode"),
-        ("checkpointing", "kernels"), "custom operators do not import; documented, but deep",
     ),
     Upstream(
         ("torch._C._current_graph_task_id",), ("model",),
@@ -189,9 +175,9 @@ TABLE: tuple[Upstream, ...] = (
         "the processes that compile kernels start when the first graph is traced",
     ),
     Upstream(
-        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static")),
-        ("compile",),
-        "layers run eager, named as unreadable",
+        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static"),
+         "torch.nn.Module._compiled_call_impl"),
+        ("checkpointing", "compile"), "layers run eager, named as unreadable",
     ),
     Upstream(
         ("torch._dynamo.eval_frame.OptimizedModule._orig_mod",), ("model",),
@@ -214,18 +200,11 @@ TABLE: tuple[Upstream, ...] = (
          _HOMES["TorchDispatchMode"], "torch.overrides.TorchFunctionMode"),
         ("measure",), "`doctor --audit` does not see that kind of sync",
     ),
-    Upstream(("torch.nn.modules.dropout._DropoutNd",), ("bench",), "`bench` stops with an error"),
-    Upstream(
-        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError",), ("cli",),
-        "`sft` on several processes stops with an error",
-    ),
     Upstream(
         _all("transformers.PreTrainedConfig", "_attn_implementation"), ("attention", "bench", "cli", "model"),
         "the trainer stops with an error: no feature can know what stock would run",
     ),
-    Upstream(
-        _all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named",
-    ),
+    Upstream(_all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named"),
     Upstream(
         _all("transformers.PreTrainedConfig", "_attn_implementation_internal _experts_implementation_internal"),
         ("attention", "moe"), "a model keeps our name after the run, which then computes as stock's",
@@ -254,9 +233,7 @@ TABLE: tuple[Upstream, ...] = (
         ("transformers.Trainer._prepare_input",), ("model", "trainer"),
         "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew",
     ),
-    Upstream(
-        _all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock",
-    ),
+    Upstream(_all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock"),
     Upstream(
         (*_all("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
          *_all("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks")),
@@ -298,9 +275,7 @@ TABLE: tuple[Upstream, ...] = (
     Upstream(
         ("transformers.integrations.is_deepspeed_zero3_enabled",), ("run",), "under DeepSpeed as under ZeRO-3: stock",
     ),
-    Upstream(
-        (_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers",
-    ),
+    Upstream((_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers"),
     Upstream(
         (
             *_all("transformers.trainer_callback", "PrinterCallback ProgressCallback"),
@@ -308,7 +283,8 @@ TABLE: tuple[Upstream, ...] = (
             "transformers.integrations.get_available_reporting_integrations",
             "transformers.AttentionInterface._global_mapping", "trl.scripts.utils.DatasetConfig",
             *_all("accelerate.commands", "launch.launch_command launch.launch_command_parser"),
-            "accelerate.commands.config.config_args.default_config_file",
+            "accelerate.commands.config.config_args.default_config_file", "torch.nn.modules.dropout._DropoutNd",
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
         ),
         ("bench", "cli", "recipe"), "the command that uses it stops with an error",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel, Trainer
 
-from fastpack_trl.model.hooks import is_users
+from fastpack_trl.model.hooks import is_users, without_partial
 
 _EXEMPT = frozenset({"transformers", "trl", "accelerate", "fastpack_trl"})
 """Packages whose callbacks do not look at gradients between two micro-batches, and whose methods are known."""
@@ -23,15 +22,15 @@ BATCH_METHODS = (
 """Methods of a trainer that are called in training with a batch, or once for each."""
 
 
-def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
-    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
-    own = [name for name in names if hasattr(trainer, name) and _package(getattr(trainer, name)) not in _EXEMPT]
-    return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
-
-
 def is_upstreams(function: Any) -> bool:
     """Return whether a function is of transformers, TRL or accelerate, or ours."""
-    return _package(function) in _EXEMPT
+    return str(getattr(without_partial(function), "__module__", "")).partition(".")[0] in _EXEMPT
+
+
+def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
+    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
+    own = [name for name in names if hasattr(trainer, name) and not is_upstreams(getattr(trainer, name))]
+    return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 
 
 def hook_on_the_outputs(model: nn.Module) -> str:
@@ -40,26 +39,21 @@ def hook_on_the_outputs(model: nn.Module) -> str:
     Args:
         model: plain, or as PEFT, accelerate and torch wrap it.
     """
-    dictionaries = [("all modules", getattr(torch_modules, "_global_forward_hooks", {}))]
+    if any(map(is_users, getattr(torch_modules, "_global_forward_hooks", {}).values())):
+        return "a forward hook on all modules"
     for module in model.modules():  # the wrappers from the outside in, then the model that has the head
-        dictionaries.append((type(module).__name__, module._forward_hooks))
+        if any(map(is_users, module._forward_hooks.values())):
+            return f"a forward hook on {type(module).__name__}"
         if isinstance(module, PreTrainedModel):
             break
-    found = (name for name, hooks in dictionaries if any(map(is_users, hooks.values())))
-    return next((f"a forward hook on {name}" for name in found), "")
-
-
-def _package(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__module__", "")).partition(".")[0]
+    return ""
 
 
 def callback_between(trainer: Trainer) -> str:
     """Return which callback needs each micro-batch to have run when the next begins; empty where none does."""
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback, "on_substep_end", None)
-        if method is not None and _package(method) not in _EXEMPT:
+        if method is not None and not is_upstreams(method):
             return f"on_substep_end of {type(callback).__name__} comes after each micro-batch"
     return ""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from datasets import Dataset
 from trl import SFTTrainer
 
@@ -16,7 +18,6 @@ from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing
 from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
-from fastpack_trl.packing.rows import ArrowRows
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
@@ -48,13 +49,9 @@ def joins_documents(trainer: SFTTrainer) -> bool:
 
 
 def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-    """Return the batches of a run.
+    """Return the batches of a run whose attention takes `path`, which rows without padding suit if it `flattens`.
 
-    Args:
-        trainer: constructed.
-        path: of attention, chosen for its model.
-        flattens: rows without padding suit that path.
-        unproven: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
+    `unproven`: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
     """
     stock = first_reason(_only_stock(trainer, path))
     if stock:
@@ -140,3 +137,38 @@ def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:
     if not (plain and not samplers and is_token_lists(dataset, columns)):
         return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
     return ArrowRows(dataset, columns)
+
+
+class ArrowRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """A map-style view of a `datasets.Dataset` with integer list columns: ``rows[i] -> {"input_ids": ndarray, ...}``.
+
+    Each value is a read-only NumPy view of the Arrow buffer where that is possible; `datasets`' own NumPy format builds
+    the same arrays through a formatter that costs more than the rest of a batch (measured by
+    ``python -m benchmarks --case collator``).
+
+    Args:
+        dataset: the data set; its order (shuffle, select) is kept.
+        columns: the list columns to read; those that the data set lacks are left out.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        self.columns = [column for column in columns if column in dataset.column_names]
+        self.table = dataset.select_columns(self.columns).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several rows at once; called by torch's data loader."""
+        rows: list[dict[str, Any]] = [{} for _ in indices]
+        for column, values in zip(self.columns, self.table[list(indices)].columns, strict=True):
+            row = iter(rows)
+            for chunk in values.chunks:
+                flat = chunk.values.to_numpy(zero_copy_only=False)
+                bounds = chunk.offsets.to_numpy()
+                for start, end in pairwise(bounds):
+                    next(row)[column] = flat[start:end]
+        return rows

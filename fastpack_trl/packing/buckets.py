@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,19 +111,6 @@ class Bucket(NamedTuple):
         )
 
 
-class BucketChoice(NamedTuple):
-    """The buckets of a run, and what they cost on the rows that they were chosen from."""
-
-    buckets: tuple[Bucket, ...]
-    """The one that serves most first."""
-    served: float
-    """Share of the rows that fit into one of them."""
-    padding: float
-    """Tokens of the tails, as a share of the documents' tokens in the rows that are served."""
-    loss_padding: float
-    """Masked loss positions, as a share of those that count."""
-
-
 def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> Bucket | None:
     """Return the bucket in which a row costs least; None if it fits into none."""
     size = RowSize.of(row) if isinstance(row, PackedBatch) else row
@@ -132,12 +119,13 @@ def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> B
 
 def choose_buckets(
     rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, eager_cost: float = 0.5, alone_from: float = math.inf
-) -> BucketChoice:
-    """Choose the buckets of a run from rows as they run, merged ones too; the same rows give the same buckets.
+) -> tuple[Bucket, ...]:
+    """Choose the buckets of a run from rows as they run, merged ones too; the one that serves most comes first.
 
     One bucket after the other is added: that which saves most, counting tokens of tails, masked loss positions, empty
     segments and blocks; then those before are chosen again beside it, as long as that saves more. It ends where a
-    further one would save less than 2 % of all tokens. A row beyond the ordinary may have none.
+    further one would save less than 2 % of all tokens. A row beyond the ordinary may have none. The same rows give the
+    same buckets.
 
     Args:
         rows: a sample of the run's, in any order.
@@ -181,7 +169,7 @@ def choose_buckets(
         if gain <= 0 or gain < least:
             break
         chosen = more
-    return _priced(_tightened([Bucket(*map(int, candidates[one])) for one in chosen], sizes), sizes)
+    return _tightened([Bucket(*map(int, candidates[one])) for one in chosen], sizes)
 
 
 def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64], filled: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -246,27 +234,15 @@ def _cost_of(bucket: Bucket) -> tuple[float, Bucket]:
     )  # fmt: skip
 
 
-def _tightened(buckets: Sequence[Bucket], sizes: Counter[RowSize]) -> list[Bucket]:
-    """Return the buckets with parts for no more than the rows that go into each."""
-    served: dict[Bucket, int] = {}
-    for size in sizes:
-        if (bucket := smallest_fitting(buckets, size)) is not None:
-            served[bucket] = max(served.get(bucket, 1), size.parts)
-    return [bucket._replace(parts=served[bucket]) for bucket in buckets if bucket in served]
-
-
-def _priced(buckets: Sequence[Bucket], sizes: Counter[RowSize]) -> BucketChoice:
-    rows = tokens = tail = loss = masked = 0
-    users: Counter[Bucket] = Counter()
+def _tightened(buckets: Iterable[Bucket], sizes: Counter[RowSize]) -> tuple[Bucket, ...]:
+    """Return the buckets that rows go into, the most used first, each with parts for no more than its rows have."""
+    rows: Counter[Bucket] = Counter()
+    parts: dict[Bucket, int] = {}
     for size, count in sizes.items():
-        bucket = smallest_fitting(buckets, size)
-        if bucket is None:
-            continue
-        users[bucket] += count
-        rows, tokens, loss = rows + count, tokens + count * size.tokens, loss + count * size.loss_tokens
-        tail += count * (bucket.tokens - size.tokens)
-        masked += count * (bucket.loss_tokens - size.loss_tokens)
-    ordered = sorted(users, key=lambda bucket: (-users[bucket], bucket))
-    return BucketChoice(
-        tuple(ordered), rows / sizes.total(), tail / tokens if tokens else 0.0, masked / loss if loss else 0.0
-    )
+        if (bucket := smallest_fitting(buckets, size)) is not None:
+            rows[bucket] += count
+            parts[bucket] = max(parts.get(bucket, 1), size.parts)
+    used: Counter[Bucket] = Counter()
+    for bucket, count in rows.items():
+        used[bucket._replace(parts=parts[bucket])] += count
+    return tuple(sorted(used, key=lambda bucket: (-used[bucket], bucket)))

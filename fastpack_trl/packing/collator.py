@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
-from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs
+from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs, write_segments
 
 __all__ = ["PackedInputs", "PackingCollator"]
 
@@ -90,13 +90,11 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
         lengths = np.concatenate([lengths for _, _, lengths in rows], dtype=np.int64, casting="same_kind")
         segments = np.append(lengths, num_padding) if num_padding else lengths
-        ends = segments.cumsum()
-        starts = ends - segments
         total_tokens = num_tokens + num_padding
         labels = _flatten(
             [labels for _, labels, _ in rows], IGNORE_INDEX, num_padding, np.empty(total_tokens, np.int64)
         )
-        labels[starts] = IGNORE_INDEX
+        labels[segments.cumsum() - segments] = IGNORE_INDEX
         # First tokens and the tail are ignored by now: what is left is the next token of a token of its own document.
         next_tokens = labels[1:]
         loss_positions = (next_tokens != IGNORE_INDEX).nonzero()[0]
@@ -117,15 +115,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
         )
         _flatten([ids for ids, _, _ in rows], self.pad_token_id, num_padding, host["input_ids"])
         host["labels"][:] = labels
-        # Written in place, as a running sum that falls back to 0 where a segment starts.
-        position_ids = host["position_ids"]
-        position_ids.fill(1)
-        position_ids[0] = 0
-        position_ids[starts[1:]] = 1 - segments[:-1]
-        position_ids.cumsum(out=position_ids)
-        host["seq_idx"][:] = np.arange(len(segments), dtype=np.int32).repeat(segments)
-        host["cu_seqlens"][0] = 0
-        host["cu_seqlens"][1:] = ends
+        write_segments(host, segments)
         host["loss_positions"][:] = loss_positions
         next_tokens.take(loss_positions, out=host["loss_labels"], mode="clip")  # "raise" would copy once more
         if self.vocab_size is not None:

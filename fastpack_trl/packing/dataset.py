@@ -1,20 +1,25 @@
-"""Effect of preparation on a data set: documents, tokens, truncation, fill. Read from Arrow offsets, not row by row."""
+"""Stock's preparation of a data set in two passes, and its effect: documents, tokens, truncation, fill.
+
+Documents are checked and counted before they are cut, from Arrow's offsets, not row by row.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, List
+from datasets import Dataset, IterableDataset, List
 from numpy.typing import NDArray
 
 from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.source import check_source
 
 _ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
@@ -52,20 +57,59 @@ class DatasetFacts:
             out["skipped empty documents"] = self.empty_documents
         if self.fill is not None:
             out["packing fill"] = f"{self.fill:.1%} of {self.rows:,} rows x {max_length} tokens"
-        out["truncated tokens"] = self.truncation(max_length)
+        cut = f"none (longest document {self.longest:,} tokens, max_length {max_length})"
+        if self.truncated_tokens:
+            cut = (
+                f"{self.truncated_tokens:,} tokens ({self.truncated_tokens / self.tokens:.1%}) of "
+                f"{self.truncated_documents:,} documents cut by max_length={max_length}; max_length={self.longest} or "
+                "packing_strategy='bfd_split' keeps them"
+            )
+        out["truncated tokens"] = cut
         if not self.loss_tokens:
             out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
 
-    def truncation(self, max_length: int | None) -> str:
-        """Return what `max_length` cuts, with the setting that cuts nothing."""
-        if not self.truncated_tokens:
-            return f"none (longest document {self.longest:,} tokens, max_length {max_length})"
-        share = self.truncated_tokens / self.tokens
-        return (
-            f"{self.truncated_tokens:,} tokens ({share:.1%}) of {self.truncated_documents:,} documents cut by "
-            f"max_length={max_length}; max_length={self.longest} or packing_strategy='bfd_split' keeps them"
-        )
+
+def can_prepare_in_two_passes(dataset: Any) -> bool:
+    """Return whether `dataset` can be read before it is trained on: neither streamed, nor transformed, nor empty."""
+    return not isinstance(dataset, IterableDataset) and dataset.format["type"] != "custom" and bool(len(dataset))
+
+
+def prepare_in_two_passes(
+    stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
+    name: str, *, count: bool,
+) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
+    """Tokenize, then cut and pack, each by stock's own preparation.
+
+    Args:
+        stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
+        dataset: one that `can_prepare_in_two_passes` accepts.
+        count: whether the facts are wanted, and a data set of which nothing is left is an error.
+
+    Returns:
+        The prepared data set, and its facts if wanted and if its rows are token lists.
+
+    Raises:
+        DataError: columns that cannot be read, labels of another length than the tokens, no token, or none left.
+    """
+    check_source(dataset, args.dataset_text_field, formatted=formatting_func is not None, name=name)
+    whole = copy.copy(args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    documents = stock(dataset, processing_class, whole, False, formatting_func, name)
+    if not is_token_lists(documents, ("input_ids", "labels")):
+        return stock(documents, processing_class, args, packing, None, name), None
+    _check_labels(documents, name)
+    lengths = column_lengths(documents, "input_ids")
+    empty = int((lengths == 0).sum())
+    if empty == len(lengths):
+        raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
+    documents = documents.select(np.flatnonzero(lengths)) if empty else documents
+    prepared = stock(documents, processing_class, args, packing, None, name)
+    if not count:
+        return prepared, None
+    if not len(prepared):
+        raise DataError(_why_none_is_left(documents, args.max_length))
+    return prepared, _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
@@ -101,12 +145,8 @@ def rows_digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def check_lengths(dataset: Dataset, name: str = "train") -> None:
-    """Check that a tokenized data set has one label per token.
-
-    Raises:
-        DataError: names the first row and both lengths.
-    """
+def _check_labels(dataset: Dataset, name: str) -> None:
+    """Check that a tokenized data set has one label per token."""
     if "labels" not in dataset.column_names:
         return
     lengths, labels = column_lengths(dataset, "input_ids"), column_lengths(dataset, "labels")
@@ -119,27 +159,29 @@ def check_lengths(dataset: Dataset, name: str = "train") -> None:
         )
 
 
-def check_vocabulary(dataset: Dataset, vocab_size: int, name: str = "train") -> None:
+def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
     """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:
         DataError: an id outside [0, vocab_size); names it.
     """
+    for column, values in _indices(dataset):
+        extremes = pc.min_max(values).as_py()
+        for value in (extremes["min"], extremes["max"]):
+            if value is not None and not 0 <= value < vocab_size:
+                raise DataError(
+                    f"the train data set has {int(value)} in {column!r}, outside the model's vocabulary of "
+                    f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
+                )
+
+
+def _indices(dataset: Dataset) -> Iterator[tuple[str, Any]]:
+    """Yield, piece by piece, what indexes the vocabulary, with its column."""
     for chunk in _chunks(dataset, "input_ids"):
-        _check_range(chunk.flatten(), "input_ids", vocab_size, name)
+        yield "input_ids", chunk.flatten()
     if "labels" in dataset.column_names:
         for values, counted in _counted(dataset, "labels"):
-            _check_range(values.filter(pa.array(counted)), "labels", vocab_size, name)
-
-
-def _check_range(values: Any, column: str, vocab_size: int, name: str) -> None:
-    extremes = pc.min_max(values).as_py()
-    for value in (extremes["min"], extremes["max"]):
-        if value is not None and not 0 <= value < vocab_size:
-            raise DataError(
-                f"the {name} data set has {int(value)} in {column!r}, outside the model's vocabulary of {vocab_size}: "
-                f"tokenize it with the model's own tokenizer, or resize the model's embeddings"
-            )
+            yield "labels", values.filter(pa.array(counted))
 
 
 def counted_tokens(dataset: Dataset) -> int:
@@ -166,14 +208,7 @@ def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bo
         yield values, counted
 
 
-def drop_empty(dataset: Dataset) -> tuple[Dataset, int]:
-    """Return the data set without documents of length 0, and how many there were."""
-    lengths = column_lengths(dataset, "input_ids")
-    empty = int((lengths == 0).sum())
-    return (dataset.select(np.flatnonzero(lengths)), empty) if empty else (dataset, 0)
-
-
-def why_none_is_left(documents: Dataset, max_length: int | None) -> str:
+def _why_none_is_left(documents: Dataset, max_length: int | None) -> str:
     """Say why stock dropped every document: none has a token within `max_length` that the loss counts."""
     if not counted_tokens(documents):
         return (
@@ -187,23 +222,10 @@ def why_none_is_left(documents: Dataset, max_length: int | None) -> str:
     )
 
 
-def measure(
-    tokenized: Dataset,
-    prepared: Dataset,
-    *,
-    max_length: int | None,
-    strategy: str | None,
-    empty_documents: int = 0,
+def _measure(
+    tokenized: Dataset, prepared: Dataset, max_length: int | None, strategy: str | None, empty_documents: int
 ) -> DatasetFacts:
-    """Compare a data set before truncation with the one that will be trained on.
-
-    Args:
-        tokenized: one document per row.
-        prepared: what training reads: packed rows with `seq_lengths`, or truncated documents.
-        max_length: the limit of a row, in tokens.
-        strategy: the packing strategy; None where nothing is packed.
-        empty_documents: documents that were skipped before.
-    """
+    """Compare documents before truncation with what will be trained on; without `strategy` nothing is packed."""
     lengths = column_lengths(tokenized, "input_ids")
     # Only these two paths cut; `bfd_split` and `wrapped` continue a long document in the next row.
     cuts = max_length is not None and strategy in (None, "bfd")
@@ -211,14 +233,14 @@ def measure(
     rows = fill = None
     if strategy is not None and max_length:
         rows = len(prepared)
-        fill = float(column_lengths(prepared, "input_ids").sum() / (rows * max_length)) if rows else 0.0
+        fill = float(column_lengths(prepared, "input_ids").sum() / (rows * max_length))
     return DatasetFacts(
         documents=len(lengths),
         tokens=int(lengths.sum()),
         empty_documents=empty_documents,
         truncated_documents=int((lost > 0).sum()),
         truncated_tokens=int(lost.sum()),
-        longest=int(lengths.max()) if lengths.size else 0,
+        longest=int(lengths.max()),
         loss_tokens=counted_tokens(prepared),
         rows=rows,
         fill=fill,
@@ -228,10 +250,7 @@ def measure(
 def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:
     """Return the largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
 
-    Args:
-        prepared: packed rows with `seq_lengths`; 1.0 without them.
-        rows_per_batch: rows that are drawn together, in a random order.
-        seed: of that order. Another order has other batches: the figure is an estimate where rows are merged.
+    1.0 without `seq_lengths`. Rows are drawn together in the random order of `seed`: an estimate for any other.
     """
     if "seq_lengths" not in prepared.column_names or not len(prepared):
         return 1.0

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.as_made import AsMade
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
 T = TypeVar("T")
+
+_EDITED = -2  # no count of edits has this value
 
 
 class Part(NamedTuple):
@@ -59,6 +60,38 @@ class NotOnHost:
 
 NOT_ON_HOST: Final[Any] = NotOnHost()
 """`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AsMade:
+    """A tensor from which something was made, and its count of in-place edits then: batches are edited on their way.
+
+    torch counts edits of a tensor and of its views. It does not count what is written past it: through ``.data``,
+    NumPy or a kernel of one's own. A tensor that was made under ``torch.inference_mode`` has no counter.
+    """
+
+    tensor: Tensor
+    edits: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, edited: bool = False) -> AsMade:
+        """Take `tensor` as it is now, or as one that was edited where it was copied from."""
+        return cls(tensor, _EDITED if edited else _edits(tensor))
+
+    def matches(self, tensor: object) -> bool:
+        """Return whether `tensor` is the same object, without an edit since."""
+        return tensor is self.tensor and self.edits == _edits(self.tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (self.tensor, not self.matches(self.tensor))  # a copy counts from somewhere else
+
+
+def _edits(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _copied(tensor: Tensor, edited: bool) -> AsMade:
+    return AsMade.of(tensor, edited=edited)
 
 
 class Derived:
@@ -202,12 +235,12 @@ class PackedBatch:
 
     def counts(self, labels: object) -> bool:
         """Return whether `loss_positions` belong to `labels`: the tensor they were made from, unedited since."""
-        return self.loss_positions is not None and self.labels is not None and self.labels.is_still(labels)
+        return self.loss_positions is not None and self.labels is not None and self.labels.matches(labels)
 
     def describes(self, row: Tensor, position_ids: object) -> bool:
         """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)
-        return fits and (self.positions is None or self.positions.is_still(position_ids))
+        return fits and (self.positions is None or self.positions.matches(position_ids))
 
     @property
     def build_counts(self) -> Counter[Hashable]:
@@ -247,7 +280,7 @@ class PackedBatch:
         labels, positions = self.labels, self.positions
         if converted["position_ids"] is not self.position_ids:
             # What the mapping around this batch holds is moved apart: no tensor of it is known here.
-            edited = positions is not None and not positions.is_still(self.position_ids)
+            edited = positions is not None and not positions.matches(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
         return replace(self, **converted, labels=labels, positions=positions, derived=Derived())
 
@@ -271,33 +304,33 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     Raises:
         ValueError: no batch, or one without `loss_positions`.
     """
-    if not batches or any(batch.loss_positions is None or batch.loss_labels is None for batch in batches):
+    if not batches or any(batch.loss_positions is None for batch in batches):
         raise ValueError("merge_batches needs one batch or more, each with loss_positions: give the collator labels")
-    tokens = [sum(batch.seq_lengths) for batch in batches]
-    starts = [sum(tokens[:place]) for place in range(len(batches))]
-    segments = [len(batch.seq_lengths) for batch in batches]
-    first = [sum(segments[:place]) for place in range(len(batches))]
-    ends = [
-        batch.cu_seqlens[1 : count + 1] + start for batch, count, start in zip(batches, segments, starts, strict=True)
-    ]
-    counted = [batch.loss_positions for batch in batches if batch.loss_positions is not None]
-    position_ids = torch.cat([batch.position_ids[:, :n] for batch, n in zip(batches, tokens, strict=True)], dim=1)
+    first = batches[0]
+    tensors: dict[str, list[Tensor]] = {
+        "cu_seqlens": [first.cu_seqlens[:1]], "position_ids": [], "seq_idx": [], "loss_positions": [], "loss_labels": []
+    }  # fmt: skip
+    lengths: list[int] = []
+    parts = []
+    for batch in batches:
+        start, documents, tokens = sum(lengths), len(batch.seq_lengths), sum(batch.seq_lengths)
+        assert batch.loss_positions is not None
+        assert batch.loss_labels is not None
+        tensors["cu_seqlens"].append(batch.cu_seqlens[1 : documents + 1] + start)
+        tensors["position_ids"].append(batch.position_ids[:, :tokens])
+        tensors["seq_idx"].append(batch.seq_idx[:, :tokens] + len(lengths))
+        tensors["loss_positions"].append(batch.loss_positions + start)
+        tensors["loss_labels"].append(batch.loss_labels)
+        parts.append(Part(tokens, batch.total_tokens, batch.loss_positions.numel()))
+        lengths += batch.seq_lengths
+    merged = {name: torch.cat(pieces, dim=-1) for name, pieces in tensors.items()}
     return PackedBatch(
-        seq_lengths=tuple(length for batch in batches for length in batch.seq_lengths),
-        cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *ends]),
-        position_ids=position_ids,
-        seq_idx=torch.cat(
-            [batch.seq_idx[:, :n] + start for batch, n, start in zip(batches, tokens, first, strict=True)], dim=1
-        ),
-        max_seqlen=max(max(batch.seq_lengths) for batch in batches),
-        loss_positions=torch.cat([positions + start for positions, start in zip(counted, starts, strict=True)]),
-        loss_labels=torch.cat([batch.loss_labels for batch in batches if batch.loss_labels is not None]),
+        seq_lengths=tuple(lengths),
+        max_seqlen=max(lengths),
         labels=AsMade.of(labels) if labels is not None else None,
-        positions=AsMade.of(position_ids),
-        parts=tuple(
-            Part(n, batch.total_tokens, positions.numel())
-            for batch, n, positions in zip(batches, tokens, counted, strict=True)
-        ),
+        positions=AsMade.of(merged["position_ids"]),
+        parts=tuple(parts),
+        **merged,
     )
 
 

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import AsMade, PackedBatch, to_transformers_kwargs
 
 ALIGNMENT = 128
 """Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
 
-_INT32 = ("cu_seqlens", "seq_idx")  # the rest is int64
+_DTYPES = {"cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool}
+"""Of the sections that are not int64."""
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
 
 WATCHED = {"labels": "labels", "position_ids": "positions"}
 """Tensors from which others were made: the section, and where `PackedBatch` keeps it as it was."""
@@ -26,13 +28,57 @@ IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 
 class Section(NamedTuple):
-    """Place of one tensor in the block: ``Section("labels", torch.int64, 8208, (1, 8192))``."""
+    """Place of one tensor in a block: ``Section("labels", torch.int64, 8208, (1, 8192))``."""
 
     name: str
     dtype: torch.dtype
     start: int
     """In elements of `dtype`."""
     shape: tuple[int, ...]
+
+
+def lay_out(tensors: Mapping[str, tuple[int, ...]]) -> tuple[tuple[Section, ...], int]:
+    """Return places for tensors of these shapes one after the other, and the int64 elements that they take together."""
+    sections, size = [], 0  # in units of alignment
+    for name, shape in tensors.items():
+        dtype = _DTYPES.get(name, torch.int64)
+        unit = ALIGNMENT // dtype.itemsize
+        sections.append(Section(name, dtype, size * unit, shape))
+        # At least one unit between two sections. Without it the second of two sections starts, in elements, where the
+        # first is long: torch.compile takes offset and length for one symbol, guards on that, and compiles again for
+        # the first row that is not a multiple of the alignment.
+        size += shape[-1] // unit + 2
+    return tuple(sections), size * (ALIGNMENT // 8)
+
+
+def tensors_over(buffer: Tensor, sections: Iterable[Section]) -> dict[str, Tensor]:
+    """Return the tensors of `sections` over a buffer of int64, at the start of its storage."""
+    typed = {dtype: buffer.view(dtype) for dtype in {section.dtype for section in sections}}
+    # One call per tensor: slice, view and reshape cost as much each, and calls into torch are most of this time.
+    return {
+        name: typed[dtype].as_strided(shape, (shape[-1], 1)[-len(shape) :], start)
+        for name, dtype, start, shape in sections
+    }
+
+
+def arrays_over(buffer: Tensor, sections: Iterable[Section]) -> dict[str, NDArray[Any]]:
+    """Return the same of a buffer on the host as flat arrays, through which to fill it."""
+    array = buffer.numpy()
+    return {name: array.view(_NUMPY[dtype])[start : start + shape[-1]] for name, dtype, start, shape in sections}
+
+
+def write_segments(arrays: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]) -> None:
+    """Write ``position_ids``, ``seq_idx`` and the beginning of ``cu_seqlens`` for segments of these lengths."""
+    ends = lengths.cumsum()
+    # In place, as a running sum that falls back to 0 where a segment starts.
+    position_ids = arrays["position_ids"]
+    position_ids.fill(1)
+    position_ids[0] = 0
+    position_ids[ends[:-1]] = 1 - lengths[:-1]
+    position_ids.cumsum(out=position_ids)
+    arrays["seq_idx"][:] = np.arange(len(lengths), dtype=np.int32).repeat(lengths)
+    arrays["cu_seqlens"][0] = 0
+    arrays["cu_seqlens"][1 : len(lengths) + 1] = ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +102,7 @@ class Block:
     parts: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        int64, int32 = self.buffer, self.buffer.view(torch.int32)
-        # One call per tensor: slice, view and reshape cost as much each, and calls into torch are most of this time.
-        parts: dict[str, Any] = {
-            name: (int64 if dtype is torch.int64 else int32).as_strided(shape, (shape[-1], 1)[-len(shape) :], start)
-            for name, dtype, start, shape in self.sections
-        }
+        parts: dict[str, Any] = dict(tensors_over(self.buffer, self.sections))
         watched: dict[str, Any] = {}
         for name, kept in WATCHED.items():
             # The views of one buffer share one count of edits; this alias has its own.
@@ -86,7 +127,7 @@ class Block:
 
     def _edited_by_now(self) -> frozenset[str]:
         batch = self.parts["packed_batch"]
-        return frozenset(name for name, kept in WATCHED.items() if not getattr(batch, kept).is_still(self.parts[name]))
+        return frozenset(name for name, kept in WATCHED.items() if not getattr(batch, kept).matches(self.parts[name]))
 
     def names(self) -> dict[int, str]:
         """Return identity -> name of each part. The block keeps its parts alive, so that no identity is used twice."""
@@ -122,7 +163,7 @@ class PackedInputs(dict[str, Any]):
     @classmethod
     def empty(
         cls, tensors: Mapping[str, tuple[int, ...]], *, seq_lengths: tuple[int, ...], num_padding: int, max_seqlen: int
-    ) -> tuple[PackedInputs, dict[str, IntArray]]:
+    ) -> tuple[PackedInputs, dict[str, NDArray[Any]]]:
         """Return a batch over one new block on the host, and the arrays through which to fill it.
 
         Args:
@@ -132,28 +173,14 @@ class PackedInputs(dict[str, Any]):
             num_padding: tokens of the tail.
             max_seqlen: tokens of the longest segment.
         """
-        sections = []
-        size = 0  # in units of alignment
-        for name, shape in tensors.items():
-            dtype, unit = (torch.int32, ALIGNMENT // 4) if name in _INT32 else (torch.int64, ALIGNMENT // 8)
-            sections.append(Section(name, dtype, size * unit, shape))
-            # At least one unit between two sections. Without it the second of two sections starts, in elements, where
-            # the first is long: torch.compile takes offset and length for one symbol, guards on that, and compiles
-            # again for the first row that is not a multiple of the alignment.
-            size += shape[-1] // unit + 2
-        buffer = torch.empty(size * (ALIGNMENT // 8), dtype=torch.int64)
-        int64 = buffer.numpy()
-        int32 = int64.view(np.int32)
-        arrays = {
-            name: (int64 if dtype is torch.int64 else int32)[start : start + shape[-1]]
-            for name, dtype, start, shape in sections
-        }
-        block = Block(buffer, tuple(sections), seq_lengths, num_padding, max_seqlen)
+        sections, size = lay_out(tensors)
+        buffer = torch.empty(size, dtype=torch.int64)
+        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen)
         parts = block.parts
         entries = {"input_ids": parts["input_ids"], "labels": parts["labels"]}
         batch = parts["packed_batch"]
         inputs = cls._over(block, entries | to_transformers_kwargs(batch) | {"packed_batch": batch})
-        return inputs, arrays
+        return inputs, arrays_over(buffer, sections)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`: the block once, and whatever else the mapping holds by itself.
@@ -183,33 +210,34 @@ class PackedInputs(dict[str, Any]):
     __copy__ = copy
 
     def __reduce__(self) -> tuple[Any, ...]:
+        entries = self._entries()
+        return _restore, (self._block if _has_parts(entries) else None, entries)
+
+    def _entries(self) -> list[_Entry]:
         names = self._block.names() if self._block is not None else {}
-        if not any(id(value) in names for value in self.values()):
-            return PackedInputs, (dict(self),)
-        entries = [(key, names.get(id(value)), None if id(value) in names else value) for key, value in self.items()]
-        return _restore, (self._block, entries)
+        return [(key, names.get(id(value)), None if id(value) in names else value) for key, value in self.items()]
 
     def _map(self, convert_buffer: Callable[[Tensor], Tensor], convert: Callable[[Any], Any]) -> PackedInputs:
-        names = self._block.names() if self._block is not None else {}
-        if self._block is None or not any(id(value) in names for value in self.values()):
-            return PackedInputs({key: convert(value) for key, value in self.items()})
-        block = self._block.over(convert_buffer(self._block.buffer))
-        return PackedInputs._over(
-            block,
-            [
-                (key, block.parts[names[id(value)]] if id(value) in names else convert(value))
-                for key, value in self.items()
-            ],
-        )
+        entries = [(key, name, value if name else convert(value)) for key, name, value in self._entries()]
+        if self._block is None or not _has_parts(entries):
+            return _restore(None, entries)
+        return _restore(self._block.over(convert_buffer(self._block.buffer)), entries)
 
     @classmethod
-    def _over(cls, block: Block, entries: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> PackedInputs:
+    def _over(cls, block: Block | None, entries: Mapping[str, Any]) -> PackedInputs:
         inputs = cls(entries)
         inputs._block = block
         return inputs
 
 
-def _restore(block: Block, entries: list[tuple[str, str | None, Any]]) -> PackedInputs:
-    """Invert `PackedInputs.__reduce__`."""
-    values = ((key, value if name is None else block.parts[name]) for key, name, value in entries)
-    return PackedInputs._over(block, values)
+_Entry = tuple[str, str | None, Any]
+"""A key, and the name of a part of the block or any other value."""
+
+
+def _has_parts(entries: list[_Entry]) -> bool:
+    return any(name is not None for _, name, _ in entries)
+
+
+def _restore(block: Block | None, entries: list[_Entry]) -> PackedInputs:
+    parts = block.parts if block is not None else {}
+    return PackedInputs._over(block, {key: value if name is None else parts[name] for key, name, value in entries})

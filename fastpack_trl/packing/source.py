@@ -29,10 +29,9 @@ def check_source(dataset: Dataset, text_field: str, *, formatted: bool, name: st
     """Check the columns that preparation will read, before it reads them. Read from Arrow, not row by row.
 
     Args:
-        dataset: as the user gave it.
+        dataset: as the user gave it; messages call it `name`.
         text_field: name of the column of plain text.
         formatted: whether a formatting function makes the text.
-        name: of the data set, for the message.
 
     Raises:
         DataError: none of the columns that TRL reads, or a cell in one that holds nothing, something else than text,
@@ -59,17 +58,13 @@ def check_source(dataset: Dataset, text_field: str, *, formatted: bool, name: st
 def check_row(row: Mapping[str, Any], text_field: str, name: str, columns: Iterable[str] = ()) -> dict[str, str]:
     """Check the first row of a data set, from which TRL takes its type. For a stream that is all that can be seen.
 
-    Args:
-        row: the first one.
-        text_field: name of the column of plain text.
-        name: of the data set, for the message.
-        columns: of the data set, where `row` has not all of them.
+    Messages name `columns` where `row` does not have all of them.
 
     Returns:
         The columns that TRL reads, and what each has to hold: ``{"prompt": "text", "completion": "text"}``.
 
     Raises:
-        DataError: as of `check_source`.
+        DataError: as `check_source`.
     """
     others = [column for column in ("messages", "conversations", text_field) if row.get(column) is not None]
     if "prompt" in row and others and not {"completion", "input_ids"} & set(row):

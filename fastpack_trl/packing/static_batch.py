@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.buckets import Bucket, RowSize
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, NOT_ON_HOST, PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.packed_inputs import ALIGNMENT
-
-_FROM_THE_DEVICE = ("input_ids", "labels", "loss_positions", "loss_labels")
-_NUMPY = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.bool: np.dtype(np.bool_)}
+from fastpack_trl.packing.packed_batch import (
+    IGNORE_INDEX,
+    NOT_ON_HOST,
+    AsMade,
+    PackedBatch,
+    to_transformers_kwargs,
+)  # fmt: skip
+from fastpack_trl.packing.packed_inputs import arrays_over, lay_out, tensors_over, write_segments
 
 
 class StaticInputs:
@@ -44,17 +44,18 @@ class StaticInputs:
     def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
         self.bucket, device = bucket, torch.device(device)
         row = (1, bucket.tokens)
-        known = {
-            "cu_seqlens": (torch.int32, (bucket.segments + 1,)),  # first, as in a plain row: one graph serves both
-            "position_ids": (torch.int64, row),
-            "seq_idx": (torch.int32, row),
-            "part_bounds": (torch.int32, (bucket.parts + 1,)),
-            "loss_mask": (torch.bool, (bucket.loss_tokens,)),
-        }
-        self._host = _Sections(known)
-        self._block = torch.zeros(self._host.num_bytes, dtype=torch.uint8, device=device)
+        self._sections, size = lay_out(
+            {
+                "cu_seqlens": (bucket.segments + 1,),  # first, as in a plain row: one graph serves both
+                "position_ids": row,
+                "seq_idx": row,
+                "part_bounds": (bucket.parts + 1,),
+                "loss_mask": (bucket.loss_tokens,),
+            }
+        )
+        self._block = torch.zeros(size, dtype=torch.int64, device=device)
         # Each has a count of edits of its own (`AsMade`), and copies are written past it: only others edit.
-        tensors = {name: view.data for name, view in self._host.views(self._block).items()}
+        tensors = {name: view.data for name, view in tensors_over(self._block, self._sections).items()}
         moved = {
             "input_ids": torch.zeros(row, dtype=torch.int64, device=device),
             "labels": torch.full(row, IGNORE_INDEX, dtype=torch.int64, device=device),
@@ -86,17 +87,6 @@ class StaticInputs:
         }
 
 
-def to_static(inputs: Mapping[str, Any], bucket: Bucket) -> StaticInputs:
-    """Return the static form of a micro-batch in tensors of its own, on the device of its row.
-
-    Raises:
-        ValueError: as `copy_into`.
-    """
-    static = StaticInputs(bucket, inputs["input_ids"].device)
-    copy_into(static, inputs)
-    return static
-
-
 def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     """Give the tensors of `static` the documents of a micro-batch; the device is asked nothing.
 
@@ -117,18 +107,18 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     if not static.bucket.holds(size):
         raise ValueError(f"a row of {size} does not fit into {static.bucket}: ask Bucket.holds before")
     _copy_known(static, batch, size)
-    source = {
-        "input_ids": inputs["input_ids"].view(-1)[: size.tokens],
-        "labels": inputs["labels"].view(-1)[: size.tokens],
-        "loss_positions": batch.loss_positions,
-        "loss_labels": batch.loss_labels,
-    }
-    pairs = [(static._flat[name][: source[name].numel()], source[name]) for name in _FROM_THE_DEVICE]
-    ids, tail = source["input_ids"], static.bucket.tokens - size.tokens
-    again = ids if tail <= size.tokens else ids.repeat(-(-tail // size.tokens))
-    pairs.append((static._flat["input_ids"][size.tokens :], again[:tail]))
-    pairs.append((static._flat["labels"][size.tokens :], static._ignored[:tail]))
-    pairs = [(target, given) for target, given in pairs if given.numel()]
+    flat, tokens, counted = static._flat, size.tokens, size.loss_tokens
+    ids, tail = inputs["input_ids"].view(-1)[:tokens], static.bucket.tokens - tokens
+    again = ids if tail <= tokens else ids.repeat(-(-tail // tokens))
+    pairs = [
+        (flat["input_ids"][:tokens], ids),
+        (flat["input_ids"][tokens:], again[:tail]),
+        (flat["labels"][:tokens], inputs["labels"].view(-1)[:tokens]),
+        (flat["labels"][tokens:], static._ignored[:tail]),
+        (flat["loss_positions"][:counted], batch.loss_positions),
+        (flat["loss_labels"][:counted], batch.loss_labels),
+    ]
+    pairs = [(target, given) for target, given in pairs if target.numel()]
     torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
 
 
@@ -147,23 +137,14 @@ def is_as_collated(inputs: Mapping[str, Any]) -> bool:
 
 def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None:
     """Copy what follows from the lengths of the documents and parts."""
-    bucket, on_device = static.bucket, static._block.is_cuda
+    bucket = static.bucket
     # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
-    staged = torch.empty(static._host.num_bytes, dtype=torch.uint8, pin_memory=on_device)
-    host = static._host.arrays(staged)
+    staged = torch.empty_like(static._block, device="cpu", pin_memory=static._block.is_cuda)
+    host = arrays_over(staged, static._sections)
     whole, rest = divmod(bucket.tokens - size.tokens, bucket.max_seqlen)
     lengths = np.array([*batch.seq_lengths, *[bucket.max_seqlen] * whole, *[rest] * (rest > 0)], dtype=np.int64)
-    ends = lengths.cumsum()
-    # Written in place, as a running sum that falls back to 0 where a segment starts.
-    position_ids = host["position_ids"]
-    position_ids.fill(1)
-    position_ids[0] = 0
-    position_ids[ends[:-1]] = 1 - lengths[:-1]
-    position_ids.cumsum(out=position_ids)
-    position_ids[size.tokens :] %= size.max_seqlen
-    host["seq_idx"][:] = np.arange(len(lengths), dtype=np.int32).repeat(lengths)
-    host["cu_seqlens"][0] = 0
-    host["cu_seqlens"][1 : len(lengths) + 1] = ends
+    write_segments(host, lengths)
+    host["position_ids"][size.tokens :] %= size.max_seqlen
     host["cu_seqlens"][len(lengths) + 1 :] = bucket.tokens
     bounds = [0, *accumulate(part.tokens for part in batch.parts)] if batch.parts else [0, size.tokens]
     host["part_bounds"][: len(bounds)] = bounds
@@ -171,31 +152,3 @@ def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None
     host["loss_mask"][: size.loss_tokens] = True
     host["loss_mask"][size.loss_tokens :] = False
     static._written.copy_(staged, non_blocking=True)
-
-
-class _Sections:
-    """Tensors one after the other in one block of bytes, each at a multiple of `ALIGNMENT`."""
-
-    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self.num_bytes = 0
-        self._places: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
-        for name, (dtype, shape) in tensors.items():
-            size = shape[-1] * _NUMPY[dtype].itemsize
-            self._places[name] = (dtype, shape, self.num_bytes, size)
-            # A gap after each: an offset that equals a length is one symbol to torch.compile (`PackedInputs.empty`).
-            self.num_bytes += (size // ALIGNMENT + 2) * ALIGNMENT
-
-    def views(self, block: Tensor) -> dict[str, Tensor]:
-        """Return the tensors over `block`: (num_bytes,) uint8."""
-        return {
-            name: block[start : start + size].view(dtype).view(shape)
-            for name, (dtype, shape, start, size) in self._places.items()
-        }
-
-    def arrays(self, block: Tensor) -> dict[str, NDArray[Any]]:
-        """Return the same over a block on the host, flat and writable."""
-        array = block.numpy()
-        return {
-            name: array[start : start + size].view(_NUMPY[dtype])
-            for name, (dtype, _, start, size) in self._places.items()
-        }

@@ -19,6 +19,8 @@ from torch.nn.modules.module import (
 from transformers.utils import is_torch_xla_available
 from trl import SFTTrainer
 
+from fastpack_trl.model.patches import attribute_set
+
 _training = itemgetter("training")
 _WITHOUT_MODE = (
     nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
@@ -145,14 +147,8 @@ class ModeCheck:
                 return model
             return own(mode) if own is not None else type(model).train(model, mode)
 
-        model.__dict__["train"] = train
-        try:
+        with attribute_set(model, "train", train):
             yield
-        finally:
-            if own is None:
-                del model.__dict__["train"]
-            else:
-                model.__dict__["train"] = own
 
 
 class GradientReset:
@@ -167,6 +163,7 @@ class GradientReset:
         self._model: nn.Module | None = None
         self._foreign: dict[int, nn.Parameter] = {}
         """Of the optimizer, but not of the model."""
+        self._installed = contextlib.ExitStack()
 
     def install(self, trainer: SFTTrainer, model: nn.Module) -> None:
         """Replace ``model.zero_grad`` until `remove`; a model with a ``zero_grad`` of its own keeps it."""
@@ -184,7 +181,7 @@ class GradientReset:
                 return
             reset.reset(self, getattr(run(), "optimizer", None))
 
-        model.__dict__["zero_grad"] = types.MethodType(zero_grad, model)
+        self._installed.enter_context(attribute_set(model, "zero_grad", types.MethodType(zero_grad, model)))
 
     def reset(self, model: nn.Module, optimizer: Any) -> None:
         """Set the gradients of `model` to None; `optimizer` is the one that trains now."""
@@ -215,10 +212,9 @@ class GradientReset:
 
     def remove(self) -> None:
         """Give the model its own ``zero_grad`` again."""
-        if self._model is not None:
-            self._model.__dict__.pop("zero_grad", None)
-            self._model = None
-            self._foreign = {}
+        self._installed.close()
+        self._model = None
+        self._foreign = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +263,7 @@ class LossFilter:
     """
 
     def __init__(self) -> None:
-        self._switched_off: tuple[Any, Any] | None = None
-        """The arguments, and their value, while the filter is switched off."""
+        self._switched_off = contextlib.ExitStack()
 
     def apply(self, trainer: SFTTrainer, loss: Tensor, losses: Tensor | None = None) -> Tensor:
         """Return the loss that the trainer adds to its running loss.
@@ -283,8 +278,7 @@ class LossFilter:
             return loss  # stock says what is wrong, or filters nothing
         if not args.logging_nan_inf_filter or not hasattr(trainer, "_globalstep_last_logged"):
             return loss
-        self._switched_off = args, args.logging_nan_inf_filter
-        args.logging_nan_inf_filter = False
+        self._switched_off.enter_context(attribute_set(args, "logging_nan_inf_filter", False))
         steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         if losses is None:
             return torch.where(_finite(loss), loss, running / steps)
@@ -297,10 +291,7 @@ class LossFilter:
 
     def restore(self) -> None:
         """Set the argument as the user had it."""
-        if self._switched_off is not None:
-            args, value = self._switched_off
-            args.logging_nan_inf_filter = value
-            self._switched_off = None
+        self._switched_off.close()
 
 
 def _finite(x: Tensor) -> Tensor:

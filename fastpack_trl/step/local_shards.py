@@ -76,8 +76,8 @@ def why_stock_step(optimizer: Any) -> str:
     if type(optimizer) not in _KNOWN:
         return f"{type(optimizer).__name__} steps over DTensors"
     # Schedulers of the learning rate put a counter around it.
-    code = getattr(vars(optimizer).get("step"), "__code__", None)
-    if "step" in vars(optimizer) and (code is None or code.co_filename != torch.optim.lr_scheduler.__file__):
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and getattr(replaced, "__globals__", None) is not vars(torch.optim.lr_scheduler):
         return f"the step of {type(optimizer).__name__} was replaced: it may look at DTensors"
     # Without either torch takes a loop over DTensors, and would not over plain tensors.
     if not all(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
@@ -120,9 +120,8 @@ def _over_local(optimizer: Any, trained: list[nn.Parameter]) -> Iterator[None]:
     try:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = [next(left) for parameter in parameters if parameter.grad is not None]
-        optimizer.state = local_state
-        yield
+        with attribute_set(optimizer, "state", local_state):
+            yield
     finally:
-        optimizer.state = state
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters

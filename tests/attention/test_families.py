@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from attention_material import LENGTHS, PADDED_ROWS, PER_DOCUMENT, make_row, packed, separate
+from attention_material import (
+    LENGTHS,
+    PADDED_ROWS,
+    PER_DOCUMENT,
+    assert_packed_equals_separate,
+    make_row,
+    packed,
+    separate,
+)  # fmt: skip
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
@@ -17,17 +25,8 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
 def test_packed_loss_and_gradients_equal_separate_documents(family: str, checkpointing: bool) -> None:
-    model = tiny_model(family)
-    ids, _, batch = make_row()
-    expected_loss, expected = separate(model, ids, batch)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with packed_attention(model) as attention:
-        assert attention.path == ("per_document" if family in PER_DOCUMENT else "padded_rows"), attention.choice.reason
-        loss = packed(model, ids, batch)
-        loss.backward()
-    assert abs(loss.item() - expected_loss) <= 1e-5
-    assert_gradients_close(gradients(model), expected)
+    path = assert_packed_equals_separate(tiny_model(family), checkpointing=checkpointing)
+    assert path == ("per_document" if family in PER_DOCUMENT else "padded_rows")
 
 
 @pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
@@ -50,14 +49,9 @@ def test_proof_finds_the_leak_of_stock(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_dense_masks_built_once_equal_separate_documents(family: str) -> None:
     # transformers 5.17 gives gemma2 an sdpa that leaves out the softcap.
-    model = tiny_model(family, **({"attn_implementation": "eager"} if family == "gemma2" else {}))
-    ids, _, batch = make_row()
-    expected_loss, expected = separate(model, ids, batch)
-    with packed_attention(model, "sdpa"):
-        loss = packed(model, ids, batch)
-        loss.backward()
-    assert abs(loss.item() - expected_loss) <= 1e-5
-    assert_gradients_close(gradients(model), expected)
+    assert_packed_equals_separate(
+        tiny_model(family, **({"attn_implementation": "eager"} if family == "gemma2" else {})), "sdpa"
+    )
 
 
 def test_mixed_windows_of_composite_gemma3_switch_only_the_text_model() -> None:

@@ -6,19 +6,47 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_material import CPU, HEADS, HOPPER, PLAIN, SCALE, dense_attention, errors, make_inputs, run
+from attention_material import (
+    CPU,
+    HOPPER,
+    PLAIN,
+    assert_as_near_as_dense,
+    attend,
+    dense_attention,
+    make_inputs,
+    prepared,
+)  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fastpack_trl.attention import flex
 from fastpack_trl.attention.backends import BACKENDS, choose
-from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.packing.masks import dense_mask
+from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.reference import additive, band_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 documents = st.lists(st.integers(1, 300), min_size=1, max_size=8)
 windows = st.sampled_from([None, 1, 5, 128, 129, 200])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.sampled_from([None, 1, 3, 20]))
+def test_dense_mask_is_causal_inside_each_segment(documents: list[int], window: int | None) -> None:
+    batch = PackedBatch.from_lengths(documents)
+    mask = dense_mask(batch, window, CPU)[0, 0]
+    segment, position = batch.seq_idx[0].tolist(), list(range(batch.total_tokens))
+    for query in position:
+        for key in position:
+            inside = segment[query] == segment[key] and key <= query and (window is None or query - key < window)
+            assert bool(mask[query, key]) == inside
+    added = additive(mask)
+    assert torch.equal(added == 0, mask)
+    assert added.masked_select(~mask).eq(-torch.inf).all()
+
+
+def test_band_counts_the_token_itself() -> None:
+    assert band_mask(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,20 +78,16 @@ def test_flex_forward_equals_dense_attention(window: int | None, sinks: bool, so
     """Forward only: flex has no backward on the CPU."""
     batch = PackedBatch.from_lengths((130, 60, 1))
     inputs = [tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=sinks)]
-    layer = flex.prepare(batch, frozenset({40}), CPU)
-    out = layer.attend(AttentionCall(*inputs[:3], SCALE, window, inputs[3] if sinks else None, softcap))
+    out = attend(prepared("flex", batch, 40), window, softcap)(inputs)
     torch.testing.assert_close(out, dense_attention(batch, inputs, window, softcap), rtol=1e-5, atol=1e-5)
-    assert batch.build_counts["flex", CPU] == 1
 
 
 @settings(max_examples=20, deadline=None)
 @given(documents, windows)
 def test_xformers_mask_equals_the_dense_mask(lengths: list[int], window: int | None) -> None:
     pytest.importorskip("xformers", reason="an optional extra: pip install 'fastpack-trl[xformers]'")
-    from fastpack_trl.attention import xformers
-
     batch = PackedBatch.from_lengths(lengths)
-    layer = xformers.prepare(batch, frozenset({window} - {None}), CPU)
+    layer = prepared("xformers", batch, *({window} - {None}))
     total = batch.total_tokens
     allowed = layer.biases[window].materialize((1, 1, total, total)) == 0
     assert torch.equal(allowed, dense_mask(batch, window, CPU))
@@ -74,23 +98,9 @@ def test_xformers_mask_equals_the_dense_mask(lengths: list[int], window: int | N
 @pytest.mark.parametrize("window", [None, 40], ids=["", "window"])
 def test_flex_on_the_device_within_twice_the_error_of_dense_attention(window: int | None, sinks: bool) -> None:
     batch = PackedBatch.from_lengths((130, 60, 1, 65))
-    head_dim = 16  # the least that flex's kernels take
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, batch.total_tokens, head_dim) for heads in (HEADS, 2, 2)] + [(HEADS,)] * sinks
-    inputs = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
-    exact = run(
-        lambda t: dense_attention(batch, t, window, None), [t.detach().double().requires_grad_() for t in inputs]
-    )
-    stock = run(lambda t: dense_attention(batch, t, window, None), inputs)
-    layer = flex.prepare(batch, frozenset({40}), torch.device("cuda"))
-    ours = run(
-        lambda t: layer.attend(
-            AttentionCall(*(x.cuda() for x in t[:3]), SCALE, window, t[3].cuda() if sinks else None)
-        ).cpu(),
-        inputs,
-    )
-    assert (errors(ours, exact) <= 2 * errors(stock, exact) + 2**-8).all()
-    assert inputs[0].shape[1] == HEADS
+    ours = attend(prepared("flex", batch, 40, device="cuda"), window, device="cuda")
+    least = 16  # that flex's kernels take
+    assert_as_near_as_dense(batch, ours, window, dtype=torch.bfloat16, floor=2**-8, sinks=sinks, head_dim=least)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,26 @@
-"""The per-document operator against float64, feature by feature, with stock's own error as the budget."""
+"""The operators of `per_document` and of `varlen`, of which the latter runs its twin on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_material import CPU, HEAD_DIM, HEADS, SCALE, dense_attention, errors, make_inputs, run
+from attention_material import (
+    HEAD_DIM,
+    HEADS,
+    SCALE,
+    assert_as_near_as_dense,
+    attend,
+    make_inputs,
+    prepared,
+    run,
+)  # fmt: skip
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack_trl.attention import per_document
+from fastpack_trl.attention import per_document, varlen
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
@@ -22,37 +32,36 @@ from fastpack_trl.attention.reference import (
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LENGTHS = (1, 7, 20, 2)
+FORMS = [(dtype, softcap) for dtype in (torch.float64, torch.float32, torch.bfloat16) for softcap in (None, 2.0)]
 
 
 @pytest.mark.parametrize("value_dim", [HEAD_DIM, 4, 12], ids=["v=qk", "v<qk", "v>qk"])
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "softcap"),
+    [
+        *(("per_document", "cpu", dtype, softcap) for dtype, softcap in FORMS),
+        ("varlen", "cpu", torch.bfloat16, None),
+        pytest.param("varlen", "cuda", torch.bfloat16, None, marks=pytest.mark.cuda),
+    ],
+)
 def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
-    dtype: torch.dtype, window: int | None, sinks: bool, softcap: float | None, value_dim: int
+    name: str, device: str, dtype: torch.dtype, softcap: float | None, window: int | None, sinks: bool, value_dim: int
 ) -> None:
     batch = PackedBatch.from_lengths(LENGTHS, num_padding=3)
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
-
-    def ours(tensors: list[Tensor]) -> Tensor:
-        return layer.attend(
-            AttentionCall(*tensors[:3], SCALE, window, sinks=tensors[3] if sinks else None, softcap=softcap)
-        )
-
-    def dense(tensors: list[Tensor]) -> Tensor:
-        return dense_attention(batch, tensors, window, softcap)
-
-    actual, budget = [], []
-    for seed in range(4):  # the gradient of the sinks has four numbers: one draw says little about its error
-        inputs = make_inputs(batch, dtype, sinks=sinks, value_dim=value_dim, seed=seed)
-        exact = run(dense, [tensor.detach().double().requires_grad_() for tensor in inputs])
-        actual.append(errors(run(ours, inputs), exact))
-        budget.append(errors(run(dense, inputs), exact))
+    ours = attend(prepared(name, batch, 4, device=device), window, softcap, device)
     # Stock's float64 is the oracle itself, without error: what is left there are a few units in the last place.
     floor = torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 1)
-    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (actual, budget))
-    assert (mean_error <= 2 * mean_budget + floor).all(), (mean_error, mean_budget)
+    assert_as_near_as_dense(batch, ours, window, softcap, dtype=dtype, floor=floor, sinks=sinks, value_dim=value_dim)
+
+
+def test_the_twin_of_varlen_equals_per_document_in_float64() -> None:
+    batch = PackedBatch.from_lengths(LENGTHS)
+    inputs = make_inputs(batch, torch.float64, sinks=True)
+    results = [run(attend(prepared(name, batch, 4), window=4), inputs) for name in ("varlen", "per_document")]
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other)
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -60,7 +69,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 def test_kernel_and_reference_are_the_same_operator(window: int, sinks: bool) -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     query, key, value, *sink = (tensor.detach() for tensor in make_inputs(batch, torch.float64, sinks=sinks))
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
+    layer = prepared("per_document", batch, 4)
     band = layer.bands.get(window)
     inputs = DocumentInputs(
         query, key, value, layer.cu_seqlens, sink[0] if sinks else None, band, window, SCALE, NO_SOFTCAP, 20
@@ -78,7 +87,7 @@ def test_kernel_and_reference_are_the_same_operator(window: int, sinks: bool) ->
 def test_no_document_sees_another() -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     inputs = make_inputs(batch, torch.float32, sinks=True)
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    layer = prepared("per_document", batch)
     out = layer.attend(AttentionCall(*inputs[:3], SCALE, sinks=inputs[3]))
     for document, part in enumerate(out[0].split(LENGTHS)):
         for gradient in torch.autograd.grad(part.sum(), inputs[:3], retain_graph=True):
@@ -92,61 +101,70 @@ def test_no_document_sees_another() -> None:
             )
 
 
-def test_operator_passes_torchs_own_checks() -> None:
-    batch = PackedBatch.from_lengths((3, 2))
-    inputs = make_inputs(batch, torch.float64, sinks=True)
-    layer = per_document.prepare(batch, frozenset(), CPU)
-    arguments = (*inputs[:3], layer.cu_seqlens, inputs[3], None, NO_WINDOW, SCALE, NO_SOFTCAP, 3)
-    torch.library.opcheck(torch.ops.fastpack.per_document_attention_with_gradient.default, arguments)
+def check_operators(name: str, arguments: tuple[Any, ...]) -> None:
+    operators = torch.ops.fastpack
+    torch.library.opcheck(getattr(operators, f"{name}_with_gradient").default, arguments)
     inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
-    torch.library.opcheck(torch.ops.fastpack.per_document_attention.default, inner)
-    out, lse = torch.ops.fastpack.per_document_attention(*inner)
-    torch.library.opcheck(
-        torch.ops.fastpack.per_document_attention_backward.default, (torch.ones_like(out), out, lse, *inner)
+    torch.library.opcheck(getattr(operators, name).default, inner)
+    out, lse = getattr(operators, name)(*inner)
+    torch.library.opcheck(getattr(operators, f"{name}_backward").default, (torch.ones_like(out), out, lse, *inner))
+
+
+def test_operators_pass_torchs_own_checks() -> None:
+    batch = PackedBatch.from_lengths((3, 2))
+    query, key, value, sinks = make_inputs(batch, torch.float64, sinks=True)
+    cu_seqlens = batch.cu_seqlens
+    check_operators(
+        "per_document_attention", (query, key, value, cu_seqlens, sinks, None, NO_WINDOW, SCALE, NO_SOFTCAP, 3)
     )
+    tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
+    for sink, bounds, window in ((sinks, None, 2), (None, cu_seqlens.clone(), 0)):
+        check_operators("varlen_attention", (*tokens, cu_seqlens, sink, bounds, window, SCALE, 3))
 
 
 def test_a_flop_counter_changes_no_bit() -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
-    inputs = make_inputs(batch, torch.float32, sinks=True)
-    layer = per_document.prepare(batch, frozenset({4}), CPU)
-
-    def attend(tensors: list[Tensor]) -> Tensor:
-        return layer.attend(AttentionCall(*tensors[:3], SCALE, window=4, sinks=tensors[3]))
-
-    eager = run(attend, inputs)
+    inputs, ours = make_inputs(batch, torch.float32, sinks=True), attend(prepared("per_document", batch, 4), window=4)
+    eager = run(ours, inputs)
     with FlopCounterMode(display=False):
-        observed = run(attend, inputs)
-    for ours, operator in zip(eager, observed, strict=True):
-        assert torch.equal(ours, operator)
+        observed = run(ours, inputs)
+    for one, other in zip(eager, observed, strict=True):
+        assert torch.equal(one, other)
 
 
-def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda tokens, *metadata: per_document.PerDocumentLayer(*metadata, {}),
+        lambda tokens, *metadata: varlen.VarlenLayer((varlen.RowPart(*metadata, 0, tokens),)),
+    ],
+    ids=["per_document", "varlen"],
+)
+def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(layer: Callable[..., Any]) -> None:
     graphs = []
 
     def backend(module: Any, _example: Any) -> Any:
         graphs.append(module)
         return module.forward
 
-    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        layer = per_document.PerDocumentLayer(cu_seqlens, max_seqlen, {})
-        return layer.attend(AttentionCall(query, key, value, SCALE))
+    def eager(query: Tensor, key: Tensor, value: Tensor, *metadata: Any) -> Tensor:
+        out: Tensor = layer(query.shape[2], *metadata).attend(AttentionCall(query, key, value, SCALE))
+        return out
 
-    for lengths in ((3, 4), (5, 6, 7), (9, 2, 2, 8)):
-        batch = PackedBatch.from_lengths(lengths)
-        query, key, value = (tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=False))
-        layer = per_document.prepare(batch, frozenset(), CPU)
-        expected = layer.attend(AttentionCall(query, key, value, SCALE))
-        actual = attend(query, key, value, layer.cu_seqlens, layer.max_seqlen)
-        torch.testing.assert_close(actual, expected)
+    compiled = torch.compile(eager, backend=backend, fullgraph=True, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for documents in torch.randint(2, 9, (50,), generator=generator).tolist():
+        batch = PackedBatch.from_lengths(torch.randint(2, 30, (documents,), generator=generator).tolist())
+        arguments = [tensor.detach() for tensor in make_inputs(batch, torch.float32)]
+        arguments += [batch.cu_seqlens, batch.bucketed_max_seqlen]
+        torch.testing.assert_close(compiled(*arguments), eager(*arguments))
     assert len(graphs) <= 2
 
 
 def test_flops_are_those_of_the_documents() -> None:
     batch = PackedBatch.from_lengths((3, 5))
-    inputs = make_inputs(batch, torch.float32, sinks=False)
-    layer = per_document.prepare(batch, frozenset(), CPU)
+    inputs = make_inputs(batch, torch.float32)
+    layer = prepared("per_document", batch)
     with FlopCounterMode(display=False) as forward:
         out = layer.attend(AttentionCall(*inputs, SCALE))
     with FlopCounterMode(display=False) as backward:
@@ -157,8 +175,15 @@ def test_flops_are_those_of_the_documents() -> None:
     assert backward.get_total_flops() == 5 * product
 
 
-def test_dropout_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("per_document", {"dropout": 0.1}, r"attention dropout is 0\.1.*packed_attention='sdpa'"),
+        ("varlen", {"dropout": 0.1}, r"varlen has no dropout.*set packed_attention='per_document'"),
+        ("varlen", {"softcap": 30.0}, r"varlen has no softcap.*set packed_attention='per_document'"),
+    ],
+)
+def test_what_a_kernel_lacks_is_named(name: str, asked: dict[str, float], message: str) -> None:
     batch = PackedBatch.from_lengths((3, 2))
-    layer = per_document.prepare(batch, frozenset(), CPU)
-    with pytest.raises(ValueError, match=r"attention dropout is 0\.1.*packed_attention='sdpa'"):
-        layer.attend(AttentionCall(*make_inputs(batch, torch.float32, sinks=False), SCALE, dropout=0.1))
+    with pytest.raises(ValueError, match=message):
+        prepared(name, batch).attend(AttentionCall(*make_inputs(batch, torch.float32), SCALE, **asked))

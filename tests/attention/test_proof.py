@@ -17,9 +17,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention import install as seam
-from fastpack_trl.attention import verify_packing as start_proof
+from fastpack_trl.attention import start_proof
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.attention.stock_leak import stock_leak
+from fastpack_trl.attention.start_proof import stock_leak
 from fastpack_trl.cli.main import main as cli
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model import facts as model_features
@@ -40,19 +40,34 @@ def widened(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
     monkeypatch.setattr(seam, "window_of", wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "window"), [("mistral", 5), ("gpt_oss", 40)])
+@pytest.mark.parametrize(
+    ("device", "dtype", "family", "window"),
+    [
+        ("cpu", dtype, family, window)
+        for dtype in (torch.float32, torch.bfloat16)
+        for family, window in (("mistral", 5), ("gpt_oss", 40))
+    ]
+    + [
+        pytest.param("cuda", torch.bfloat16, family, window, marks=pytest.mark.cuda)
+        for family, window in (("gpt_oss", 128), ("gemma3_text", 512), ("mistral", 1024))
+    ],
+)
 def test_a_window_that_is_one_off_fails_the_proof(
-    monkeypatch: pytest.MonkeyPatch, family: str, window: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, family: str, window: int
 ) -> None:
-    model = tiny_model(family, sliding_window=window).to(dtype)
-    proof = verify_packing(model)
-    assert proof.proven, str(proof)
-    assert not proof.not_exercised
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "head_dim": 16} if device == "cuda" else {}
+    model = tiny_model(family, sliding_window=window, **sizes).to(device, dtype)
+    for implementation in ("auto", "per_document", "sdpa", "padded_rows") if device == "cuda" else ("auto",):
+        proof = verify_packing(model, implementation=implementation)
+        assert proof.proven, (implementation, str(proof))
+        assert not proof.not_exercised
     for by in (-1, 1):
         with monkeypatch.context() as patch:
             widened(patch, by)
-            proof = verify_packing(model)
+            # 1,025 is past what is exercised; asked for by its lengths, it is all the same.
+            proof = verify_packing(model, lengths=(9, window + 16, 6) if device == "cuda" else None)
         assert not proof.proven
         assert {(seen, right) for _, seen, right in proof.windows} == {(window + by, window)}
         assert f"sees {window + by}, not {window}" in str(proof)
@@ -71,30 +86,6 @@ def test_windows_up_to_512_tokens_are_exercised_on_the_cpu() -> None:
     assert (proof.proven, proof.not_exercised, proof.past_window) == (True, ("window 513",), ())
     # A document of the model's own positions never exceeds this one.
     assert verify_packing(tiny_model("mistral", sliding_window=120)).not_exercised == ("window 120",)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("family", "window"), [("gpt_oss", 128), ("gemma3_text", 512), ("mistral", 1024)])
-def test_windows_are_exercised_and_told_apart_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, family: str, window: int
-) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    model = tiny_model(
-        family, sliding_window=window, max_position_embeddings=2048, hidden_size=64, head_dim=16,
-    ).to("cuda", torch.bfloat16)  # fmt: skip
-    for implementation in ("auto", "per_document", "sdpa", "padded_rows"):
-        proof = verify_packing(model, implementation=implementation)
-        assert proof.proven, (implementation, str(proof))
-        assert not proof.not_exercised
-        assert max(proof.past_window) > window + 1
-    for by in (-1, 1):
-        with monkeypatch.context() as patch:
-            widened(patch, by)
-            # 1,025 is past what is exercised; asked for by its lengths, it is all the same.
-            proof = verify_packing(model, lengths=(9, window + 16, 6))
-        assert not proof.proven
-        assert {(seen, right) for _, seen, right in proof.windows} == {(window + by, window)}
 
 
 def test_a_probe_that_costs_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,32 +223,25 @@ def test_what_the_source_says_of_stock_is_what_the_proof_finds(family: str) -> N
     assert bool(stock_leak(model)) == leaks
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "loaded"])
 def test_an_implementation_that_was_asked_for_runs_what_is_not_packed(tmp_path: Path, name: str) -> None:
     """Packed rows run ours over it: asked for, stock's own leaks in gpt_oss."""
-    family = "gpt_oss" if name == "eager" else "qwen3"
-    tiny_model(family).save_pretrained(tmp_path / "model")
-    options: dict[str, Any] = {
-        "model": str(tmp_path / "model"), "packing": True,
-        "model_init_kwargs": {"attn_implementation": name, "dtype": "float32"},
-    }  # fmt: skip
+    options: dict[str, Any] = {"model": tiny_model("qwen3", attn_implementation="eager"), "packing": True}
+    if name != "loaded":
+        tiny_model("gpt_oss" if name == "eager" else "qwen3").save_pretrained(tmp_path / "model")
+        options["model"] = str(tmp_path / "model")
+        options["model_init_kwargs"] = {"attn_implementation": name, "dtype": "float32"}
     ours = train(FastSFTTrainer, tmp_path / "ours", **options)
     line = ours.fastpack_report["packed_attention"]
     assert (line.status, line.path) == ("on", "per_document")
+    used = "sdpa" if name == "sdpa" else "eager"
+    if name != "eager":
+        assert f"batches that are not packed run attn_implementation={used!r}" in line.reason
     if name == "sdpa":
-        assert "batches that are not packed run attn_implementation='sdpa'" in line.reason
         assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
     assert ours.fastpack_proof is not None
     assert ours.fastpack_proof.proven
-    assert ours.model.config._attn_implementation == name
-
-
-def test_a_loaded_model_keeps_its_eager_attention_for_what_is_not_packed(tmp_path: Path) -> None:
-    model = tiny_model("qwen3", attn_implementation="eager")
-    ours = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
-    line = ours.fastpack_report["packed_attention"]
-    assert line.path == "per_document"
-    assert "batches that are not packed run attn_implementation='eager'" in line.reason
+    assert ours.model.config._attn_implementation == used
 
 
 def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(

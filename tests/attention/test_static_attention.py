@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_material import HEAD_DIM, HEADS, HOPPER, KV_HEADS, PLAIN, SCALE, errors, run
+from attention_material import HEAD_DIM, HEADS, HOPPER, KV_HEADS, PLAIN, SCALE, errors, prepared, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from static_material import bucket_for, make_inputs, make_rows
+from static_material import bucket_for, make_inputs, make_rows, to_static
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
@@ -19,7 +19,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.static_batch import copy_into, to_static
+from fastpack_trl.packing.static_batch import copy_into
 from fastpack_trl.testing import tiny_model
 
 KINDS = {
@@ -105,15 +105,14 @@ def test_a_prepared_layer_attends_to_the_documents_of_the_row_that_is_copied_in(
     first, second = make_rows([[5, 9], [3]]), make_rows([[1, 2], [4, 6]])
     bucket = Bucket(tokens=24, segments=8, max_seqlen=9, loss_tokens=20, parts=2)
     static = to_static(first, bucket)
-    features = replace(HOPPER, windows=frozenset())
-    layer = BACKENDS["varlen"].prepare(static.batch, features, torch.device("cpu"))
+    layer = prepared("varlen", static.batch, features=HOPPER)
     for inputs in (first, second):
         copy_into(static, inputs)
         plain = inputs["packed_batch"]
         tokens = plain.total_tokens
         tensors = tensors_of(bucket.tokens)
         cut = [tensor.detach()[:, :, :tokens].requires_grad_() for tensor in tensors]
-        alone = varlen.prepare(plain, torch.device("cpu"), HEADS * 32)
+        alone = prepared("varlen", plain)
         expected = run(lambda t, layer=alone: layer.attend(AttentionCall(*t, SCALE)), cut)
         upstream = torch.zeros(1, bucket.tokens, HEADS, HEAD_DIM)
         upstream[:, :tokens] = torch.randn(expected[0].shape, generator=torch.Generator().manual_seed(1))
@@ -129,7 +128,7 @@ def test_a_prepared_layer_attends_to_the_documents_of_the_row_that_is_copied_in(
 def test_a_static_row_of_long_documents_stays_with_the_kernel_over_the_row(lengths: tuple[int, ...]) -> None:
     inputs = make_inputs(list(lengths))
     static = to_static(inputs, bucket_for(inputs, tail=8, segments=1))
-    layer = BACKENDS["varlen"].prepare(static.batch, HOPPER, torch.device("cpu"))
+    layer = prepared("varlen", static.batch, features=HOPPER)
     assert isinstance(layer, varlen.VarlenLayer)
     (part,) = layer.parts
     assert part.cu_seqlens is static.batch.cu_seqlens
@@ -140,10 +139,10 @@ def test_a_static_row_of_long_documents_stays_with_the_kernel_over_the_row(lengt
 def test_a_static_row_that_one_document_fills_has_its_kernel() -> None:
     """Its one length is that of the bucket: what a graph has read of it stays true."""
     inputs = make_inputs([8192])
-    layer = BACKENDS["varlen"].prepare(to_static(inputs, bucket_for(inputs)).batch, HOPPER, torch.device("cpu"))
+    layer = prepared("varlen", to_static(inputs, bucket_for(inputs)).batch, features=HOPPER)
     assert layer.parts[0].bounds.tolist() == [0, 8192]
     short = make_inputs([4032])
-    layer = BACKENDS["varlen"].prepare(to_static(short, bucket_for(short)).batch, HOPPER, torch.device("cpu"))
+    layer = prepared("varlen", to_static(short, bucket_for(short)).batch, features=HOPPER)
     assert layer.parts[0].bounds.tolist() == [0, 0]
 
 
@@ -198,7 +197,7 @@ def test_on_cuda_empty_segments_and_a_tail_are_within_what_two_runs_differ(kind:
 def test_on_cuda_a_captured_layer_replays_for_other_documents() -> None:
     first, second = (make_rows(parts, device="cuda") for parts in ([[50, 90], [30]], [[10, 20], [40, 60]]))
     static = to_static(first, Bucket(tokens=256, segments=8, max_seqlen=128, loss_tokens=256, parts=2))
-    layer = BACKENDS["varlen"].prepare(static.batch, HOPPER, torch.device("cuda"))
+    layer = prepared("varlen", static.batch, features=HOPPER, device="cuda")
     tensors = [t.detach().cuda().requires_grad_() for t in tensors_of(256, dtype=torch.bfloat16)]
     call: Any = AttentionCall(*tensors, SCALE)
     side = torch.cuda.Stream()

@@ -9,33 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import PLAIN
 from trainer_material import assert_same_log, both, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import per_document, trial
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention import backends, per_document
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.model.facts import ModelFeatures, read_features
+from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import FAMILIES, tiny_model
 
-PLAIN = ModelFeatures(
-    model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
-    dropout=0.0, num_heads=4, head_dim=16, compute_dtype=torch.float32, capability=None, gap="", kv_heads=2,
-)  # fmt: skip
+FEATURES = replace(PLAIN, head_dim=16, kv_heads=2)
 KINDS = {
-    "plain": PLAIN,
-    "window": replace(PLAIN, windows=frozenset({5, 4096})),
-    "sinks": replace(PLAIN, windows=frozenset({128}), sinks=True),
-    "softcap": replace(PLAIN, windows=frozenset({5}), softcap=True),
+    "plain": FEATURES,
+    "window": replace(FEATURES, windows=frozenset({5, 4096})),
+    "sinks": replace(FEATURES, windows=frozenset({128}), sinks=True),
+    "softcap": replace(FEATURES, windows=frozenset({5}), softcap=True),
 }
 
 
 @pytest.fixture(autouse=True)
 def _no_trial_is_known() -> Iterator[None]:
-    trial._failure.cache_clear()
+    backends._failure.cache_clear()
     yield
-    trial._failure.cache_clear()
+    backends._failure.cache_clear()
 
 
 @pytest.fixture
@@ -75,42 +73,42 @@ def test_asked_for_by_name_the_failure_is_an_error(tmp_path: Path, changed: None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.prepare
-    assert trial.failure(backend, features) == ""
+    features, backend, right = KINDS[kind], BACKENDS["per_document"], per_document.PerDocument.prepare
+    assert failure(backend, features) == ""
 
-    def one_document(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
-        return right(PackedBatch.from_lengths((batch.total_tokens,)), windows, device)
+    def one_document(self: Any, batch: PackedBatch, *where: Any) -> Any:
+        return right(self, PackedBatch.from_lengths((batch.total_tokens,)), *where)
 
-    def without_window(batch: PackedBatch, windows: frozenset[int], device: torch.device, **_: Any) -> Any:
-        layer = right(batch, windows, device)
+    def without_window(self: Any, batch: PackedBatch, *where: Any) -> Any:
+        layer = right(self, batch, *where)
         return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
 
     for wrong in (one_document, without_window) if features.windows else (one_document,):
-        trial._failure.cache_clear()
-        monkeypatch.setattr(per_document, "prepare", wrong)
-        reason = trial.failure(backend, features)
+        backends._failure.cache_clear()
+        monkeypatch.setattr(per_document.PerDocument, "prepare", wrong)
+        reason = failure(backend, features)
         assert reason == (
             "per_document failed its trial on this cpu (a query sees other tokens than those before it in its document "
             "and window)"
         )
         # transformers' sdpa leaves out the softcap: there documents become padded rows.
         fallback = "padded_rows" if features.softcap else "sdpa"
-        assert choose("auto", features, attempt=trial.failure).path == fallback
+        assert choose("auto", features, attempt=failure).path == fallback
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_on_the_path_that_is_chosen_without(family: str) -> None:
     for dtype in (None, torch.bfloat16, torch.float16):
         features = read_features(tiny_model(family), dtype)
-        assert choose("auto", features, attempt=trial.failure) == choose("auto", features)
+        assert choose("auto", features, attempt=failure) == choose("auto", features)
 
 
 def test_a_trial_changes_no_random_state_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
     for family in ("qwen3", "llama", "qwen3"):
-        assert choose("auto", replace(PLAIN, model_type=family), attempt=trial.failure).path == "per_document"
+        assert choose("auto", replace(FEATURES, model_type=family), attempt=failure).path == "per_document"
     assert torch.equal(state, torch.get_rng_state())
-    assert trial._failure.cache_info().misses == 1
+    assert backends._failure.cache_info().misses == 1
 
 
 CUDA = [
@@ -129,14 +127,14 @@ def test_backends_pass_on_cuda_and_a_missing_operator_is_passed_over(
     )
     for name in ("varlen", "per_document"):
         if not BACKENDS[name].refuses(features):
-            assert trial.failure(BACKENDS[name], features) == "", name
+            assert failure(BACKENDS[name], features) == "", name
     if BACKENDS["varlen"].refuses(features):
         return
-    assert choose("auto", features, attempt=trial.failure).path == "varlen"
+    assert choose("auto", features, attempt=failure).path == "varlen"
     for operator in ("_flash_attention_forward", "_flash_attention_backward"):
-        trial._failure.cache_clear()
+        backends._failure.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.aten, operator, None)
-            choice = choose("auto", features, attempt=trial.failure)
+            choice = choose("auto", features, attempt=failure)
         assert choice.path == "per_document"
         assert f"torch has no torch.ops.aten.{operator}" in choice.reason

@@ -18,23 +18,21 @@ from fastpack_trl.errors import PackingError, UnsteadyError
 from fastpack_trl.testing import tiny_model
 
 
-class Shift(nn.Module):
-    """Mixes neighbouring tokens outside of attention: no path keeps documents apart in it."""
-
+class Around(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
+
+
+class Shift(Around):
+    """Mixes neighbouring tokens outside of attention: no path keeps documents apart in it."""
 
     def forward(self, hidden: Tensor) -> Any:
         return self.layer(hidden) + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
-class Noise(nn.Module):
+class Noise(Around):
     """Drops in evaluation mode too, as Monte Carlo dropout does."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, hidden: Tensor) -> Any:
         return nn.functional.dropout(self.layer(hidden), 0.1, training=True)
@@ -62,12 +60,8 @@ class Unigrams(Bigrams):
     reach = 0
 
 
-class Strict(nn.Module):
+class Strict(Around):
     """A layer that takes no keyword of its caller's."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(
         self, hidden_states: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,

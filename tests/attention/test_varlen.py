@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from attention_material import HEADS, HOPPER, SCALE, dense_attention, errors, make_inputs, run
+from attention_material import HOPPER, PLAIN, SCALE, attend, errors, make_inputs, prepared, run
 from torch import Tensor
 
 from fastpack_trl.attention import cudnn, varlen
-from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LENGTHS = (1, 7, 20, 2)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+INT32 = varlen.elements_per_token(PLAIN) * ((20 + 128) + (2 + 128) + 1)
+"""A limit that the last two of these documents just keep."""
 # torch 2.11 (the oldest supported) and 2.13 share these; later ones only add keywords with defaults.
 FORWARD = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
@@ -29,78 +29,15 @@ BACKWARD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("value_dim", [8, 4, 12], ids=["v=qk", "v<qk", "v>qk"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
-    device: str, window: int | None, sinks: bool, value_dim: int
-) -> None:
-    batch = PackedBatch.from_lengths(LENGTHS, num_padding=3)
-    layer = varlen.prepare(batch, torch.device(device), HEADS * 32)
-    dtype = torch.bfloat16
-
-    def ours(tensors: list[Tensor]) -> Tensor:
-        moved = [tensor.to(device) for tensor in tensors]
-        return layer.attend(AttentionCall(*moved[:3], SCALE, window, sinks=moved[3] if sinks else None)).cpu()
-
-    def dense(tensors: list[Tensor]) -> Tensor:
-        return dense_attention(batch, tensors, window, None)
-
-    actual, budget = [], []
-    for seed in range(4):
-        inputs = make_inputs(batch, dtype, sinks=sinks, value_dim=value_dim, seed=seed)
-        exact = run(dense, [tensor.detach().double().requires_grad_() for tensor in inputs])
-        actual.append(errors(run(ours, inputs), exact))
-        budget.append(errors(run(dense, inputs), exact))
-    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (actual, budget))
-    assert (mean_error <= 2 * mean_budget + torch.finfo(dtype).eps).all(), (mean_error, mean_budget)
-
-
-def test_twin_equals_the_per_document_operator_in_float64() -> None:
-    from fastpack_trl.attention import per_document
-
-    batch = PackedBatch.from_lengths(LENGTHS)
-    inputs = make_inputs(batch, torch.float64, sinks=True)
-    cpu = torch.device("cpu")
-    results = [
-        run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE, window=4, sinks=t[3])), inputs)
-        for layer in (varlen.prepare(batch, cpu, HEADS * 32), per_document.prepare(batch, frozenset({4}), cpu))
-    ]
-    for ours, other in zip(*results, strict=True):
-        torch.testing.assert_close(ours, other)
-
-
-def test_operator_passes_torchs_own_checks() -> None:
-    batch = PackedBatch.from_lengths((3, 2))
-    inputs = make_inputs(batch, torch.float64, sinks=True)
-    tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in inputs[:3]]
-    arguments = (*tokens, batch.cu_seqlens, inputs[3], None, 2, SCALE, 3)
-    torch.library.opcheck(torch.ops.fastpack.varlen_attention_with_gradient.default, arguments)
-    alone = (*tokens, batch.cu_seqlens, None, batch.cu_seqlens.clone(), 0, SCALE, 3)
-    torch.library.opcheck(torch.ops.fastpack.varlen_attention_with_gradient.default, alone)
-    inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
-    torch.library.opcheck(torch.ops.fastpack.varlen_attention.default, inner)
-    out, lse = torch.ops.fastpack.varlen_attention(*inner)
-    torch.library.opcheck(
-        torch.ops.fastpack.varlen_attention_backward.default, (torch.ones_like(out), out, lse, *inner)
-    )
-
-
 def test_a_row_that_int32_cannot_index_is_cut_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
     inputs = make_inputs(batch, torch.float64, sinks=True)
-    cpu = torch.device("cpu")
-    whole = varlen.prepare(batch, cpu, 1)
+    whole = prepared("varlen", batch)
     assert len(whole.parts) == 1
-    monkeypatch.setattr(varlen, "_INT32", (20 + 128) + (2 + 128) + 1)
-    batch.clear_derived()
-    parts = varlen.prepare(batch, cpu, 1)
+    monkeypatch.setattr(varlen, "_INT32", INT32)
+    parts = prepared("varlen", batch)
     assert [(part.start, part.end) for part in parts.parts] == [(0, 8), (8, 30)]
-    results = [
-        run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE, sinks=t[3])), inputs)
-        for layer in (whole, parts)
-    ]
+    results = [run(attend(layer), inputs) for layer in (whole, parts)]
     for one, several in zip(*results, strict=True):
         torch.testing.assert_close(several, one)
 
@@ -123,26 +60,28 @@ def test_long_documents_go_to_the_kernel_that_was_faster_on_the_device(
     lengths: tuple[int, ...], changes: dict[str, Any], bounds: list[int] | None
 ) -> None:
     batch = PackedBatch.from_lengths(lengths)
-    layer = BACKENDS["varlen"].prepare(batch, replace(HOPPER, **changes), torch.device("cpu"))
+    features = replace(HOPPER, **changes)
+    layer = prepared("varlen", batch, *features.windows, features=features)
     found = layer.parts[0].bounds
     assert (None if found is None else found.tolist()) == bounds
 
 
 def test_each_part_of_a_row_that_is_cut_has_bounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_INT32", (20 + 128) + (2 + 128) + 1)
-    layer = varlen.prepare(PackedBatch.from_lengths(LENGTHS), torch.device("cpu"), 1, alone_from=8)
+    monkeypatch.setattr(varlen, "_INT32", INT32)
+    monkeypatch.setitem(varlen.LONG_DOCUMENTS, (9, 0), 8)
+    layer = prepared("varlen", PackedBatch.from_lengths(LENGTHS), features=HOPPER)
     assert [part.bounds.tolist() for part in layer.parts] == [[0, 0], [0, 20, 22]]
 
 
 def test_one_call_per_document_is_by_their_lengths_on_the_host() -> None:
     """Others than those on the device, to tell who is read; gradients too."""
-    cpu, inputs = torch.device("cpu"), make_inputs(PackedBatch.from_lengths((5, 7)), torch.float64, sinks=False)
+    inputs = make_inputs(PackedBatch.from_lengths((5, 7)), torch.float64)
     results = []
     for lengths, bounds in (((12,), [0, 5, 12]), ((5, 7), None)):
-        part = varlen.prepare(PackedBatch.from_lengths(lengths), cpu, HEADS * 32).parts[0]
+        part = prepared("varlen", PackedBatch.from_lengths(lengths)).parts[0]
         part = part._replace(bounds=None if bounds is None else torch.tensor(bounds, dtype=torch.int32))
         layer = varlen.VarlenLayer((part,))
-        results.append(run(lambda t, layer=layer: layer.attend(AttentionCall(*t[:3], SCALE)), inputs))
+        results.append(run(attend(layer), inputs))
     for per_document, whole_row in zip(*results, strict=True):
         assert torch.equal(per_document, whole_row)
 
@@ -175,8 +114,8 @@ def test_long_documents_on_the_device_within_twice_the_error_of_dense_attention(
     batch = PackedBatch.from_lengths(lengths)
     device, inputs = torch.device("cuda"), long_inputs(lengths)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    layer = BACKENDS["varlen"].prepare(batch, HOPPER, device)
-    whole = varlen.prepare(PackedBatch.from_lengths(lengths), device, 4 * 64)
+    layer = prepared("varlen", batch, features=HOPPER, device=device)
+    whole = prepared("varlen", PackedBatch.from_lengths(lengths), device=device)
     mask = dense_mask(batch, None, device)
 
     def dense(tensors: list[Tensor]) -> Tensor:
@@ -212,8 +151,8 @@ def kernels_of(call: Any) -> str:
 )
 @pytest.mark.parametrize("form", ["eager", "compiled", "recorded"])
 def test_long_documents_run_cudnns_kernels_in_every_form(form: str) -> None:
-    inputs, device = long_inputs((8192,)), torch.device("cuda")
-    layer = BACKENDS["varlen"].prepare(PackedBatch.from_lengths((8192,)), HOPPER, device)
+    inputs = long_inputs((8192,))
+    layer = prepared("varlen", PackedBatch.from_lengths((8192,)), features=HOPPER, device="cuda")
 
     def attend(*tensors: Tensor) -> Tensor:
         return layer.attend(AttentionCall(*tensors, SCALE))
@@ -254,29 +193,6 @@ def test_bounds_of_the_int32_guard() -> None:
         varlen.indexable_runs((fits + 2,), heads)
 
 
-def test_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:
-    graphs = []
-
-    def backend(module: Any, _example: Any) -> Any:
-        graphs.append(module)
-        return module.forward
-
-    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, max_seqlen, 0, query.shape[2]),))
-        return layer.attend(AttentionCall(query, key, value, SCALE))
-
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        lengths = torch.randint(2, 30, (int(torch.randint(2, 9, (), generator=generator)),), generator=generator)
-        batch = PackedBatch.from_lengths(lengths.tolist())
-        query, key, value = (tensor.detach() for tensor in make_inputs(batch, torch.float32, sinks=False))
-        layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
-        actual = attend(query, key, value, batch.cu_seqlens, batch.max_seqlen)
-        torch.testing.assert_close(actual, layer.attend(AttentionCall(query, key, value, SCALE)))
-    assert len(graphs) <= 2
-
-
 def test_a_graph_gives_the_kernel_rows_one_after_the_other() -> None:
     """A rotary embedding with `cat` (gpt_oss) leaves a layout head by head, which the result would inherit."""
     seen: list[bool] = []
@@ -288,23 +204,14 @@ def test_a_graph_gives_the_kernel_rows_one_after_the_other() -> None:
         return graph.forward
 
     batch = PackedBatch.from_lengths(LENGTHS)
-    layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
-    by_head = [tensor.detach().contiguous() for tensor in make_inputs(batch, torch.float32, sinks=False)]
+    layer = prepared("varlen", batch)
+    by_head = [tensor.detach().contiguous() for tensor in make_inputs(batch, torch.float32)]
     assert not by_head[0][0].transpose(0, 1).is_contiguous()
     compiled = torch.compile(
         lambda *tensors: layer.attend(AttentionCall(*tensors, SCALE)), backend=backend, fullgraph=True
     )
     torch.testing.assert_close(compiled(*by_head), layer.attend(AttentionCall(*by_head, SCALE)))
     assert seen == [True] * 3
-
-
-@pytest.mark.parametrize(("softcap", "dropout"), [(30.0, 0.0), (None, 0.1)])
-def test_what_the_kernel_lacks_is_named(softcap: float | None, dropout: float) -> None:
-    batch = PackedBatch.from_lengths(LENGTHS)
-    layer = varlen.prepare(batch, torch.device("cpu"), HEADS * 32)
-    inputs = make_inputs(batch, torch.float32, sinks=False)
-    with pytest.raises(ValueError, match=r"varlen has no .*set packed_attention='per_document'"):
-        layer.attend(AttentionCall(*inputs, SCALE, softcap=softcap, dropout=dropout))
 
 
 def test_operators_of_this_torch_take_the_arguments_that_are_given() -> None:

@@ -135,44 +135,34 @@ def test_both_sides_see_the_same_tokens_and_train_for_real(tmp_path: Path) -> No
         assert "model.layers.0.mlp.up_proj.weight" in changed
 
 
-class _Scaled(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.weight: Any = inner.weight
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(hidden) * 1.01
-        return out
+def _other_model(trainer: Any) -> None:
+    trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, hidden: hidden * 1.01)
 
 
-def test_the_gate_stops_a_side_that_computes_something_else(tmp_path: Path) -> None:
-    def spoil(trainer: Any) -> None:
-        if type(trainer) is not SFTTrainer:
-            trainer.model.model.norm = _Scaled(trainer.model.model.norm)
-
-    with pytest.raises(LossParityError, match=r"the loss of step 1 is [\d.]+ with fastpack and [\d.]+ with stock"):
-        compare(_build(tmp_path, spoil), pairs=1, warmup=0, progress=False)
-    assert threading.active_count() == 1 or all("Training" not in thread.name for thread in threading.enumerate())
+def _other_optimizer(trainer: Any) -> None:
+    trainer.args.learning_rate *= 3
 
 
-def test_another_optimizer_step_is_found_in_the_warm_up(tmp_path: Path) -> None:
-    def faster(trainer: Any) -> None:
-        if type(trainer) is not SFTTrainer:
-            trainer.args.learning_rate *= 3
-
-    with pytest.raises(LossParityError, match="the loss of step 2 is"):
-        compare(_build(tmp_path, faster), pairs=1, warmup=1, gate_steps=1, progress=False)
+def _other_batches(trainer: Any) -> None:
+    rows = trainer.train_dataset
+    trainer.train_dataset = rows.select(range(len(rows) - 1, -1, -1))
 
 
-def test_other_batches_on_one_side_are_found(tmp_path: Path) -> None:
-    def reverse(trainer: Any) -> None:
-        if type(trainer) is not SFTTrainer:
-            rows = trainer.train_dataset
-            trainer.train_dataset = rows.select(range(len(rows) - 1, -1, -1))
-
-    with pytest.raises(LossParityError, match="different micro-batches in step 1"):
-        compare(_build(tmp_path, reverse), pairs=1, warmup=0, progress=False)
+@pytest.mark.parametrize(
+    ("change", "warmup", "message"),
+    [
+        (_other_model, 0, r"the loss of step 1 is [\d.]+ with fastpack and [\d.]+ with stock"),
+        (_other_optimizer, 1, "the loss of step 2 is"),
+        (_other_batches, 0, "different micro-batches in step 1"),
+    ],
+)
+def test_the_gate_stops_a_side_that_does_something_else(
+    tmp_path: Path, change: Callable[[Any], None], warmup: int, message: str
+) -> None:
+    build = _build(tmp_path, lambda trainer: None if type(trainer) is SFTTrainer else change(trainer))
+    with pytest.raises(LossParityError, match=message):
+        compare(build, pairs=1, warmup=warmup, gate_steps=2 - warmup, progress=False)
+    assert not [thread for thread in threading.enumerate() if "_train" in thread.name]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +234,7 @@ def test_an_interrupt_ends_both_trainings_and_keeps_what_was_timed(tmp_path: Pat
     assert len(row["sides"]["stock"]["seconds"]["values"]) in (1, 2)
     assert set(row["ratios"]) == {"stock"}
     assert "INCOMPLETE" in table(found)
-    assert threading.active_count() == 1 or not [t for t in threading.enumerate() if "_train" in t.name]
+    assert not [thread for thread in threading.enumerate() if "_train" in thread.name]
 
 
 def test_a_side_that_runs_out_of_memory_is_named_and_the_other_goes_on(tmp_path: Path) -> None:

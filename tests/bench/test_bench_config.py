@@ -12,14 +12,11 @@ from sft_material import Material
 from fastpack_trl.bench import ablation, command
 from fastpack_trl.bench.ablation import ALL, NEEDS, ablate, ablation_lines, features
 from fastpack_trl.bench.baselines import OURS
-from fastpack_trl.bench.compare import bar
+from fastpack_trl.bench.command import default_file, settings_of
 from fastpack_trl.bench.compare_tables import table
-from fastpack_trl.bench.config_run import default_file, settings_of
-from fastpack_trl.bench.isolation import _gate, measure_one
+from fastpack_trl.bench.isolation import isolated, measure_side, yaml_build
 from fastpack_trl.bench.parity import LossParityError
-from fastpack_trl.bench.plan import RoundPlan
-from fastpack_trl.bench.row import assemble
-from fastpack_trl.bench.yaml_build import yaml_build
+from fastpack_trl.bench.side import RoundPlan
 from fastpack_trl.cli import main as cli
 
 
@@ -103,24 +100,17 @@ def test_a_wrong_option_is_one_line(
         (["--tokens", "256", "--case", "collator"], "in a checkout: python -m benchmarks --case collator"),
     ],
 )
+@pytest.mark.parametrize("installed", [False, True])
 def test_without_a_config_it_says_what_to_give_and_where_the_cases_are(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str, installed: bool
 ) -> None:
+    if installed:
+        monkeypatch.setattr(command, "__file__", "/site-packages/fastpack_trl/bench/command.py")
     assert cli.main(["bench", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
     assert error.count("\n") == 0
-    assert "clone the repository" not in error
-
-
-def test_an_installed_package_says_that_the_cases_need_a_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "__file__", str(tmp_path / "site-packages" / "fastpack_trl" / "bench" / "command.py"))
-    assert cli.main(["bench", "--case", "lora"]) == 2
-    error = capsys.readouterr().err
-    assert "python -m benchmarks --case lora" in error
-    assert "clone the repository" in error
+    assert ("clone the repository" in error) == (installed and "checkout" in message)
 
 
 def test_each_feature_is_measured_over_what_it_needs_and_one_that_is_not_there_is_named(
@@ -130,7 +120,7 @@ def test_each_feature_is_measured_over_what_it_needs_and_one_that_is_not_there_i
     build = yaml_build(str(material.yaml()), [], str(material.folder))
     saved: list[int] = []
     plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
-    rows, complete = ablate(build, plan, bar=bar, save=lambda rows: saved.append(len(rows)))
+    rows, complete = ablate(build, plan, save=lambda rows: saved.append(len(rows)))
     assert complete
     assert saved == [1, 2, 3, 4]
     assert [row["feature"] for row in rows] == ["packed_attention", "sync_free", "layer_compile", ALL]
@@ -161,31 +151,32 @@ def test_what_is_ablated_are_the_switches_of_the_configuration() -> None:
 
 def test_sides_of_separate_processes_make_the_same_row(material: Material) -> None:
     plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
-    task: dict[str, Any] = {
-        "config": str(material.yaml()),
-        "flags": [],
-        "plan": {"pairs": 1, "warmup": 0, "gate_steps": 1},
-        "threads": 1,
-    }
-    task["plan"]["profile"] = None
-    parts = {name: json.loads(json.dumps(measure_one({**task, "side": name}))) for name in ("stock", "fastpack")}
-    gate = _gate(parts, "fastpack", plan, {}, subject=OURS)
-    assert gate is not None
-    assert len(gate["steps"]) == 1
-    row = assemble(parts, {}, OURS)
-    assert row["ratios"].keys() == {"stock"}
-    record = {"complete": True, "rows": [{**row, "gate": gate, "isolation": "apart", "order": [], "other_load": None}]}
-    assert "losses agree" in table(record)
+    found: dict[str, Any] = {}
 
-    parts["fastpack"]["steps"][0]["loss"] *= 1.01
+    def launcher(row: Any, side: str) -> dict[str, Any]:
+        if side not in found:
+            found[side] = json.loads(json.dumps(measure_side(json.loads(json.dumps(row)), side)))
+        return dict(found[side])
+
+    def compared(*sides: str) -> dict[str, Any]:
+        rows, complete = isolated(str(material.yaml()), [], sides, plan, launcher)
+        assert complete
+        return rows[0]
+
+    row = compared("stock", "fastpack")
+    assert len(row["gate"]["steps"]) == 1
+    assert row["ratios"].keys() == {"stock"}
+    assert "losses agree" in table({"complete": True, "rows": [row]})
+
+    found["rebuild"] = json.loads(json.dumps(found["stock"]))
+    found["rebuild"]["steps"][0]["loss"] *= 1.01
+    assert "the loss of step 1 is" in compared("stock", "rebuild", "fastpack")["sides"]["rebuild"]["failed"]
+    found["fastpack"]["steps"][0]["loss"] *= 1.01
     with pytest.raises(LossParityError, match="the loss of step 1 is"):
-        _gate(parts, "fastpack", plan, {}, subject=OURS)
-    parts["fastpack"]["steps"][1]["digest"] = "other"
-    with pytest.raises(LossParityError, match="the loss of step 1"):
-        _gate(parts, "fastpack", plan, {}, subject=OURS)
-    failed: dict[str, str] = {}
-    assert _gate(parts, "fastpack", plan, failed, subject="stock") is None
-    assert "the loss of step 1 is" in failed["fastpack"]
+        compared("stock", "fastpack")
+    found["fastpack"]["steps"][0]["digest"] = "other"
+    with pytest.raises(LossParityError, match="different micro-batches in step 1"):
+        compared("stock", "fastpack")
 
 
 def test_a_record_names_no_path_and_no_token(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import pytest
 from benchmarks.pictures import stale_pictures, text_of, write_pictures
 from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench import plots
-from fastpack_trl.bench.names import side_names
 from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, markdown, source_of, write_report
-from fastpack_trl.bench.views import headline, no_gain, rows_of
+from fastpack_trl.bench.views import headline, no_gain, rows_of, side_names
 from fastpack_trl.cli.main import main
 
 

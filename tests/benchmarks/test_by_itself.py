@@ -15,7 +15,7 @@ from benchmarks.arithmetic import (
     routing_saved,
     sound,
 )
-from benchmarks.by_itself import OPTIMISATIONS, measure
+from benchmarks.by_itself import COMMAND, OPTIMISATIONS
 from benchmarks.by_itself_row import Pass, row_of
 from benchmarks.by_itself_table import table
 from benchmarks.published import PUBLISHED, ROWS
@@ -91,7 +91,7 @@ def test_both_dispatches_sum_the_same_experts() -> None:
     [("metadata", "qwen3-0.6b"), ("reload", "qwen3-8b-reload"), ("routing", "gpt-oss-20b-routing-2048")],
 )
 def test_every_side_of_an_optimisation_trains_to_the_same_loss(name: str, row: str) -> None:
-    record = measure(name, [row], tiny=True, rounds=1, progress=False)
+    record = COMMAND.measure(COMMAND.arguments([name, row, "--tiny", "--rounds", "1"]), progress=False)
     (found,) = record["rows"]
     assert not [side["failed"] for side in found["sides"].values() if "failed" in side]
     assert len(found["sides"]) == 3
@@ -106,7 +106,8 @@ def test_every_side_of_an_optimisation_trains_to_the_same_loss(name: str, row: s
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", OPTIMISATIONS)
 def test_on_a_gpu_every_row_has_its_sides_and_its_memory(name: str) -> None:
-    for row in measure(name, tiny=True, rounds=2, progress=False)["rows"]:
+    args = COMMAND.arguments([name, "--tiny", "--rounds", "2"])
+    for row in COMMAND.measure(args, progress=False)["rows"]:
         assert not [side["failed"] for side in row["sides"].values() if "failed" in side], row["row"]
         assert row["extra_bytes"] is not None
         assert row["predicted"]["backward"] > 0
@@ -119,7 +120,7 @@ def test_a_rebuild_is_timed_over_the_documents_of_the_rows() -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UserError, match="there is no 'metdata'; did you mean"):
-        measure("metdata")
+        COMMAND.main(["metdata"])
     with pytest.raises(UserError, match="there is no row 'qwen3'"):
-        measure("metadata", ["qwen3"])
+        COMMAND.main(["metadata", "--rows", "qwen3"])
     assert by_itself.tokens_of(by_itself_metadata.ROWS["qwen3-0.6b"]) == 2048

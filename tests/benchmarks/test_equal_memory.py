@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import captured, equal_memory
-from benchmarks.captured import SMALL
+from benchmarks import equal_memory
+from benchmarks.training_rows import SMALL
 
 
 def ours(peak: float, seconds: float, levels: str = "checkpoint + keep", copies: str = "per use") -> dict[str, Any]:
@@ -33,9 +33,8 @@ def test_the_fastest_run_that_is_not_over_the_peak_is_taken() -> None:
 
 
 def test_ours_is_given_what_the_model_leaves_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WARMUP_STEPS", 1), ("TIMED_STEPS", 1), ("SPANS", 1)):
-        monkeypatch.setattr(captured, name, value)
-    found = equal_memory.measure_side(SMALL, equal_memory.OURS, 4.0, 1.0, "cpu", seed=0)
+    monkeypatch.setattr(equal_memory, "WATCHED", {"warmup": 1, "longest_warmup": 1, "timed": 1})
+    found = equal_memory.measure_side({"row": SMALL.name}, equal_memory.OURS, seed=0, peak_gib=4.0, less_gib=1.0)
     assert 2.9 < found["budget_gib"] < 3
     assert len(found["step_seconds"]) == 1
     line = found["report"]["features"]["activation_memory"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.captured import ROWS, SMALL
-from benchmarks.first_step import LONG, STEPS, Length, main, measure_run, runs
+from benchmarks.first_step import COMMAND, LONG, STEPS, Length, measure_run, runs
 from benchmarks.first_step_plot import wall_times
+from benchmarks.training_rows import SMALL
 from fastpack_trl.measure.record import make_record
 
 
@@ -25,7 +25,7 @@ def test_warm_runs_come_after_the_cold_one_that_fills_their_cache() -> None:
 
 
 def test_a_run_of_two_steps_has_its_seconds_and_those_of_the_report() -> None:
-    found = measure_run(ROWS["small lora 2x4"], "fastpack", Length((2,)), "cpu", seed=0)
+    found = measure_run({"row": "small lora 2x4"}, "fastpack", steps=(2,), long=False, seed=0)
     assert 0 < found["seconds"][1] < found["seconds"][2] <= found["train_seconds"]
     assert found["step_seconds"] == pytest.approx(found["seconds"][2] - found["seconds"][1])
     assert 0 < found["start_up"]["proof"] < found["seconds"][1]
@@ -36,7 +36,7 @@ def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ran = []
     for side, cache, length in (("stock", "cold", Length((2, 3))), ("fastpack", "cold", Length((3,)))):
-        found = measure_run(ROWS[SMALL.name], side, length, "cpu", seed=0)
+        found = measure_run({"row": SMALL.name}, side, steps=length.steps, long=length.long, seed=0)
         ran.append({"side": side, "cache": cache, "steps": max(length.steps), "long": length.long, **found})
     ran += [ran[-1] | {"steps": 2, "seconds": {1: 0.5, 2: 0.75}}, {**ran[-1], "cache": "warm", "long": True}]
     ran.append({"side": "fastpack", "cache": "warm", "steps": 2, "long": False, "failed": "not done within 1 s"})
@@ -52,5 +52,5 @@ def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:
     assert stock.beyond == {9: pytest.approx(ran[0]["seconds"][3] + 6 * ran[0]["step_seconds"])}
     assert ours.measured == {1: ran[1]["seconds"][1], 2: 0.75, 3: ran[1]["seconds"][3]}
     assert (warm.measured, warm.cache) == ({1: ran[1]["seconds"][1], 3: ran[1]["seconds"][3]}, "warm")
-    main(["--from", str(file), "--plot", str(tmp_path / "first_step.png")])
+    COMMAND.main(["--from", str(file), "--plot", str(tmp_path / "first_step.png")])
     assert (tmp_path / "first_step.png").read_bytes().startswith(b"\x89PNG")

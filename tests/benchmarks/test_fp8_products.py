@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fp8_layer, fp8_products
-from benchmarks.fp8_quantise import BLOCK, quantise_blocks, quantise_tensor
+from benchmarks import fp8_products
+from benchmarks.cases import Run
+from benchmarks.fp8_products import BLOCK, quantise_blocks, quantise_tensor
 from benchmarks.fp8_table import table
 from benchmarks.model_shapes import MODELS, ModelShape
 from fastpack_trl.errors import UserError
@@ -36,13 +37,13 @@ def test_groups_and_blocks_have_the_scale_of_their_largest_value() -> None:
         assert (found.dense() - x).norm() < 0.04 * x.norm()
 
 
-def test_a_miniature_run_times_layers_and_parts_and_takes_errors(tmp_path: Path) -> None:
-    record = fp8_products.measure({"tiny": TINY}, tokens=(48, 32), rounds=2, device="cpu")
+def test_a_miniature_run_times_layers_and_takes_errors(tmp_path: Path) -> None:
+    record = fp8_products.measure(Run(rounds=2), {"tiny": TINY}, tokens=(48, 32))
     assert record["complete"]
     kinds = [row["kind"] for row in record["rows"]]
-    assert kinds == ["layer"] * 2 + ["errors"] * 3 + ["parts"] * 3  # q, k, v and o are of one shape
+    assert kinds == ["layer"] * 2 + ["errors"] * 3  # q, k, v and o are of one shape
     layer = record["rows"][0]
-    assert set(layer["sides"]) == {fp8_layer.BF16, *fp8_layer.CANDIDATES}
+    assert set(layer["sides"]) == {fp8_products.BF16, *fp8_products.CANDIDATES}
     assert not any("failed" in side for side in layer["sides"].values())
     weights = 4 * 128 * 128 + 3 * 128 * 256
     assert layer["flops"] == 4 * 48 * weights
@@ -63,11 +64,11 @@ def test_a_miniature_run_times_layers_and_parts_and_takes_errors(tmp_path: Path)
 
 
 def test_rows_that_the_seconds_do_not_reach_are_open() -> None:
-    record = fp8_products.measure({"tiny": TINY}, tokens=(32,), rounds=2, device="cpu", seconds=0)
-    assert not record["complete"]
+    record = fp8_products.measure(Run(rounds=2, seconds=1e-9), {"tiny": TINY}, tokens=(32,))
+    assert all("no time left" in row["skipped"] for row in record["rows"])
     assert "Seconds ran out" in table(record)
 
 
 def test_a_model_without_whole_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="tiny-qwen3: dimensions of its projections are no multiples of 128"):
-        fp8_products.measure({"tiny-qwen3": MODELS["tiny-qwen3"]}, tokens=(32,), rounds=2, device="cpu")
+        fp8_products.measure(Run(rounds=2), {"tiny-qwen3": MODELS["tiny-qwen3"]}, tokens=(32,))

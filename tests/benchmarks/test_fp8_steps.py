@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fp8_steps, side_by_side, side_watch
-from benchmarks.side_by_side import OURS, OURS_FP8, SMALL, measure_side
+from benchmarks import fp8_steps
+from benchmarks.training_rows import SMALL
+from benchmarks.training_side import OURS, OURS_FP8, SIDES, train_side
 from fastpack_trl.lora import frozen_base
 
 
 def test_every_row_can_be_asked_for() -> None:
-    assert set(fp8_steps.ROWS) <= set(side_by_side.ROWS)
+    assert fp8_steps.COMMAND.arguments([]).rows == list(fp8_steps.DEFAULT_ROWS)
 
 
 def record_of(loaded: Any, fp8: Any) -> dict[str, Any]:
@@ -48,10 +49,8 @@ def test_a_side_that_failed_is_named_and_nothing_decided() -> None:
 
 def test_the_side_trains_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_base, "_on_any_device", True)
-    for module in (side_watch, side_by_side):
-        for name, value in (("WARMUP", 2), ("SETTLING", 2), ("TIMED", 4), ("LOGGED", 2)):
-            monkeypatch.setattr(module, name, value, raising=module is side_watch)
-    monkeypatch.setitem(side_by_side.COMMON, "logging_steps", 2)
-    found = measure_side(SMALL, OURS_FP8, "cpu", 0)
+    watched = {"warmup": 2, "longest_warmup": 4, "timed": 4}
+    trainer, watch = train_side(SMALL, SIDES[OURS_FP8], 0, watched, logging_steps=2)
+    found = watch.figures(trainer)
     assert "LoRA bases multiply in FP8" in found["report"]["features"]["frozen_base"]["reason"]
     assert len(found["step_seconds"]) == 4

@@ -24,7 +24,6 @@ from benchmarks.caps_side import (
     rows_of,
 )
 from benchmarks.readme_runs import caps_not_reached
-from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.errors import UserError
 
 GIB = 2**30
@@ -97,12 +96,12 @@ def test_packing_makes_full_rows_of_the_documents(tmp_path: Path) -> None:
 
 def test_both_sides_train_each_row_of_a_cap_and_ours_also_the_row_of_stock() -> None:
     noted: list[int] = []
-    common: dict[str, Any] = {"longest": 512, "probes": (128, 256), "device": "cpu", "seed": 0, "seconds": 600.0}
-    row = memory_caps.WORKLOADS["tiny"]
+    common: dict[str, Any] = {"longest": 512, "probes": (128, 256), "seed": 0, "seconds": 600.0}
+    row = {"model": "tiny"}
     stock = measure_side(
-        row, "stock", [1.0, 2.0], beside={}, note=lambda found: noted.append(len(found["rows"])), **common
+        row, "stock", caps=[1.0, 2.0], beside={}, note=lambda found: noted.append(len(found["rows"])), **common
     )
-    ours = measure_side(row, OURS, [1.0], beside={1.0: 256}, **common)
+    ours = measure_side(row, OURS, caps=[1.0], beside={"1": 256}, **common)
     assert stock["largest"] == {"1": 512, "2": 512}
     assert [(one["cap_gib"], one["tokens"]) for one in stock["rows"]] == [
         (None, 128), (None, 256), (1.0, 512), (2.0, 512)
@@ -122,7 +121,7 @@ def test_both_sides_train_each_row_of_a_cap_and_ours_also_the_row_of_stock() -> 
 def test_a_row_that_fails_is_named_and_a_row_without_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import get_peft_model
 
-    model, peft_config = caps_side.model_of(memory_caps.WORKLOADS["tiny-gpt-oss"], 256, "cpu", 0)
+    model, peft_config = caps_side.model_of(caps_side.WORKLOADS["tiny-gpt-oss"], 256, "cpu", 0)
     side = caps_side.Side(get_peft_model(model, peft_config), "stock", "cpu", seed=0, seconds=60.0)
 
     def fail(*args: Any) -> None:
@@ -143,25 +142,25 @@ def test_a_row_that_fails_is_named_and_a_row_without_time_is_not_begun(monkeypat
 def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = ResultFile(tmp_path / "caps.json")
-    options: dict[str, Any] = {"caps": [1.0], "longest": 256, "probes": (64, 128), "seconds": 300.0, "progress": False}
+    file = tmp_path / "caps.json"
+    small = ["tiny", "--caps", "1", "--longest", "256", "--probes", "64", "128", "--seconds", "300"]
+    small += ["--json", str(file)]
     monkeypatch.setattr(sys, "executable", forks.python())
-    first = memory_caps.measure(["tiny"], sides=("stock",), file=file, **options)
-    saved = json.loads(file.path.read_text())
-    assert saved["rows"] == first["rows"]
-    assert not saved["complete"]
+    memory_caps.COMMAND.main([*small, "--sides", "stock"])
+    first = json.loads(file.read_text())
     asked: list[Any] = []
 
-    def fails(name: str, side: str, task: Any) -> dict[str, Any]:
-        asked.append((name, side, task["beside"]))
+    def fails(name: str, side: str, args: Any, beside: Any) -> dict[str, Any]:
+        asked.append((name, side, beside))
         rows = [{"cap_gib": 2.0, "tokens": 1_024, "skipped": "not within 1 s"}]
         return {
             "failed": "not done within 1 s", "largest": {"1": 0, "2": 0}, "too_small": {"1": "weights 2.0 GiB"},
             "predicted": {"2": 1_024}, "rows": rows,
         }  # fmt: skip
 
-    monkeypatch.setattr(memory_caps, "_in_a_process", fails)
-    both = memory_caps.measure(["tiny"], sides=(OURS, "stock"), file=file, **options)
+    monkeypatch.setattr(memory_caps, "measure_apart", fails)
+    memory_caps.COMMAND.main([*small, "--sides", OURS, "stock"])
+    both = json.loads(file.read_text())
     assert asked == [("tiny", OURS, {"1": 256})]
     assert both["rows"][0]["sides"]["stock"] == first["rows"][0]["sides"]["stock"]
     text = memory_caps.table(both)
@@ -172,7 +171,7 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     (line,) = [line for line in text.splitlines() if line.split()[:2] == ["2", OURS]]
     assert line.split()[2:4] == ["(1,024)", "-"]
     with pytest.raises(UserError, match="'tinny'"):
-        memory_caps.measure(["tinny"], **options)
+        memory_caps.COMMAND.main(["tinny"])
 
 
 def test_the_page_names_the_caps_that_time_did_not_reach() -> None:

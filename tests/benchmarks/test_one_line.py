@@ -6,16 +6,14 @@ import json
 import runpy
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.one_line import in_one_line, record_of
+from benchmarks.command import in_one_line, record_of
 from benchmarks.results_folder import RESULTS
 from fastpack_trl.cli.main import EXIT_USER_ERROR
 
-ROOT = Path(__file__).parents[2]
 OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
 
 
@@ -23,21 +21,21 @@ OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
     ("arguments", "said"),
     [
         ("benchmarks --case lorra", "there is no case 'lorra'; did you mean 'lora'?"),
-        ("benchmarks.side_by_side --rows nosuch", "there is no 'nosuch'"),
+        ("benchmarks.side_by_side --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.side_by_side --sides unsloth --unsloth /nosuch/python", "'/nosuch/python' is no program"),
         ("benchmarks.by_itself reload --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.by_itself reload --report /nosuch.json", "'/nosuch.json' cannot be read"),
-        ("benchmarks.row_profile --rows nosuch", "there is no 'nosuch'"),
-        ("benchmarks.memory_caps nosuch", "there is no 'nosuch'"),
+        ("benchmarks.row_profile --rows nosuch", "there is no row 'nosuch'"),
+        ("benchmarks.memory_caps nosuch", "there is no row 'nosuch'"),
         ("benchmarks.captured nosuch", "there is no row 'nosuch'"),
         ("benchmarks.first_step nosuch", "there is no row 'nosuch'"),
-        ("benchmarks.everyday nosuch", "there is no cell 'nosuch'"),
-        ("benchmarks.equal_memory nosuch", "it needs a CUDA device"),
+        ("benchmarks.everyday nosuch", "there is no row 'nosuch'"),
+        ("benchmarks.equal_memory", "it needs a CUDA device"),
         ("benchmarks.fp8_products --model nosuch", "there is no model 'nosuch'"),
         ("benchmarks.fp8_products", "torch sees no CUDA device, and these shapes are for one: give --model small"),
         (f"benchmarks.fp8_products --report {OTHER}", "is a record of nf4: name one of fp8_products"),
-        ("benchmarks/several_gpus.py --json several.json", "torch sees 0 CUDA devices, and 2 are needed"),
-        ("benchmarks/several_gpus.py --json several.json --cases nosuch", "there is no case 'nosuch'"),
+        ("benchmarks.several_gpus", "torch sees 0 CUDA devices, and 2 are needed"),
+        ("benchmarks.several_gpus --rows nosuch", "there is no row 'nosuch'"),
     ],
 )
 def test_a_wrong_command_ends_in_one_line(
@@ -50,10 +48,7 @@ def test_a_wrong_command_ends_in_one_line(
     monkeypatch.setattr(sys, "argv", [program, *rest])
     with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already, and runs a second time
-        if program.endswith(".py"):
-            runpy.run_path(str(ROOT / program), run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     shown = capsys.readouterr()
     printed = shown.err if ended.value.code == EXIT_USER_ERROR else str(ended.value.code)  # as Python prints a text
     assert shown.out == ""

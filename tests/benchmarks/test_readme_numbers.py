@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.command import COMMANDS
 from benchmarks.open_list import PLANNED_CASES, open_list
-from benchmarks.pages import FIGURES, PAGES, with_optimisation
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
 from benchmarks.published import PUBLISHED, ROWS
-from benchmarks.readme import BEGIN, END, GLANCE, PAGE, numbers, with_glance, with_numbers, without_gain
+from benchmarks.readme import (
+    BEGIN,
+    END,
+    FIGURES,
+    GLANCE,
+    PAGE,
+    PAGES,
+    numbers,
+    with_glance,
+    with_numbers,
+    with_optimisation,
+    without_gain,
+)  # fmt: skip
 from benchmarks.readme_runs import WORK
 from benchmarks.record_commands import begun
 from benchmarks.results_folder import RESULTS, load_results
-from benchmarks.side_by_side import DEFAULT_SIDES, FIRST
+from benchmarks.side_by_side import DEFAULT_SIDES
 from benchmarks.side_table import cells, peak_cell, slower
+from benchmarks.training_rows import FIRST
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]
+NAMES = ("row", "cell", "model", "name")
+"""Keys of a row that say what it is."""
 
 
 @pytest.mark.parametrize(("page", "fill"), [(PAGE, with_numbers), ("README.md", with_glance)])
@@ -52,6 +68,14 @@ def test_pages_say_how_much_more_than_predicted_was_saved(page: str) -> None:
 def test_every_record_that_a_page_names_is_there(page: str) -> None:
     for name in re.findall(r"benchmarks/results/([\w.*-]+\.json)", (ROOT / page).read_text(encoding="utf-8")):
         assert list(RESULTS.glob(name)), name
+
+
+@pytest.mark.parametrize("case", sorted(COMMANDS.keys() & {record["case"] for record in load_results().values()}))
+def test_a_command_prints_the_records_that_are_there(case: str) -> None:
+    command = getattr(import_module(f"benchmarks.{case}"), "COMMAND", None)
+    for record in (record for record in load_results().values() if record["case"] == case and command is not None):
+        text = command.table(record)
+        assert all(str(next(row[key] for key in NAMES if key in row)) in text for row in record["rows"])
 
 
 def test_rows_of_the_readme_name_their_record_and_its_commit() -> None:

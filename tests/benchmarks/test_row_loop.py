@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora, row_loop, side_turns
+from benchmarks import lora, side_turns
+from benchmarks.cases import Run
 from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
-from benchmarks.row_loop import RowTask, run_rows
-from fastpack_trl.bench import baselines
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench import baselines, result_file
+from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
@@ -65,26 +65,12 @@ def test_finished_rows_are_taken_over_and_measured_again_only_when_asked(tmp_pat
     assert names(json.loads(file.path.read_text())) == ["a", "b"]
 
 
-def test_the_file_has_every_finished_row_at_any_time(tmp_path: Path) -> None:
-    file = ResultFile(tmp_path / "x.json")
-    seen: list[list[str]] = []
-    rows = Rows("a", "b", "c")
-    original = rows.run
-
-    def looking(name: str, share: float) -> dict[str, Any]:
-        seen.append(names(json.loads(file.path.read_text())) if file.path.exists() else [])
-        return original(name, share)
-
-    rows.run = looking  # type: ignore[method-assign]
-    run(rows, file)
-    assert seen == [[], ["a"], ["a", "b"]]
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "x.json")
     stopped = run(Rows("a", "b", "c", b=KeyboardInterrupt()), file)
     assert (stopped["complete"], names(stopped)) == (False, ["a"])
-    assert json.loads(file.path.read_text())["complete"] is False
+    saved = json.loads(file.path.read_text())  # after each row
+    assert (saved["complete"], names(saved)) == (False, ["a"])
     rows = Rows("a", "b", "c")
     found = run(rows, file)
     assert rows.calls == ["b", "c"]
@@ -123,23 +109,23 @@ def test_a_loud_error_ends_the_run_and_keeps_the_file(tmp_path: Path) -> None:
     assert names(json.loads(file.path.read_text())) == ["a"]
 
 
-def test_the_budget_is_shared_by_the_rows_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 0.0, 40.0, 40.0, 61.0, 61.0])
-    monkeypatch.setattr(row_loop.time, "perf_counter", lambda: next(now))
+@pytest.mark.parametrize(
+    ("alike", "times", "shares", "said"),
+    [
+        (False, [0.0, 0.0, 40.0, 40.0, 61.0, 61.0], [20.0, 10.0], "no time left: 0 of 60 s"),
+        (True, [0.0, 0.0, 40.0, 40.0, 41.0], [20.0], "no time left: 20 of 60 s, a row took up to 40 s"),
+    ],
+)
+def test_the_budget_is_shared_by_the_rows_that_wait_and_alike_ones_are_not_begun_without_time(
+    alike: bool, times: list[float], shares: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(times)
+    monkeypatch.setattr(result_file.time, "perf_counter", lambda: next(now))
     rows = Rows("a", "b", "c")
-    found = run(rows)
-    assert rows.shares == [20.0, 10.0]
-    assert found["rows"][2]["skipped"] == "no time left: 0 of 60 s"
+    found = run(rows, alike=alike)
+    assert rows.shares == shares
+    assert found["rows"][len(shares)]["skipped"] == said
     assert found["complete"]
-
-
-def test_rows_that_are_alike_are_not_begun_without_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 0.0, 40.0, 40.0])
-    monkeypatch.setattr(row_loop.time, "perf_counter", lambda: next(now))
-    rows = Rows("a", "b")
-    found = run(rows, alike=True)
-    assert rows.calls == ["a"]
-    assert found["rows"][1]["skipped"] == "no time left: 20 of 60 s, a row took up to 40 s"
 
 
 @pytest.mark.parametrize(
@@ -185,18 +171,7 @@ def test_a_file_that_is_no_record_is_not_overwritten(tmp_path: Path, capsys: pyt
 
 def test_a_real_case_is_resumed_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "attention.json"
-    arguments = [
-        "--case",
-        "attention",
-        "--device",
-        "cpu",
-        "--backends",
-        "sdpa",
-        "--pairs",
-        "1",
-        "--threads",
-        "1",
-    ]
+    arguments = ["--case", "attention", "--device", "cpu", "--backends", "sdpa", "--pairs", "1", "--threads", "1"]
     assert main([*arguments, "--tokens", "64", "--json", str(file)]) == 0
     first = json.loads(file.read_text())
     assert main([*arguments, "--tokens", "64", "128", "--json", str(file)]) == 0
@@ -239,7 +214,7 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     monkeypatch.setattr(lora, "measure_in_turns", turns)
     before = torch._dynamo.config.recompile_limit
     with pytest.raises(KeyboardInterrupt):
-        lora.row_task(LoraModel("small", "fp32"), 64, 1, 1, False, "cpu", 0).measure(60.0)
+        lora.row_task(Run(rounds=1), LoraModel("small", "fp32"), 64, 1, False).measure(60.0)
     assert limits == [baselines.RECOMPILES]
     assert torch._dynamo.config.recompile_limit == before
 
@@ -248,9 +223,3 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     for device in ("cuda", "cpu"):
         baselines.whole_row_attention(None, device)
     assert asked == ["varlen", "auto"]
-
-
-@pytest.mark.parametrize("given", [{"rounds": 0}, {"threads": 0}, {"seconds": 0.0}])
-def test_lora_steps_without_rounds_threads_or_time_are_a_user_error(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="each must be above 0"):
-        lora.measure({"small": LoraModel("small", "fp32")}, **given)

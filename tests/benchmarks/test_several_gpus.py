@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import several_gpus
 
 ROOT = Path(__file__).parents[2]
 DDP = ROOT / "benchmarks/results/several_gpus_cuda_2026-11-22.json"
 FSDP = DDP.with_stem(f"{DDP.stem}_fsdp2")
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("several_gpus", ROOT / "benchmarks/several_gpus.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["several_gpus"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-several_gpus = _script()
 CASES = {case.name: case for case in several_gpus.CASES}
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import profile_table, side_by_side, side_watch, unsloth_folder, unsloth_run
-from benchmarks.captured import Row
+from benchmarks import profile_table, side_by_side, unsloth_run
 from benchmarks.kernel_kinds import (
     ATTENTION,
     BASE,
@@ -28,20 +25,26 @@ from benchmarks.kernel_kinds import (
 from benchmarks.profile_table import ENOUGH
 from benchmarks.readme_runs import GLANCE, glance
 from benchmarks.row_profile import profile_of
-from benchmarks.side_by_side import SMALL, decided, main, measure, result_of, runs, train_side
+from benchmarks.side_by_side import COMMAND
 from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table, work
 from benchmarks.step_bounds import Device, products_seconds
-from fastpack_trl.bench.result_file import ResultFile
+from benchmarks.training_rows import ROWS, SMALL, Row
+from benchmarks.training_side import SIDES, decided, train_side
+from fastpack_trl.bench.run_watch import RunWatch
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.measure.record import PACKAGES
 
+FEW = {"warmup": 2, "settling": 2, "longest_warmup": 48, "timed": 4, "profiled": 2, "multiple": 2}
+"""Steps of a run here."""
+
 
 def test_the_sides_of_a_row_take_turns_from_round_to_round() -> None:
-    assert list(runs(["a", "b"], ["x", "y"], 2)) == [
-        ("a", "x", 0), ("a", "y", 0), ("a", "y", 1), ("a", "x", 1),
-        ("b", "x", 0), ("b", "y", 0), ("b", "y", 1), ("b", "x", 1),
-    ]  # fmt: skip
+    rows = list(ROWS)[:2]
+    args = COMMAND.arguments([*rows, "--sides", "stock", "fastpack", "--rounds", "2"])
+    order = [("stock", 0), ("fastpack", 0), ("fastpack", 1), ("stock", 1)]
+    found = [(run.row["row"], run.side, run.row["round"]) for run in side_by_side.tasks(args)]
+    assert found == [(row, *run) for row in rows for run in order]
 
 
 def test_a_report_that_waits_is_not_decided() -> None:
@@ -51,18 +54,17 @@ def test_a_report_that_waits_is_not_decided() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[dict[str, tuple[Any, side_watch.Watch]]]:
+def trained() -> dict[str, tuple[Any, RunWatch]]:
     """Stock and ours, few steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WARMUP", 2), ("SETTLING", 2), ("TIMED", 4), ("LOGGED", 2)):
-            patch.setattr(side_watch, name, value)
-        patch.setitem(side_by_side.COMMON, "logging_steps", side_watch.LOGGED)
-        yield {side: train_side(SMALL, side, "cpu", 0, shapes=side == "fastpack") for side in ("stock", "fastpack")}
+    return {
+        side: train_side(SMALL, SIDES[side], 0, {**FEW, "shapes": side == "fastpack"}, logging_steps=2)
+        for side in ("stock", "fastpack")
+    }
 
 
 @pytest.fixture(scope="module")
-def measured(trained: dict[str, tuple[Any, side_watch.Watch]]) -> dict[str, Any]:
-    return {side: result_of(trainer, watch, "cpu") for side, (trainer, watch) in trained.items()}
+def measured(trained: dict[str, tuple[Any, RunWatch]]) -> dict[str, Any]:
+    return {side: watch.figures(trainer) for side, (trainer, watch) in trained.items()}
 
 
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]
 
 
 def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the_model(
-    trained: dict[str, tuple[Any, side_watch.Watch]],
+    trained: dict[str, tuple[Any, RunWatch]],
 ) -> None:
     trainer, watch = trained["fastpack"]
     found = profile_of(trainer, watch, "cpu", Device())
@@ -92,7 +94,7 @@ def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the
     needed = flops.count(found["tokens_per_step"], dict.fromkeys(flops.windows, 0.0), 0.0).hardware
     one = Device(flops=1.0, bandwidth=1e30)
     launches = by_kind(launches_of(watch.events, "cpu"), Facts(int(trainer.model.config.vocab_size)))
-    run = sum(products_seconds(launches[kind], one) for kind in (BASE, THIN)) / side_watch.PROFILED
+    run = sum(products_seconds(launches[kind], one) for kind in (BASE, THIN)) / FEW["profiled"]
     assert run == pytest.approx(needed, rel=0.15)
     assert "| kind | small lora 512 |" in profile_table.table(
         {**record_of([]), "settings": {"tflops": 790, "terabytes_per_second": 4.8},
@@ -142,26 +144,24 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
 ) -> None:
     asked = []
 
-    def answer(row: str, side: str, seed: int, unsloth: str, timeout: float, seconds: float) -> dict[str, Any]:
+    def answer(row: Mapping[str, Any], side: str) -> dict[str, Any]:
         asked.append(side)
         return dict(measured[side]) if side in measured else {"failed": "OutOfMemoryError: too large"}
 
-    monkeypatch.setattr(side_by_side, "_run", answer)
-    file = ResultFile(tmp_path / "sides.json")
-    options: dict[str, Any] = {"rounds": 1, "seed": 0, "file": file, "progress": False}
-    record = measure([SMALL.name], ["stock", "stock compiled"], **options)
-    record = measure([SMALL.name], ["stock", "stock compiled", "fastpack"], **options)
+    monkeypatch.setattr(side_by_side, "OwnProcess", lambda *args, **options: answer)
+    file = tmp_path / "sides.json"
+    for sides in (["stock", "stock compiled"], ["stock", "stock compiled", "fastpack"]):
+        assert COMMAND.main([SMALL.name, "--sides", *sides, "--rounds", "1", "--json", str(file)]) == 0
     assert asked == ["stock", "stock compiled", "fastpack"]
-    file.save(record)
-    assert "OutOfMemoryError: too large" in table(json.loads(file.path.read_text()))
+    assert "OutOfMemoryError: too large" in table(json.loads(file.read_text()))
     pytest.importorskip("matplotlib")
-    main(["--report", str(file.path), "--plot", str(tmp_path / "sides.png")])
+    COMMAND.main(["--report", str(file), "--plot", str(tmp_path / "sides.png")])
     assert (tmp_path / "sides.png").read_bytes().startswith(b"\x89PNG")
-    for rows, sides in ((["smal lora 512"], ["stock"]), ([SMALL.name], ["stok"])):
+    for wrong in (["smal lora 512"], [SMALL.name, "--sides", "stok"]):
         with pytest.raises(UserError, match="there is no"):
-            measure(rows, sides, **options)
+            COMMAND.main(wrong)
     with pytest.raises(UserError, match="give --unsloth PYTHON"):
-        measure([SMALL.name], ["unsloth"], **options)
+        COMMAND.main([SMALL.name, "--sides", "unsloth"])
 
 
 def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
@@ -198,17 +198,14 @@ class FastLanguageModel:
 """A stand-in for the public functions of Unsloth's README, around transformers and PEFT: it needs a GPU itself."""
 
 
-def test_an_environment_of_its_own_trains_the_same_documents(
-    tmp_path: Path, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_of_its_own_trains_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "unsloth.py").write_text(UNSLOTH)
-    row = Row("tiny-qwen3", 128, "lora")
-    unsloth_folder.write_folder(row, tmp_path, "cpu", 0)
-    monkeypatch.setitem(sys.modules, "unsloth", importlib.import_module("unsloth"))
-    found = importlib.reload(unsloth_run).train(tmp_path, "cpu")
+    monkeypatch.setitem(ROWS, "tiny", Row("tiny-qwen3", 128, "lora"))
+    unsloth_run.write_folder({"row": "tiny"}, "unsloth", folder=str(tmp_path), seed=0, logged=2)
+    found = unsloth_run.train({"row": "tiny"}, "unsloth", folder=str(tmp_path), watched=FEW)
     assert len(found["step_seconds"]) == 4
     assert found["timed_tokens"] > 4 * 100
     assert list(found["losses"]) == ["2", "4", "6", "8"]
-    failed = unsloth_folder.run(Row("gpt-oss-20b", 8, "experts"), "", 0, "python", 1.0)
+    failed = unsloth_run.run({"row": "tiny-gpt-oss experts 256"}, 0, FEW, "python", 1.0)
     assert failed == {"failed": "no experts here: it trains lora, nf4, full"}

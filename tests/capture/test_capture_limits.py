@@ -20,9 +20,9 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import feature
 from fastpack_trl.capture.buckets import RowBuckets
 from fastpack_trl.capture.graphs import StepGraphs
-from fastpack_trl.checkpointing.buffers import GIB
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.packing.buckets import Bucket, BucketChoice, RowSize
+from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
@@ -66,7 +66,7 @@ def test_a_bucket_of_one_document_waits_for_a_row_of_its_own(tmp_path: Path, dev
     """Its kernel may be another one, which no row of several documents has loaded."""
     buckets = RowBuckets(build(FastSFTTrainer, tmp_path, devices).fastpack_run)
     one, few, many = Bucket(8192, 1, 8192, 8192), Bucket(8192, 8, 8192, 8192), Bucket(8192, 64, 1280, 8192)
-    buckets.choice = BucketChoice((few, many, one), 1.0, 0.0, 0.0)
+    buckets.choice = (few, many, one)
     assert [buckets.beside(bucket) for bucket in (one, few, many)] == [[], [many], [few]]
 
 
@@ -282,10 +282,10 @@ def test_off_with_the_reason(
     tmp_path: Path, devices: Any, reason: str, fast: dict[str, Any], options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from fastpack_trl.checkpointing import memory
+    from fastpack_trl.checkpointing import activation_memory
 
     if "activation_memory" in fast:
-        monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
+        monkeypatch.setattr(activation_memory, "offload_unavailable", lambda device: "")
     trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"} | fast, max_steps=1, **options)
     with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device

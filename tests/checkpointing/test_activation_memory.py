@@ -21,16 +21,23 @@ from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, build, figures, settings, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing import counters, memory
-from fastpack_trl.checkpointing.levels import Level, describe, layer_levels
-from fastpack_trl.checkpointing.memory import ActivationMemory, checkpointable_layers
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts, choose_levels, deeper, make_plan, worthwhile
+from fastpack_trl.checkpointing import activation_memory as memory
+from fastpack_trl.checkpointing import trace
+from fastpack_trl.checkpointing.plan import (
+    Growth,
+    LayerCosts,
+    Level,
+    Planner,
+    checkpointable_layers,
+    describe,
+    layer_levels,
+)
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, saved_bytes, trace_levels
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.aside import run_aside
@@ -55,7 +62,7 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
         with run_aside(model, training=True):
             for level, growth in costs.growth.items():
                 for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
-                    counted = saved_bytes(model, layers, level, decoder(model, documents, packed=ours), tokens)
+                    counted = Passes(model, layers, decoder(model, documents, packed=ours)).kept(level, tokens)
                     predicted = [each.at(documents * tokens, tokens) for each in growth]
                     for mine, real in zip(predicted, counted, strict=True):
                         assert abs(mine - real) <= 0.1 * real, (level, documents, tokens)
@@ -63,25 +70,37 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
     assert inputs.at(100, 100) == 100 * 32 * 4
 
 
+def recorded(model: Any) -> tuple[DecoderRun, list[int], list[Any]]:
+    """A run of the decoder, the tokens that it ran on, and weak references to what it returned."""
+    tokens_of: list[int] = []
+    made: list[Any] = []
+
+    def run(tokens: int) -> tuple[Tensor, Tensor]:
+        leaf, hidden = decoder(model, 1)(tokens)
+        tokens_of.append(tokens)
+        made.extend((weakref.ref(leaf), weakref.ref(hidden)))
+        return leaf, hidden
+
+    return run, tokens_of, made
+
+
 def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deeper() -> None:
     model = make("llama", lora=True, layers=2)
-    layers, ran = checkpointable_layers(model), []
-
-    def counted(tokens: int) -> tuple[Tensor, Tensor]:
-        ran.append(tokens)
-        return decoder(model, 1)(tokens)
-
+    layers = checkpointable_layers(model)
+    run, ran, made = recorded(model)
     with installed(model):
-        costs, _ = trace_levels(model, layers, counted, timed_tokens=256)
+        costs, _ = trace_levels(model, layers, run, timed_tokens=256)
         everything = len(ran)
-        few, failed = trace_levels(model, layers, counted, timed_tokens=256, ample=lambda kept: len(kept) == 2)
+        few, failed = trace_levels(model, layers, run, timed_tokens=256, ample=lambda kept: len(kept) == 2)
     assert (len(ran) - everything) * 3 <= everything
     assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, {})
     assert all(few.growth[level] == costs.growth[level] for level in few.growth)
-    sizes = {"tokens": 4096, "longest": 512}
-    plan = choose_levels(few, budget=2**40, **sizes)
+    # Graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's.
+    assert {run() for run in made} == {None}
+    planner = Planner(few, budget=2**40, tokens=4096, longest=512, deepest=Level.CHECKPOINT)
+    plan = planner.best()
     assert plan.levels == (Level.KEEP, Level.KEEP)
-    less = deeper(few, plan, deepest=Level.CHECKPOINT, **sizes)
+    less = planner.deeper(plan)
     assert less is not None
     assert less.levels == (Level.CHECKPOINT, Level.CHECKPOINT)
     assert less.predicted < plan.predicted
@@ -90,35 +109,14 @@ def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deepe
 @pytest.mark.parametrize(("share", "longest"), [(2.0, 960), (0.9, 480), (0.3, 240), (0.01, None)])
 def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | None) -> None:
     model = make("llama", lora=True, layers=2)
-    layers, ran = checkpointable_layers(model), []
-
-    def counted(tokens: int) -> tuple[Tensor, Tensor]:
-        ran.append(tokens)
-        return decoder(model, 1)(tokens)
-
+    layers = checkpointable_layers(model)
+    run, ran, _ = recorded(model)
     with installed(model):
-        whole = saved_bytes(model, layers, Level.KEEP, decoder(model, 1), 960)
-        costs, _ = trace_levels(model, layers, counted, timed_tokens=960, room=1.25 * share * sum(whole))
+        whole = Passes(model, layers, decoder(model, 1)).kept(Level.KEEP, 960)
+        costs, _ = trace_levels(model, layers, run, timed_tokens=960, room=1.25 * share * sum(whole))
     timed = [tokens for tokens in ran if tokens not in (*PROBE_TOKENS, *WORKING_TOKENS)]
     assert set(timed) == (set() if longest is None else {longest})
     assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
-
-
-@pytest.mark.parametrize("ample", [False, True])
-def test_nothing_that_the_trace_ran_is_alive_after_it(ample: bool) -> None:
-    """Its graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's."""
-    model = make("llama", lora=True, layers=2)
-    ran: list[Any] = []
-
-    def watched(tokens: int) -> tuple[Tensor, Tensor]:
-        leaf, hidden = decoder(model, 1)(tokens)
-        ran.extend((weakref.ref(leaf), weakref.ref(hidden)))
-        return leaf, hidden
-
-    with installed(model):
-        costs, _ = trace_levels(model, checkpointable_layers(model), watched, ample=lambda kept: ample)
-        assert len(costs.growth) >= 2
-        assert [run() for run in ran] == [None] * len(ran)
 
 
 class Products(TorchDispatchMode):
@@ -152,24 +150,21 @@ def products(model: Any, levels: list[Level]) -> tuple[Counter[str], Counter[str
 def test_backward_computes_as_many_products_again_as_the_level_says(family: str, lora: bool) -> None:
     model = make(family, lora=lora)
     with installed(model, ours="moe" in family):
-        assert_products(model, lora)
-
-
-def assert_products(model: Any, lora: bool) -> None:
-    forward, keep = products(model, [Level.KEEP] * LAYERS)
+        found = {level: products(model, [level] * LAYERS) for level in Level}
+        _, mixed = products(model, [Level.CHECKPOINT] * (LAYERS - 1) + [Level.KEEP])
+    forward, keep = found[Level.KEEP]
     per_layer = (forward["products"] - 1) // LAYERS  # but the head
     # Autograd needs no result of the last product of a layer, so the recompute ends before it.
     last = 1 + lora
     assert keep["attention"] == 0
-    assert products(model, [Level.POINTWISE] * LAYERS) == (forward, keep)
+    assert found[Level.POINTWISE] == (forward, keep)
     for level in (Level.SELECTIVE, Level.CHECKPOINT, Level.OFFLOAD):
-        _, backward = products(model, [level] * LAYERS)
+        _, backward = found[level]
         assert keep["products"] + LAYERS * (per_layer - last) <= backward["products"]
         assert backward["products"] <= keep["products"] + LAYERS * per_layer
         assert backward["attention"] == (0 if level is Level.SELECTIVE else LAYERS)
-    _, mixed = products(model, [Level.CHECKPOINT] * (LAYERS - 1) + [Level.KEEP])
-    _, full = products(model, [Level.CHECKPOINT] * LAYERS)
-    assert (full["products"] - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
+    full = found[Level.CHECKPOINT][1]["products"]
+    assert (full - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -218,49 +213,49 @@ def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_
         seconds.append(seconds[-1] + more)
     costs = costs_of(layers, sizes, seconds)
 
+    planner = Planner(costs, budget, 1, 1)
+    plan = planner.best()
+
     def cost(levels: Any) -> float:
         return sum(costs.seconds[level] for level in levels)
 
-    plan = choose_levels(costs, budget=budget, tokens=1, longest=1)
-    assert plan.fits == (budget >= costs.peak_bytes([Level.OFFLOAD] * layers, 1, 1))
+    assert plan.fits == (budget >= planner.peak_bytes([Level.OFFLOAD] * layers))
     assert list(plan.levels) == sorted(plan.levels, reverse=True)
     assert len(set(plan.levels)) <= 2
     if plan.fits:
         for level in Level:
             same = [level] * layers
-            fits = costs.peak_bytes(same, 1, 1) <= budget
-            assert not fits or cost(plan.levels) <= cost(same) + 1e-9
-        more = choose_levels(costs, budget=budget + 500, tokens=1, longest=1)
-        assert cost(more.levels) <= cost(plan.levels) + 1e-9
-    levels = worthwhile(costs, 1, 1)
+            assert planner.peak_bytes(same) > budget or cost(plan.levels) <= cost(same) + 1e-9
+        assert cost(Planner(costs, budget + 500, 1, 1).best().levels) <= cost(plan.levels) + 1e-9
     below: Any = plan
     seen = 0
     while below is not None:
-        following = deeper(costs, below, tokens=1, longest=1, deepest=Level.OFFLOAD)
-        sizes_of = [costs.bytes_of(one.levels, 1, 1) for one in (below, following) if one is not None]
+        following = planner.deeper(below)
+        sizes_of = [planner.kept_bytes(one.levels) for one in (below, following) if one is not None]
         assert following is None or following.predicted < below.predicted or sizes_of[1] < sizes_of[0]
         below, seen = following, seen + 1
-        assert seen <= len(levels) + 1
+        assert seen <= len(planner.worthwhile()) + 1
 
 
 def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -> None:
-    costs = costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
+    planner = Planner(costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0]), 0, 1, 1)
     keep, checkpoint, offload = Level.KEEP, Level.CHECKPOINT, Level.OFFLOAD
-    assert costs.peak_bytes([keep] * 4, 1, 1) == 400 + 50
-    assert costs.peak_bytes([checkpoint] * 4, 1, 1) == 40 + 150
-    assert costs.peak_bytes([offload] * 3 + [keep], 1, 1) == 150  # either of both, not their sum
-    assert costs.peak_bytes([offload] * 2 + [keep] * 2, 1, 1) == 200 + 50
-    assert costs.peak_bytes([checkpoint] * 3 + [keep], 1, 1) == 30 + 150
+    assert planner.peak_bytes([keep] * 4) == 400 + 50
+    assert planner.peak_bytes([checkpoint] * 4) == 40 + 150
+    assert planner.peak_bytes([offload] * 3 + [keep]) == 150  # either of both, not their sum
+    assert planner.peak_bytes([offload] * 2 + [keep] * 2) == 200 + 50
+    assert planner.peak_bytes([checkpoint] * 3 + [keep]) == 30 + 150
 
 
 def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None:
     costs = costs_of(6, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
-    plan: Any = make_plan(costs, [Level.CHECKPOINT] * 5 + [Level.KEEP], budget=1000, tokens=1, longest=1)
+    planner = Planner(costs, 1000, 1, 1, deepest=Level.CHECKPOINT)
+    plan: Any = planner.plan([Level.CHECKPOINT] * 5 + [Level.KEEP])
     last = []
     while plan is not None:
         last.append(plan.levels[-1])
         assert set(plan.levels[:-1]) == {Level.CHECKPOINT}
-        plan = deeper(costs, plan, tokens=1, longest=1, deepest=Level.CHECKPOINT)
+        plan = planner.deeper(plan)
     assert last == [Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT]
 
 
@@ -271,29 +266,24 @@ def test_growth_goes_through_its_three_points_and_levels_are_described_in_runs()
     assert describe([Level.OFFLOAD, Level.OFFLOAD, Level.KEEP]) == "offload 0-1, keep 2"
 
 
-def fast(folder: Path, *, model: Any = None, **more: Any) -> FastSFTTrainer:
-    names = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
-    own = {name: more.pop(name) for name in names if name in more}
-    args = FastSFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, "max_steps": 3, **more}), **own)
-    return FastSFTTrainer(
-        model if model is not None else tiny_model("llama", num_hidden_layers=LAYERS),
-        args=args,
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-    )
+OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
+
+
+def fast(folder: Path, **more: Any) -> Any:
+    own = {name: more.pop(name) for name in OURS if name in more}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "model": llama(), **more}
+    return build(FastSFTTrainer, folder, fast=own, **options)
+
+
+def llama(**more: Any) -> Any:
+    return tiny_model("llama", num_hidden_layers=LAYERS, **more)
 
 
 def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 4, "packing": True, "max_length": 48, "eval_strategy": "no"}
     plans = []
-    for kind in (SFTConfig, FastSFTConfig):
-        trainer = FastSFTTrainer(
-            tiny_model("llama", num_hidden_layers=LAYERS),
-            args=kind(**settings(tmp_path, **options)),
-            train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )
+    for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
+        trainer = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options)
         planned = memory.plan_memory(trainer.fastpack_run)
         plans.append((memory.largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
@@ -378,9 +368,13 @@ def test_what_the_user_says_is_respected_by_auto_and_a_contradiction_raises(tmp_
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("gib", [0, -2, "many"])
-def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any) -> None:
-    with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}"):
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [(-2, "must be above 0"), ("many", "is not a number, GiB"), (True, "is not a number, GiB"),
+     (float("inf"), "must be above 0 and finite")],
+)  # fmt: skip
+def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"activation_memory_gib=.*{gib}.* {said}"):
         FastSFTConfig(**settings(tmp_path), activation_memory_gib=gib)
 
 
@@ -388,18 +382,13 @@ def test_a_budget_that_is_none_is_an_error_with_the_value(tmp_path: Path, gib: A
 def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_stock(
     tmp_path: Path, checkpointing: bool
 ) -> None:
+    refused = pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
     for cls, more in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 0.001}})):
         model = tiny_model("qwen3")
         model.supports_gradient_checkpointing = False
         options = {"model": model, "gradient_checkpointing": checkpointing, "eval_strategy": "no", "max_steps": 1}
-        expected = (
-            pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
-            if checkpointing
-            else contextlib.nullcontext()
-        )
-        with expected:
-            trainer = train(cls, tmp_path, **options, **more)
-            assert trainer.state.global_step == 1
+        with refused if checkpointing else contextlib.nullcontext():
+            assert train(cls, tmp_path, **options, **more).state.global_step == 1
 
 
 def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Path) -> None:
@@ -410,7 +399,7 @@ def test_rows_of_any_length_cannot_be_planned_and_training_goes_on(tmp_path: Pat
 
 
 def with_dropout(folder: Path) -> FastSFTTrainer:
-    model = tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.1, attn_implementation="eager")
+    model = llama(attention_dropout=0.1, attn_implementation="eager")
     return fast(folder, model=model, activation_memory="keep", eval_strategy="no", merge_accumulation="off")
 
 
@@ -421,12 +410,7 @@ def stock_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, l
 
 @pytest.mark.parametrize(("place", "times"), [("forward", 1), ("backward", 1), ("backward", 2)])
 def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
-    tmp_path: Path,
-    stock_with_dropout: Any,
-    place: str,
-    times: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stock_with_dropout: Any, place: str, times: int, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
     monkeypatch.setattr(memory, "offload_unavailable", lambda device: "")
@@ -446,7 +430,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
-    assert trainer.fastpack_run.part(ActivationMemory) is None
+    assert trainer.fastpack_run.part(memory.ActivationMemory) is None
     assert trainer.args.gradient_checkpointing
 
 
@@ -455,15 +439,14 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
     tmp_path: Path, own: dict[str, Any], monkeypatch: Any
 ) -> None:
     """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
-    from fastpack_trl.checkpointing import callback as room
     from fastpack_trl.checkpointing import checkpoint_offload as feature
 
     graphs = Counting()
     monkeypatch.setattr(layer_compile, "compiled_layers", partial(compiled_layers, _backend=graphs))
     monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
-    for place in (memory, feature, room):
+    for place in (memory, feature):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "CudaStreams", HostStreams)
+    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
     trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", **own)
     trainer.train()
     assert graphs.graphs
@@ -481,4 +464,4 @@ def test_attention_of_grouped_heads_counts_as_with_repeated_ones() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].sum().backward()
         return counter.get_total_flops()
 
-    assert products(2, counters._GROUPED_HEADS) == products(4, None) > 0
+    assert products(2, trace._GROUPED_HEADS) == products(4, None) > 0

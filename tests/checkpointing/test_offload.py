@@ -17,54 +17,42 @@ from peft import LoraConfig, get_peft_model
 from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import build, figures, settings, train
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing.callback import offload_conflict
+from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.offload import (
+    Offload,
     checkpointed_layers,
+    offload_conflict,
     offload_unavailable,
     why_not_offloadable,
 )
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 
-MODES = ("double_buffer", "single_buffer")
+Result = tuple[list[Tensor], dict[str, Tensor]]
 
 
-@pytest.mark.parametrize("mode", MODES)
+def compare(model: nn.Module, run: Callable[..., Result] = step, *args: Any, **options: Any) -> Offload:
+    """What `run` computes is bit for bit what it is without the offload, which holds nothing afterwards."""
+    stock = run(model, *args)
+    with offloaded(model, **options) as offload:
+        assert_same(run(model, *args), stock)
+        assert (offload.use.leases, offload.use.leased) == (0, 0)
+        assert offload.said == []
+    assert_same(run(model, *args), stock)
+    return offload
+
+
+@pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
 @pytest.mark.parametrize(
     ("family", "lora"), [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
 )
 def test_loss_and_gradients_are_bit_equal(family: str, lora: bool, mode: str) -> None:
-    model = make(family, lora=lora)
-    stock = step(model, 0, 1)
-    with offloaded(model, mode) as offload:
-        assert_same(step(model, 0, 1), stock)
-        assert offload.use.most_leased >= 2 * (LAYERS - 1) * 4096
-        assert (offload.use.leases, offload.use.leased) == (0, 0)
-        assert offload.said == []
-    assert_same(step(model, 0, 1), stock)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_inputs_are_stored_in_their_own_dtype(dtype: torch.dtype) -> None:
-    model = make("llama").to(dtype)
-    stock = step(model)
-    with offloaded(model) as offload:
-        assert_same(step(model), stock)
-        assert offload.use.most_leased
-
-
-def test_inputs_below_the_threshold_stay_on_the_device() -> None:
-    model = make("llama")
-    stock = step(model)
-    size = 2 * 12 * 32 * 4  # of the input of a layer
-    for least, leased in ((size + 1, 0), (size, LAYERS - 1)):
-        with offloaded(model, min_bytes=least) as offload:
-            assert_same(step(model), stock)
-            assert offload.use.most_leased == leased * 4096
+    offload = compare(make(family, lora=lora), step, 0, 1, mode=mode)
+    assert offload.use.most_leased >= 2 * (LAYERS - 1) * 4096
 
 
 def selective() -> Any:
@@ -74,47 +62,65 @@ def selective() -> Any:
     return functools.partial(create_selective_checkpoint_contexts, _build_policy_fn(_aten_attention_ops()))
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [{"every_n_layers": 2}, {"context_fn": selective()}, {"preserve_rng_state": False}, {"early_stop": False}],
-    ids=["every-second-layer", "selective", "no-rng", "no-early-stop"],
-)
-def test_any_non_reentrant_checkpointing_composes(keywords: dict[str, Any]) -> None:
-    model = make("llama", **keywords)
-    stock = step(model)
-    with offloaded(model, keep_last_layers=0) as offload:
-        assert_same(step(model), stock)
-        assert offload.use.most_leased
+def four_bit() -> Any:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128)
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, quant_type="nf4")
+                    packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                    setattr(parent, name, packed.to("cpu"))
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.enable_input_require_grads()
+    return enable(model)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: make("llama").to(torch.bfloat16),
+    "float64": lambda: make("llama").to(torch.float64),
+    "four bits": four_bit,
+    "every second layer": lambda: make("llama", every_n_layers=2),
+    "selective": lambda: make("llama", context_fn=selective()),
+    "no random state": lambda: make("llama", preserve_rng_state=False),
+    "no early stop": lambda: make("llama", early_stop=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_any_dtype_and_any_non_reentrant_checkpointing_are_bit_equal(kind: str) -> None:
+    assert compare(KINDS[kind](), keep_last_layers=0).use.most_leased
+
+
+def test_inputs_below_the_threshold_stay_on_the_device() -> None:
+    size = 2 * 12 * 32 * 4  # of the input of a layer
+    for least, leased in ((size + 1, 0), (size, LAYERS - 1)):
+        assert compare(make("llama"), min_bytes=least).use.most_leased == leased * 4096
 
 
 def test_dropout_sees_the_same_random_numbers() -> None:
     model = enable(tiny_model("llama", num_hidden_layers=LAYERS, attention_dropout=0.3, attn_implementation="eager"))
-    results, used = [], []
-    for kept in (0, LAYERS):
-        with offloaded(model, keep_last_layers=kept) as offload:
-            torch.manual_seed(5)
-            results.append(step(model))
-            used.append(offload.use.most_leased > 0)
-    assert_same(*results)
-    assert used == [True, False]
-    torch.manual_seed(6)
-    assert not torch.equal(step(model)[0][0], results[0][0][0]), "the dropout draws nothing"
+
+    def seeded(model: nn.Module, seed: int) -> Result:
+        torch.manual_seed(seed)
+        return step(model)
+
+    assert compare(model, seeded, 5, keep_last_layers=0).use.most_leased
+    assert not compare(model, seeded, 5, keep_last_layers=LAYERS).use.most_leased
+    assert not torch.equal(seeded(model, 6)[0][0], seeded(model, 5)[0][0]), "the dropout draws nothing"
 
 
 def test_a_retained_graph_is_read_again() -> None:
-    model = make("llama")
-
-    def twice() -> tuple[list[Tensor], dict[str, Tensor]]:
+    def twice(model: nn.Module) -> Result:
         model.zero_grad()
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
         return [loss.detach()], gradients(model)
 
-    stock = twice()
-    with offloaded(model) as offload:
-        assert_same(twice(), stock)
-        assert offload.use.most_leased
+    assert compare(make("llama"), twice).use.most_leased
 
 
 def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None:
@@ -134,45 +140,33 @@ def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None
 
 def test_a_checkpoint_around_and_inside_of_a_layer() -> None:
     model = make("llama")
-    base = model.model
-
-    class Around(nn.Module):
-        def forward(self, seed: int) -> Tensor:
-            return checkpoint(loss_of, model, seed, use_reentrant=False)
-
-    inner = base.layers[1].mlp
+    inner = model.model.layers[1].mlp
     original = inner.forward
     inner.forward = lambda x: checkpoint(original, x, use_reentrant=False)
 
-    def nested() -> tuple[list[Tensor], dict[str, Tensor]]:
+    def nested(model: nn.Module) -> Result:
         model.zero_grad()
-        loss = Around()(0)
+        loss = checkpoint(loss_of, model, 0, use_reentrant=False)
         loss.backward()
         return [loss.detach()], gradients(model)
 
-    stock = nested()
-    with offloaded(model) as offload:
-        assert_same(nested(), stock)
-        assert offload.use.leases == 0
+    compare(model, nested)
 
 
 def test_several_models_in_one_process() -> None:
-    models = [make("llama"), make("qwen3", lora=True)]
+    models = nn.ModuleList([make("llama"), make("qwen3", lora=True)])
 
-    def both() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-        for model in models:
-            model.zero_grad()
+    def both(models: Any) -> Result:
+        models.zero_grad()
         losses = [loss_of(model) for model in models]
         (losses[0] + losses[1]).backward()
-        return [([losses[index].detach()], gradients(model)) for index, model in enumerate(models)]
+        return [loss.detach() for loss in losses], gradients(models)
 
-    stock = both()
+    stock = both(models)
     with offloaded(models[0]) as first, offloaded(models[1], "single_buffer") as second:
-        ours = both()
+        assert_same(both(models), stock)
         assert first.use.most_leased
         assert second.use.most_leased
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert_same(mine, theirs)
 
 
 def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly_and_is_named() -> None:
@@ -182,47 +176,22 @@ def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around
         calls.append(len(inputs))
         return graph.forward
 
-    model = make("llama")
+    model, around = make("llama"), make("llama")
     stock = step(model)
-    for layer in model.model.layers:
+    for layer, other in zip(model.model.layers, around.model.layers, strict=True):
         layer.mlp.compile(backend=counting)
+        other.compile(backend="eager")
     with offloaded(model) as offload:
         loss = loss_of(model)
         loss.backward()
         assert calls
         assert offload.said == []
     torch.testing.assert_close(loss.detach(), stock[0][0])
-    around = make("llama")
-    for layer in around.model.layers:
-        layer.compile(backend="eager")
     with offloaded(around) as offload:
-        ours = step(around)
+        assert_same(step(around), stock)
         assert offload.use.most_leased
-    assert_same(ours, stock)
     assert any("compile what is inside" in text for text in offload.said)
     torch._dynamo.reset()
-
-
-def test_four_bit_weights() -> None:
-    pytest.importorskip("bitsandbytes")
-    import bitsandbytes as bnb
-
-    model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128)
-    for layer in model.model.layers:
-        for parent in (layer.self_attn, layer.mlp):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, quant_type="nf4")
-                    packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
-                    setattr(parent, name, packed.to("cpu"))
-    torch.manual_seed(3)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    model.enable_input_require_grads()
-    enable(model)
-    stock = step(model)
-    with offloaded(model) as offload:
-        assert_same(step(model), stock)
-        assert offload.use.most_leased
 
 
 def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
@@ -243,20 +212,7 @@ def test_evaluation_and_generation_are_not_touched() -> None:
         model.eval()
         loss_of(model).backward()
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
-        assert offload.offloaders() == []
-
-
-def run(folder: Path, *, callbacks: list[Any] | None = None, model: Any = None, **more: Any) -> SFTTrainer:
-    trainer = SFTTrainer(
-        model if model is not None else tiny_model("llama", num_hidden_layers=LAYERS),
-        args=SFTConfig(**settings(folder, **{"gradient_accumulation_steps": 2, **more})),
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-        callbacks=callbacks,
-    )
-    trainer.train()
-    return trainer
+        assert not offload.offloaders
 
 
 def callback(**options: Any) -> AsyncCheckpointCallback:
@@ -265,21 +221,22 @@ def callback(**options: Any) -> AsyncCheckpointCallback:
     return made
 
 
+def run(folder: Path, *callbacks: Any, **more: Any) -> SFTTrainer:
+    model, own = tiny_model("llama", num_hidden_layers=LAYERS), {"callbacks": list(callbacks)}
+    return train(SFTTrainer, folder, model=model, gradient_accumulation_steps=2, trainer=own, **more)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_the_stock_trainer_with_the_callback_trains_bit_for_bit_the_same(tmp_path: Path, selective: bool) -> None:
     """Accumulation, evaluation between steps, a second `train`, and TRL's selective checkpointing."""
     keywords = {"gradient_checkpointing_kwargs": {"selective": True}} if selective else {}
     stock = run(tmp_path / "stock", **copy.deepcopy(keywords))
     mine = callback()
-    ours = run(tmp_path / "ours", callbacks=[mine], **copy.deepcopy(keywords))
+    ours = run(tmp_path / "ours", mine, **copy.deepcopy(keywords))
     assert mine.use is not None
     assert mine.use.most_leased >= 2 * 4096
     assert mine.use.leases == 0
-
-    def losses(trainer: SFTTrainer) -> list[Any]:
-        return [[row.get(name) for name in ("loss", "eval_loss", "grad_norm")] for row in trainer.state.log_history]
-
-    assert losses(ours) == losses(stock)
+    assert figures(ours) == figures(stock)
     for theirs, own in zip(stock.model.parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(theirs, own)
     ours.train()
@@ -291,33 +248,32 @@ class StopsError(Exception):
     """Raised by a test in the middle of training."""
 
 
-def test_after_an_exception_the_callback_is_inert_and_the_next_run_does_not_stack_it(tmp_path: Path) -> None:
-    mine = callback()
-    trainer = SFTTrainer(
-        tiny_model("llama", num_hidden_layers=LAYERS),
-        args=SFTConfig(**settings(tmp_path, eval_strategy="no")),
-        train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-        callbacks=[mine],
-    )
+def stop(trainer: SFTTrainer) -> Any:
+    """Let training stop by an exception in the second layer, which is returned."""
     layer = trainer.model.model.layers[1]
     handle = layer.register_forward_hook(_raise)
     with pytest.raises(StopsError):
         trainer.train()
     handle.remove()
+    return layer
+
+
+def test_after_an_exception_the_callback_is_inert_and_the_next_run_does_not_stack_it(tmp_path: Path) -> None:
+    mine = callback()
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    trainer = build(SFTTrainer, tmp_path, model=model, eval_strategy="no", trainer={"callbacks": [mine]})
+    layer = stop(trainer)
     assert mine.offload is not None
     assert mine.offload.use.leases == 0
-    assert mine.offload.use.most_leased
     most = mine.offload.use.most_leased
+    assert most
     loss_of(trainer.model, tokens=60).backward()
     assert mine.offload.use.most_leased == most
     trainer.model.zero_grad()
     trainer.train()
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
-    with pytest.raises(StopsError), mine:
-        handle = layer.register_forward_hook(_raise)
-        trainer.train()
-    handle.remove()
+    with mine:
+        stop(trainer)
     assert mine.offload is None
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
 
@@ -337,11 +293,9 @@ CONFLICTS = {
 
 @pytest.mark.parametrize("message", CONFLICTS)
 def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Path, message: str) -> None:
-    args = SFTConfig(**settings(tmp_path, eval_strategy="no", max_steps=1))
-    trainer = SFTTrainer(
-        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-        callbacks=[callback()],
-    )  # fmt: skip
+    options: dict[str, Any] = {"eval_strategy": "no", "trainer": {"callbacks": [callback()]}}
+    trainer = build(SFTTrainer, tmp_path, family="llama", **options)
+    args = trainer.args
     for name, value in CONFLICTS[message].items():  # after construction: the CPU refuses some of them earlier
         for field in (name, name.replace("gradient_", "activation_")):
             if hasattr(args, field):
@@ -353,38 +307,23 @@ def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Pat
 
 def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = AsyncCheckpointCallback()
-    run(tmp_path / "callback", callbacks=[mine], max_steps=1)
+    run(tmp_path / "callback", mine, max_steps=1)
     assert "no device memory to spare" in mine.reason
     assert sum("checkpoint_offload: off" in text for text in caplog.messages) == 1
-    args = FastSFTConfig(**settings(tmp_path / "fast", max_steps=1), checkpoint_offload="double_buffer")
-    trainer = FastSFTTrainer(
-        tiny_model("llama"), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 4),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.train()
+    trainer = train(FastSFTTrainer, tmp_path / "fast", max_steps=1, fast={"checkpoint_offload": "double_buffer"})
     line = trainer.fastpack_report["checkpoint_offload"]
     assert (line.status, line.path) == ("off", "stock")
     assert "no device memory to spare" in line.reason
 
 
 def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.checkpointing import callback as room
-    from fastpack_trl.checkpointing import checkpoint_offload as feature
-
     monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(room, "CudaStreams", HostStreams)
-    args = FastSFTConfig(**settings(tmp_path, eval_strategy="no"), checkpoint_offload="double_buffer")
-    trainer = FastSFTTrainer(
-        tiny_model("llama", num_hidden_layers=LAYERS), args=args, train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
+    fast = {"checkpoint_offload": "double_buffer"}
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    trainer = build(FastSFTTrainer, tmp_path, model=model, eval_strategy="no", fast=fast)
     callbacks = list(trainer.callback_handler.callbacks)
-    layer = trainer.model.model.layers[2]
-    handle = layer.register_forward_hook(_raise)
-    with pytest.raises(StopsError):
-        trainer.train()
-    handle.remove()
+    layer = stop(trainer)
     assert trainer.callback_handler.callbacks == callbacks
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
     line = trainer.fastpack_report["checkpoint_offload"]
@@ -392,25 +331,17 @@ def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatc
     assert "GiB used" in trainer.fastpack_report.facts["offload, host memory"]
 
 
-def test_settings_are_checked(tmp_path: Path) -> None:
-    for bad in (
-        {"offload_budget_gib": 0}, {"offload_budget_gib": -1.0}, {"offload_budget_gib": float("inf")},
-        {"keep_last_layers": -1}, {"keep_last_layers": 1.5}, {"keep_last_layers": True}, {"keep_last_layers": "a"},
-    ):  # fmt: skip
-        (name, value), = bad.items()  # fmt: skip
-        value = repr(value)
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            FastSFTConfig(**settings(tmp_path), **bad)
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            AsyncCheckpointCallback(**bad)
-    with pytest.raises(ValueError, match="is not a number, GiB"):
-        FastSFTConfig(**settings(tmp_path), offload_budget_gib="much")
-    with pytest.raises(ValueError, match="activation_memory_gib=True is not a number, GiB"):
-        FastSFTConfig(**settings(tmp_path), activation_memory_gib=True)
-    with pytest.raises(ValueError, match="activation_memory_gib=inf must be above 0 and finite"):
-        FastSFTConfig(**settings(tmp_path), activation_memory_gib=float("inf"))
-    with pytest.raises(ValueError, match="did you mean 'double_buffer'"):
-        FastSFTConfig(**settings(tmp_path), checkpoint_offload="doublebuffer")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offload_budget_gib", 0), ("offload_budget_gib", -1.0), ("offload_budget_gib", float("inf")),
+        ("keep_last_layers", -1), ("keep_last_layers", 1.5), ("keep_last_layers", True), ("keep_last_layers", "a"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked(tmp_path: Path, name: str, value: Any) -> None:
+    for kind in (AsyncCheckpointCallback, functools.partial(FastSFTConfig, **settings(tmp_path))):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            kind(**{name: value})
     assert FastSFTConfig(**settings(tmp_path), offload_budget_gib="1.5").offload_budget_gib == 1.5
 
 

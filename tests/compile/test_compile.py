@@ -299,7 +299,7 @@ def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
     if checkpoint_offload:
         for module in ("checkpoint_offload", "callback"):
             monkeypatch.setattr(f"fastpack_trl.checkpointing.{module}.offload_unavailable", lambda device: "")
-        monkeypatch.setattr("fastpack_trl.checkpointing.callback.CudaStreams", HostStreams)
+        monkeypatch.setattr("fastpack_trl.checkpointing.checkpoint_offload.CudaStreams", HostStreams)
         fast["checkpoint_offload"] = "double_buffer"
     ours, stock = both(
         tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, learning_rate=1e-4, fast=fast

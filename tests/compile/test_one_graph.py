@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from compile_material import Counting, make
 from peft import LoraConfig, get_peft_model
-from static_material import bucket_for, make_rows
+from static_material import bucket_for, make_rows, to_static
 
 from fastpack_trl.attention import varlen
 from fastpack_trl.attention.install import packed_attention
@@ -16,7 +16,6 @@ from fastpack_trl.attention.varlen import RowInputs, Varlen
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.packing.static_batch import to_static
 
 EXPERTS = ("gpt_oss", "qwen3_moe")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting, compile_with, compiled, make, one_step, row
-from trainer_material import prepare, train
+from trainer_material import build, train
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -67,7 +67,7 @@ class Left(TrainerCallback):
 def left_of(folder: Path, resume: str | None = None, **more: Any) -> list[StepsLeft]:
     watch = Left()
     fast = {name: more.pop(name) for name in ("merge_accumulation",) if name in more}
-    watch.trainer = prepare(
+    watch.trainer = build(
         FastSFTTrainer, folder, family="llama", fast=fast, trainer={"callbacks": [watch]}, eval_strategy="no",
         packing=True, **more,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True))
 
     trainers: list[Any] = [
-        prepare(FastSFTTrainer, tmp_path, family="llama", packing=True, eval_strategy="no", fast=fast)
+        build(FastSFTTrainer, tmp_path, family="llama", packing=True, eval_strategy="no", fast=fast)
         for fast in ({}, {"layer_compile": "off"})
     ]
     run, off = (trainer.fastpack_run for trainer in trainers)

@@ -15,10 +15,8 @@ from quantised_material import quantised
 from trainer_material import figures, prepare, train
 
 from fastpack_trl import FastSFTTrainer, apply_lora
-from fastpack_trl.checkpointing.activation_memory import activation_memory
-from fastpack_trl.checkpointing.levels import Level
-from fastpack_trl.checkpointing.memory import ActivationMemory
-from fastpack_trl.checkpointing.plan import Plan
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory, activation_memory
+from fastpack_trl.checkpointing.plan import Level, Plan
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.linear import FastLora

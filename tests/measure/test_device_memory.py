@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import build
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.testing import tiny_model
 
 GIB = 2**30
 
@@ -53,11 +53,8 @@ def test_the_allocator_gives_what_is_allocatable_and_no_more() -> None:
 
 @pytest.mark.cuda
 def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path) -> None:
-    fields = settings(tmp_path, use_cpu=False, bf16=True, max_steps=2, gradient_checkpointing=True, eval_strategy="no")
-    trainer = FastSFTTrainer(
-        tiny_model("llama"), args=FastSFTConfig(**fields), train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    options = {"use_cpu": False, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "no"}
+    trainer: Any = build(FastSFTTrainer, tmp_path, family="llama", max_steps=2, **options)
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         trainer.train()

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastpack_trl.measure.intervals import median_interval
 from fastpack_trl.measure.timing import CudaClock, WallClock
@@ -22,6 +20,8 @@ def test_order_statistics_are_those_of_the_sign_test(count: int, cut: int) -> No
     exact = 1 - 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
     assert found.coverage == pytest.approx(max(0.0, exact))
     assert found.coverage >= 0.95 or count < 6
+    wider = 1 - 2 * sum(math.comb(count, k) for k in range(cut + 2)) / 2**count
+    assert wider < 0.95, "the narrowest that covers"
 
 
 def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
@@ -62,16 +62,3 @@ def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.Monke
     start, end = clock.mark(), clock.mark()
     clock.synchronise()
     assert (start.stream, synchronised, clock.seconds(start, end)) == ("stream", ["cuda"], 2.5)
-
-
-@settings(max_examples=50, deadline=None)
-@given(count=st.integers(1, 40))
-def test_the_interval_is_the_narrowest_that_covers(count: int) -> None:
-    interval = median_interval([float(value) for value in range(count)])
-    cut = int(interval.low)
-    assert interval.high == count - 1 - cut
-    draws = np.random.default_rng(count).random((4000, count)) < 0.5  # values below the true median
-    below = draws.sum(1)
-    covered = np.mean((below > cut) & (below < count - cut))
-    assert abs(covered - interval.coverage) < 0.05
-    assert interval.coverage >= 0.95 or cut == 0

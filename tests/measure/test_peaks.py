@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.side_table import peak_cell
-from benchmarks.side_watch import peaks_gib
 from fastpack_trl import ThroughputCallback
+from fastpack_trl.bench.run_watch import peaks_gib
 from fastpack_trl.bench.side import SideMemory
 
 

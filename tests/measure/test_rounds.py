@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class FakeClock:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def taking(self, durations: list[float]) -> Callable[[], float]:
+    def taking(self, durations: Iterable[float]) -> Callable[[], float]:
         left = iter(durations)
 
         def call() -> float:
@@ -39,11 +40,7 @@ class FakeClock:
         return call
 
     def always(self, duration: float) -> Callable[[], float]:
-        def call() -> float:
-            self.now += duration
-            return duration
-
-        return call
+        return self.taking(itertools.repeat(duration))
 
 
 def test_sides_alternate_and_the_warm_up_is_dropped() -> None:
@@ -61,15 +58,6 @@ def test_sides_alternate_and_the_warm_up_is_dropped() -> None:
     assert pairs[0] == {"slow": 100.0, "fast": 100.0}
     assert len(pairs) == 4
     assert clock.synchronised == 2 * 2 * 4  # before the first and before the last mark of each call
-
-
-def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
-    clock = FakeClock()
-    drift = [1.0, 2.0, 3.0, 4.0]
-    found = take_turns(
-        {"a": clock.taking([2 * d for d in drift]), "b": clock.taking(drift)}, rounds=4, warmup=0, clock=clock
-    )
-    assert found.ratio("a", "b")["values"] == [2.0] * 4
 
 
 @pytest.mark.parametrize(("sides", "rounds", "warmup"), [([], 1, 0), (["a", "b"], 0, 0), (["a", "b"], 1, -1)])
@@ -133,8 +121,6 @@ def test_an_interrupt_is_no_failure() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         attempt(interrupted)
-    with pytest.raises(ValueError, match="nothing to time"):
-        take_turns({}, rounds=1)
 
 
 def test_an_error_that_is_loud_is_raised() -> None:

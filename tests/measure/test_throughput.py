@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import make_dataset, make_tokenizer, settings, train
+from trainer_material import build, make_dataset, make_tokenizer, settings, train
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, ThroughputCallback
 from fastpack_trl.measure.flops import attention_pairs, model_flops
 from fastpack_trl.measure.tokens import TokenCounter
-from fastpack_trl.testing import tiny_model
+from fastpack_trl.testing import HostSyncs, count_host_syncs, tiny_model
 
 BOTH = pytest.mark.parametrize("cls", [SFTTrainer, FastSFTTrainer], ids=["stock", "ours"])
 PEAK = 1e9
+IN_PLACE = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
+"""What torch's counter of operations leaves out."""
 TIMED = {
     "tokens/capacity_per_s", "tokens/nonpad_per_s", "tokens/loss_per_s", "mfu", "hfu", "step_time_ms", "data_wait_ms",
 }  # fmt: skip
@@ -115,18 +116,15 @@ def test_sums_and_needed_operations_are_the_same_under_both_trainers(
     needed = []
     for cls in (SFTTrainer, FastSFTTrainer):
         method = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if lora else {}
-        options = {
-            "packing": True,
-            "data": "prompt_completion",
-            "gradient_accumulation_steps": 2,
-            "eval_strategy": "no",
-        }
         counted.clear()
         callback = ThroughputCallback(PEAK)
         spent: list[float] = []
         figures = callback._figures
         monkeypatch.setattr(callback, "_figures", lambda totals, f=figures, s=spent: _operations(f(totals), totals, s))
-        run(cls, tmp_path / cls.__name__, callback, logging_steps=2, trainer=method, **options)
+        run(
+            cls, tmp_path / cls.__name__, callback, logging_steps=2, trainer=method, packing=True,
+            data="prompt_completion", gradient_accumulation_steps=2, eval_strategy="no",
+        )  # fmt: skip
         needed.append((spent, [(sums.capacity, sums.nonpad, sums.loss, sums.pairs) for sums in counted]))
     (stock, of_stock), (ours, of_ours) = needed
     assert of_ours == of_stock
@@ -178,25 +176,13 @@ def test_nothing_of_stock_changes(cls: type[SFTTrainer], tmp_path: Path) -> None
                 assert row[key] == with_figures[key], key
 
 
-class Syncs(TorchDispatchMode):
-    """Reads of a tensor by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 class SyncsPerStep(TrainerCallback):
-    def __init__(self) -> None:
-        self.mode = Syncs()
+    def __init__(self, syncs: HostSyncs) -> None:
+        self.syncs = syncs
         self.steps: list[int] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append(self.mode.count)
+        self.steps.append(self.syncs.total)
 
 
 @BOTH
@@ -204,8 +190,8 @@ class SyncsPerStep(TrainerCallback):
 def test_no_host_sync_is_added_between_two_logs(cls: type[SFTTrainer], packing: bool, tmp_path: Path) -> None:
     counts = []
     for callbacks in ([], [ThroughputCallback(PEAK)]):
-        watcher = SyncsPerStep()
-        with watcher.mode:
+        with count_host_syncs(device="cpu") as syncs:
+            watcher = SyncsPerStep(syncs)
             train(
                 cls, tmp_path, packing=packing, max_steps=6, logging_steps=6, eval_strategy="no",
                 gradient_accumulation_steps=2, trainer={"callbacks": [*callbacks, watcher]},
@@ -256,10 +242,7 @@ class Watching(TrainerCallback):
 @pytest.mark.parametrize("where", ["forward", "backward", "on_step_end"])
 def test_the_model_is_clean_after_an_exception(where: str, tmp_path: Path) -> None:
     failing, callback = Failing(where), ThroughputCallback(PEAK)
-    trainer = SFTTrainer(
-        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path)), train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(), callbacks=[callback, failing],
-    )  # fmt: skip
+    trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [callback, failing]})
     order = list(trainer.callback_handler.callbacks)
     seen = Watching()
     trainer.add_callback(seen)
@@ -291,12 +274,8 @@ def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fastpack_trl.callbacks.time", SimpleNamespace(perf_counter=perf_counter))
     reporter = Reporter()
-    train(
-        SFTTrainer,
-        tmp_path,
-        trainer={"callbacks": [ThroughputCallback(PEAK), SlowEvaluation(), reporter]},
-        eval_steps=1,
-    )
+    callbacks = [ThroughputCallback(PEAK), SlowEvaluation(), reporter]
+    train(SFTTrainer, tmp_path, trainer={"callbacks": callbacks}, eval_steps=1)
     steps = [row["step_time_ms"] for row in reporter.logs if "step_time_ms" in row]
     assert len(steps) == 4
     assert now[0] > 4 * 3 * 100.0  # three batches in each evaluation
@@ -307,14 +286,8 @@ def test_hfu_counts_the_recompute_that_the_plan_has(tmp_path: Path) -> None:
     """The plan is installed after this callback has begun: layers that it keeps are not recomputed."""
     found = []
     for name, fast in (("planned", {"activation_memory_gib": 1.0}), ("stock", {"activation_memory": "off"})):
-        trainer, _ = run(
-            FastSFTTrainer,
-            tmp_path / name,
-            ThroughputCallback(PEAK),
-            packing=True,
-            gradient_checkpointing=True,
-            fast=fast,
-        )
+        options: dict[str, Any] = {"packing": True, "gradient_checkpointing": True, "fast": fast}
+        trainer, _ = run(FastSFTTrainer, tmp_path / name, ThroughputCallback(PEAK), **options)
         rows = [row["hfu"] / row["mfu"] for row in trainer.state.log_history if "mfu" in row]
         found.append(rows[-1])
     planned, stock = found
@@ -324,11 +297,7 @@ def test_hfu_counts_the_recompute_that_the_plan_has(tmp_path: Path) -> None:
 def test_resume_starts_a_session(tmp_path: Path) -> None:
     run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), save_strategy="steps", save_steps=2, max_steps=2)
     reporter = Reporter()
-    trainer = SFTTrainer(
-        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path)), train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(),
-        callbacks=[reporter, ThroughputCallback(PEAK)],
-    )  # fmt: skip
+    trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [reporter, ThroughputCallback(PEAK)]})
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     rows = [row for row in reporter.logs if "mfu" in row]
     assert len(rows) == 2
@@ -341,10 +310,7 @@ def test_a_callback_added_while_training_runs_starts_with_the_next_step(tmp_path
             if state.global_step == 1:
                 trainer.add_callback(ThroughputCallback(PEAK))
 
-    trainer = SFTTrainer(
-        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path, eval_strategy="no")), callbacks=[Adding()],
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [Adding()]}, eval_strategy="no")
     trainer.train()
     assert ["mfu" in row for row in trainer.state.log_history if "loss" in row] == [False, True, True, True]
 
@@ -441,9 +407,7 @@ def test_the_head_of_the_chunked_loss_is_three_products_and_a_recompute(frozen_h
     model.lm_head.requires_grad_(not frozen_head)
     trainer = train(SFTTrainer, tmp_path, model=model, max_steps=1, eval_strategy="no")
     ids = torch.randint(3, 90, (2, 9))
-    # Written in place, which torch's counter leaves out.
-    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
-    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with counter:
         trainer.model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss.backward()
     flops = model_flops(trainer.model)
@@ -460,8 +424,7 @@ def test_the_head_at_chosen_positions_has_no_recompute(frozen_head: bool, tmp_pa
     ids, labels = torch.randint(3, 90, (1, 18)), torch.arange(18)[None]
     batch = PackedBatch.from_lengths([9, 9], labels=labels)
     inputs = {"input_ids": ids, "labels": labels, "loss_batch": batch}
-    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
-    operations = FlopCounterMode(display=False, custom_mapping=in_place)
+    operations = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with operations:
         trainer.model(**inputs).total.backward()
     flops, counter = model_flops(trainer.model), TokenCounter((None,))

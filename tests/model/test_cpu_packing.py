@@ -9,23 +9,15 @@ import pytest
 import torch
 from lora_material import any_ids
 from quantised_material import quantised
-from trainer_material import figures, make_dataset, make_tokenizer, settings
-from trl import SFTConfig
+from trainer_material import build, figures
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.model.cpu_packing import not_packed_on_cpu
+from fastpack_trl.model.precision import not_packed_on_cpu
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.skipif(
     not getattr(bnb.nn.Linear4bit(1, 1), "support_avx512bf16_for_cpu", False), reason="a CPU with AVX-512 and bf16"
 )
-
-
-def make(folder: Path, **more: Any) -> FastSFTTrainer:
-    return FastSFTTrainer(
-        quantised(), args=SFTConfig(**settings(folder, **more)), train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7), processing_class=make_tokenizer(),
-    )  # fmt: skip
 
 
 def packed(model: Any) -> int:
@@ -40,7 +32,10 @@ def gradient_norms(trainer: Any) -> list[float]:
 
 @pytest.mark.parametrize("lora", ["auto", "off"])
 def test_a_run_that_evaluates_trains_as_one_that_does_not(lora: str, tmp_path: Path) -> None:
-    plain, evaluating = (make(tmp_path, eval_strategy=strategy, eval_steps=1) for strategy in ("no", "steps"))
+    plain, evaluating = (
+        build(FastSFTTrainer, tmp_path, model=quantised(), eval_strategy=strategy, eval_steps=1)
+        for strategy in ("no", "steps")
+    )
     for trainer in (plain, evaluating):
         trainer.args.lora = lora  # type: ignore[attr-defined]
     plain.train()
@@ -52,7 +47,7 @@ def test_a_run_that_evaluates_trains_as_one_that_does_not(lora: str, tmp_path: P
 
 
 def test_weights_that_others_packed_are_not_trained(tmp_path: Path) -> None:
-    trainer = make(tmp_path, eval_strategy="no", max_steps=1)
+    trainer: Any = build(FastSFTTrainer, tmp_path, model=quantised(), eval_strategy="no", max_steps=1)
     with torch.no_grad():
         trainer.model.eval()(input_ids=any_ids())
     assert packed(trainer.model) == 14

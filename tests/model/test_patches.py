@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from fastpack_trl.model.patches import attribute_set, shared
@@ -38,6 +39,14 @@ def test_what_somebody_else_sets_meanwhile_stays() -> None:
     with attribute_set(owner, "value", "ours"):
         del owner.value
     assert vars(owner) == {}
+
+
+def test_a_compiled_model_gets_the_attribute_itself() -> None:
+    inner = nn.Linear(1, 1)
+    compiled = torch.compile(inner)
+    with attribute_set(compiled, "train", "ours"):
+        assert (vars(compiled)["train"], "train" in vars(inner)) == ("ours", False)
+    assert "train" not in vars(compiled)
 
 
 def test_a_shared_change_is_made_once_and_goes_with_its_last_holder() -> None:

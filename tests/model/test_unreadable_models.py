@@ -9,34 +9,35 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, train
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, verify_packing
+from fastpack_trl import FastSFTTrainer, verify_packing
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
     "lora.feature.has_lora": "lora",
-    "lora.linear._backbones": "lora",
+    "lora.linear.backbones": "lora",
     "moe.feature.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
     "step.merge_accumulation.rope_follows_length": "merge_accumulation",
-    "checkpointing.memory.checkpointable_layers": "activation_memory",
+    "checkpointing.activation_memory.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",
 }
+
+
+def unreadable(*_args: Any, **_kwargs: Any) -> Any:
+    raise AttributeError("no such field")
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_a_reader_cannot_read_runs_as_stock_named(
     reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
-        raise AttributeError("no such field")
-
     options: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
     options["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
     stock = train(SFTTrainer, tmp_path / "stock", **options)
@@ -62,9 +63,6 @@ def test_what_a_reader_cannot_read_runs_as_stock_named(
 def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
-        raise AttributeError("no such field")
-
     monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
@@ -73,9 +71,6 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
 def test_the_error_behind_it_is_in_the_log_for_who_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
-        raise AttributeError("no such field")
-
     monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", unreadable)
     with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
         train(FastSFTTrainer, tmp_path, packing=True)
@@ -96,16 +91,20 @@ def test_an_error_of_the_device_is_no_matter_of_the_model(
         train(FastSFTTrainer, tmp_path, packing=True)
 
 
-def _gemma4(**more: Any) -> Any:
-    """Layers with heads of two widths, which its config gives per layer only."""
+def _gemma(family: str = "gemma4_text", **more: Any) -> Any:
     config = AutoConfig.for_model(
-        "gemma4_text", vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
+        family, vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
         intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        global_head_dim=16, sliding_window=5, max_position_embeddings=128, num_kv_shared_layers=0,
+        sliding_window=5, max_position_embeddings=128, num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).float()
+
+
+def _gemma4() -> Any:
+    """Layers with heads of two widths, which its config gives per layer only."""
+    return _gemma(global_head_dim=16)
 
 
 def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
@@ -119,30 +118,17 @@ def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_a_model_whose_layers_differ_trains_as_stock(tmp_path: Path, packing: bool) -> None:
-    trainers = []
-    for cls in (FastSFTTrainer, SFTTrainer):
-        args = FastSFTConfig(**settings(tmp_path / cls.__name__, packing=packing, max_steps=3))
-        trainer = cls(
-            _gemma4(), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8),
-            processing_class=make_tokenizer(),
-        )  # fmt: skip
-        trainer.train()
-        trainers.append(trainer)
-    ours, stock = trainers
+    ours, stock = (
+        train(cls, tmp_path / cls.__name__, model=_gemma4(), packing=packing, max_steps=3)
+        for cls in (FastSFTTrainer, SFTTrainer)
+    )
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     assert ours.fastpack_report["packed_attention"].path == "per_document"
 
 
 def test_a_norm_without_a_gradient_at_zero_is_no_leak() -> None:
     """gemma3n, whose padding is a vector of zeros as long as nobody trained it."""
-    config = AutoConfig.for_model(
-        "gemma3n_text", vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
-        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        sliding_window=5, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = _gemma("gemma3n_text")
     assert not model.get_input_embeddings().weight[0].any()
     for seed in range(3):
         proof = verify_packing(model, seed=seed)

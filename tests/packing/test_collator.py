@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from benchmarks.collator import measure
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -147,19 +145,3 @@ def test_the_vocabulary_is_checked_only_where_it_is_given_and_ignored_labels_pas
     assert PackingCollator(pad_token_id=0, vocab_size=96)(rows)["labels"].tolist() == [[-100, 95]]
     assert PackingCollator(pad_token_id=0)([{"input_ids": [1, 10**9]}])["input_ids"].tolist() == [[1, 10**9]]
     PackingCollator(pad_token_id=500, vocab_size=96)  # no padding: the id is never used
-
-
-# --- the measurement ---
-
-
-def test_measure_gives_plain_data_with_every_raw_time_and_restores_the_threads():
-    before = torch.get_num_threads()
-    result = json.loads(json.dumps(measure(tokens_per_row=128, rows=3, rounds=6)))
-    assert torch.get_num_threads() == before
-    assert [len(result[side]["seconds"]) for side in ("trl", "fastpack")] == [6, 6]
-    assert result["tokens_per_round"] <= 3 * 128
-    for statistic in (result["trl"]["tokens_per_second"], result["fastpack"]["tokens_per_second"], result["ratio"]):
-        assert 0 < statistic["low"] <= statistic["median"] <= statistic["high"]
-        assert statistic["coverage"] >= 0.95
-    with pytest.raises(ValueError, match="rows=0"):
-        measure(rows=0)

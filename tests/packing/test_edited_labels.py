@@ -40,31 +40,23 @@ def in_place(inputs: dict[str, Any]) -> None:
     inputs["labels"][ids % 7 == 1] = ids[ids % 7 == 1]
 
 
-def in_compute_loss(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def in_method(name: str) -> Any:
+    """Edit what a method of the trainer gets, whose arguments begin with model and inputs."""
+
+    def place(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
+        def method(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             edit(inputs)
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return getattr(cls, name)(self, model, inputs, *args, **kwargs)
 
-    return Trainer
+        return type("Trainer", (cls,), {name: method})
 
-
-def in_training_step(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            edit(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    return Trainer
+    place.__name__ = f"in_{name}"
+    return place
 
 
-def in_prediction_step(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            edit(inputs)
-            return super().prediction_step(model, inputs, *args, **kwargs)
-
-    return Trainer
+in_compute_loss, in_training_step, in_prediction_step = map(
+    in_method, ("compute_loss", "training_step", "prediction_step")
+)
 
 
 def in_prepare_inputs(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
@@ -114,14 +106,10 @@ def in_a_loader(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
     return Trainer
 
 
-class _CollateAnd:
-    def __init__(self, collate: Any, edit: Edit) -> None:
-        self.collate, self.edit = collate, edit
-
-    def __call__(self, rows: Any) -> Any:
-        inputs = self.collate(rows)
-        self.edit(inputs)
-        return inputs
+def _collate_and_edit(collate: Any, edit: Edit, rows: Any) -> Any:
+    inputs = collate(rows)
+    edit(inputs)
+    return inputs
 
 
 def in_a_worker(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
@@ -131,7 +119,7 @@ def in_a_worker(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
         def get_train_dataloader(self) -> Any:
             loader = super().get_train_dataloader()
             inner = loader.base_dataloader
-            inner.collate_fn = _CollateAnd(inner.collate_fn, edit)
+            inner.collate_fn = functools.partial(_collate_and_edit, inner.collate_fn, edit)
             return loader
 
     return Trainer
@@ -163,21 +151,26 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(cls: type[SFTTrainer], folder: Path, *, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
-    evaluates = options.pop("evaluates", True)
-    strategy = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {"eval_strategy": "no"}
-    fast = options.pop("fast", {"verify_packing": "off"})
-    model = options.pop("model", None) or tiny_model("qwen3")
-    args = settings(folder, **({"max_steps": 3, "optim": "sgd", "learning_rate": 0.2} | strategy | options))
-    torch.manual_seed(0)
-    runner = cls(
-        model,
-        args=FastSFTConfig(**args, **fast) if issubclass(cls, FastSFTTrainer) else SFTConfig(**args),
-        train_dataset=make_dataset("tokens", 40),
+def make(
+    cls: type[SFTTrainer], folder: Path, *, trainer: dict[str, Any] | None = None, fast: dict[str, Any] | None = None,
+    rows: int = 16, **options: Any,
+) -> Any:  # fmt: skip
+    args = settings(folder, **({"max_steps": 2, "eval_strategy": "no"} | options))
+    return cls(
+        tiny_model("qwen3"),
+        args=FastSFTConfig(**args, **fast) if fast and issubclass(cls, FastSFTTrainer) else SFTConfig(**args),
+        train_dataset=make_dataset("tokens", rows),
         eval_dataset=make_dataset("tokens", 6, seed=7),
         processing_class=make_tokenizer(),
         **(trainer or {}),
     )
+
+
+def run(cls: type[SFTTrainer], folder: Path, *, evaluates: bool = True, **options: Any) -> Any:
+    strategy = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {"eval_strategy": "no"}
+    given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.2, "fast": {"verify_packing": "off"}}
+    torch.manual_seed(0)
+    runner = make(cls, folder, rows=40, **(given | strategy | options))
     runner.train()
     return runner
 
@@ -477,17 +470,6 @@ SEEING = [
 ]  # fmt: skip
 
 
-def make(cls: type[SFTTrainer], folder: Path, **options: Any) -> Any:
-    trainer = options.pop("trainer", {})
-    return cls(
-        tiny_model("qwen3"),
-        args=SFTConfig(**settings(folder, **({"max_steps": 2, "eval_strategy": "no"} | options))),
-        train_dataset=make_dataset("tokens", 16),
-        processing_class=make_tokenizer(),
-        **trainer,
-    )
-
-
 @pytest.mark.parametrize("name", SEEING)
 def test_a_method_that_sees_batches_gets_one_document_per_row(name: str, tmp_path: Path) -> None:
     def same(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -515,6 +497,10 @@ def test_a_method_put_on_the_trainer_is_seen_when_training_begins(name: str, tmp
     assert "may expect one document per row" in trainer.fastpack_report["batches"].reason
 
 
+def counted(trainer: Any) -> list[float]:
+    return [row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row]
+
+
 @pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
 def test_tokens_are_counted_as_stock_counts_them_with_a_collator_of_the_user(packing: bool, tmp_path: Path) -> None:
     if packing:
@@ -524,10 +510,7 @@ def test_tokens_are_counted_as_stock_counts_them_with_a_collator_of_the_user(pac
     ours, stock = (make(cls, tmp_path, **options) for cls in (FastSFTTrainer, SFTTrainer))
     for trainer in (ours, stock):
         trainer.train()
-    counts = [
-        [row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row] for trainer in (ours, stock)
-    ]
-    assert counts[0] == counts[1]
+    assert counted(ours) == counted(stock)
 
 
 def test_a_collator_set_later_pads_as_stocks_does(tmp_path: Path) -> None:
@@ -536,7 +519,7 @@ def test_a_collator_set_later_pads_as_stocks_does(tmp_path: Path) -> None:
         trainer = make(cls, tmp_path)
         trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=32)
         trainer.train()
-        runs.append([row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row])
+        runs.append(counted(trainer))
     assert runs[0] == runs[1]
 
 

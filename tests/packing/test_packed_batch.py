@@ -11,10 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastpack_trl.packing.masks import band_mask, dense_mask, shared_band_mask
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
-CPU = torch.device("cpu")
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
@@ -51,37 +49,10 @@ def test_loss_positions_are_the_pairs_inside_documents(documents: list[int], pad
     assert batch.loss_labels.tolist() == [labels[t + 1] for t in expected]
 
 
-@settings(max_examples=30, deadline=None)
-@given(lengths, st.sampled_from([None, 1, 3, 20]))
-def test_dense_mask_is_causal_inside_each_segment(documents: list[int], window: int | None) -> None:
-    batch = PackedBatch.from_lengths(documents)
-    mask = dense_mask(batch, window, CPU)[0, 0]
-    segment, position = batch.seq_idx[0].tolist(), list(range(batch.total_tokens))
-    for query in position:
-        for key in position:
-            inside = segment[query] == segment[key] and key <= query and (window is None or query - key < window)
-            assert bool(mask[query, key]) == inside
-    additive = dense_mask(batch, window, CPU, torch.float32)
-    assert torch.equal(additive == 0, mask[None, None])
-    assert additive.masked_select(~mask[None, None]).eq(-torch.inf).all()
-
-
-def test_band_counts_the_token_itself() -> None:
-    assert band_mask(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-
-
-def test_a_band_is_only_made_where_a_document_exceeds_the_window() -> None:
-    batch = PackedBatch.from_lengths((3, 5))
-    assert shared_band_mask(batch, 5, CPU) is None
-    band = shared_band_mask(batch, 4, CPU)
-    assert band is not None
-    assert band.shape == (5, 5)
-
-
 def test_derived_objects_are_built_once_and_die_when_cleared() -> None:
     batch = PackedBatch.from_lengths((3, 2))
-    first = dense_mask(batch, None, CPU)
-    assert dense_mask(batch, None, CPU) is first
+    first = batch.derive("mask", lambda: torch.zeros(2))
+    assert batch.derive("mask", lambda: torch.zeros(2)) is first
     reference = weakref.ref(first)
     batch.clear_derived()
     del first
@@ -102,7 +73,7 @@ def test_bucketed_max_seqlen_covers_the_longest_segment_with_few_values() -> Non
 
 def test_moving_leaves_derived_objects_behind() -> None:
     batch = PackedBatch.from_lengths((3, 2), num_padding=1, labels=torch.arange(6))
-    dense_mask(batch, None, CPU)
+    batch.derive("mask", lambda: torch.zeros(2))
     moved = batch.to("meta")
     assert moved.device.type == "meta"
     assert moved.seq_lengths == (3, 2)

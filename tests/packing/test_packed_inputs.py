@@ -15,9 +15,13 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from trainer_material import make_dataset, make_tokenizer
+from trainer_material import settings as arguments
+from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_inputs import ALIGNMENT, PackedInputs
+from fastpack_trl.testing import tiny_model
 
 # --- one block, one copy ---
 
@@ -146,15 +150,20 @@ def numpy_dataset():
     return Dataset.from_list(rows).with_format("numpy")
 
 
+def assert_batches_of(dataset, collator, batches):
+    assert len(batches) == 3
+    for index, inputs in enumerate(batches):
+        assert type(inputs) is PackedInputs
+        assert_same_inputs(inputs, collator(dataset.__getitems__([2 * index, 2 * index + 1])))
+
+
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_batches_of_workers_arrive_in_one_storage(method, workers):
     dataset, collator = numpy_dataset(), PackingCollator(pad_token_id=0)
     loader = DataLoader(dataset, 2, collate_fn=collator, num_workers=workers, multiprocessing_context=method)
     batches = list(loader)
-    assert len(batches) == 3
-    for index, inputs in enumerate(batches):
-        assert type(inputs) is PackedInputs
-        assert_same_inputs(inputs, collator(dataset.__getitems__([2 * index, 2 * index + 1])))
+    assert_batches_of(dataset, collator, batches)
+    for inputs in batches:
         assert len(storages_of(inputs)) == 1
         with CountCopies() as count:
             inputs.to("meta")
@@ -167,9 +176,7 @@ def test_accelerate_places_a_batch_with_one_copy():
         DataLoader(dataset, 2, collate_fn=collator), device=torch.device("cpu"), put_on_device=True
     )
     assert isinstance(loader, DataLoaderShard)
-    for index, inputs in enumerate(loader):
-        assert type(inputs) is PackedInputs
-        assert_same_inputs(inputs, collator(dataset.__getitems__([2 * index, 2 * index + 1])))
+    assert_batches_of(dataset, collator, list(loader))
     loader.device = torch.device("meta")
     with CountCopies() as count:
         batches = list(loader)
@@ -186,46 +193,25 @@ def test_metadata_follows_where_tensors_are_moved_one_by_one():
     assert inputs["packed_batch"].device.type == "cpu"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(94)} | {"<pad>": 94, "<eos>": 95}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
-    )
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_sft_trainer_has_the_same_losses_with_our_collator(tokenizer, tmp_path, workers):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    rng = np.random.default_rng(2)
-    rows = [{"input_ids": rng.integers(0, 94, n).tolist()} for n in rng.integers(4, 20, 40)]
-
+def test_sft_trainer_has_the_same_losses_with_our_collator(tmp_path, workers):
     def losses(ours):
         torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8,
-        )  # fmt: skip
         trainer = SFTTrainer(
-            Qwen3ForCausalLM(config),
+            tiny_model("qwen3"),
             SFTConfig(
-                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, max_length=32, packing=True,
-                padding_free=True, logging_steps=1, learning_rate=1e-2, report_to=[], save_strategy="no", bf16=False,
-                use_cpu=True, dataloader_num_workers=workers, gradient_accumulation_steps=2, disable_tqdm=True,
-                gradient_checkpointing=False, packing_strategy="bfd", eval_strategy="steps", eval_steps=3,
+                **arguments(
+                    tmp_path, max_steps=3, per_device_train_batch_size=2, packing=True, dataloader_num_workers=workers,
+                    gradient_accumulation_steps=2, gradient_checkpointing=False, eval_steps=3,
+                )
             ),
-            train_dataset=Dataset.from_list(rows),
-            eval_dataset=Dataset.from_list(rows[:8]),
-            processing_class=tokenizer,
+            train_dataset=make_dataset("tokens", 40),
+            eval_dataset=make_dataset("tokens", 8),
+            processing_class=make_tokenizer(),
         )  # fmt: skip
         if ours:
             trainer.train_dataset = trainer.train_dataset.with_format("numpy")
-            trainer.data_collator = PackingCollator(pad_token_id=94, vocab_size=96)
+            trainer.data_collator = PackingCollator(pad_token_id=0, vocab_size=96)
             prepared = trainer._prepare_inputs(trainer.data_collator(trainer.train_dataset.__getitems__([0])))
             assert len(storages_of(prepared)) == 1  # on the device already: the same tensors
         trainer.train()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from static_material import bucket_for, make_inputs, make_rows, rows, surplus
+from static_material import bucket_for, make_inputs, make_rows, rows, surplus, to_static
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, NOT_ON_HOST, PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated, to_static
+from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.testing import count_host_syncs
 
 TENSORS = (

@@ -16,16 +16,16 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus
+from static_material import bucket_for, documents, make_inputs, make_rows, rows, surplus, to_static
 from torch import Tensor
-from trainer_material import make_dataset, prepare
+from trainer_material import build, make_dataset
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.static_batch import StaticInputs, copy_into, to_static
+from fastpack_trl.packing.static_batch import StaticInputs, copy_into
 from fastpack_trl.step.step_loss import StepLoss, step_loss
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
@@ -55,7 +55,7 @@ class Figures(NamedTuple):
 def make_trainer(folder: Path, family: str, lora: bool = False, **more: Any) -> FastSFTTrainer:
     torch.manual_seed(0)
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-    made: Any = prepare(
+    made: Any = build(
         FastSFTTrainer, folder, family=family, data=make_dataset("tokens", 12), packing=True,
         fast={"packed_attention": "varlen", "verify_packing": "off", "layer_compile": "off"},
         trainer={"peft_config": peft_config if lora else None}, **{"gradient_accumulation_steps": 2} | more,

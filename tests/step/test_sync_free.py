@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, figures, prepare, train
+from trainer_material import assert_same_log, both, build, figures, train
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
@@ -251,7 +251,7 @@ def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tm
     sides = []
     for cls in (FastSFTTrainer, SFTTrainer):
         setter = Sets()
-        setter.trainer = prepare(
+        setter.trainer = build(
             cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no",
             trainer={"callbacks": [setter]},
         )  # fmt: skip
@@ -282,7 +282,7 @@ def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_pat
                 return loss
 
         reader, options = Reads(), {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
-        reader.trainer = prepare(Subclass, tmp_path, trainer={"callbacks": [reader]}, **options)
+        reader.trainer = build(Subclass, tmp_path, trainer={"callbacks": [reader]}, **options)
         reader.trainer.train()
         assert "squared" in reader.trainer.state.log_history[0]
         seen.append(reader.seen)
@@ -310,7 +310,7 @@ def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model("qwen3", tie_word_embeddings=False)
-    trainer: Any = prepare(FastSFTTrainer, tmp_path, model=model, data="tokens", packing=True)
+    trainer: Any = build(FastSFTTrainer, tmp_path, model=model, data="tokens", packing=True)
     with trainer._fastpack_features():
         assert why_stock_loss(trainer.fastpack_run) == ""
         monkeypatch.setitem(*change(trainer))

@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.reference import additive
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.masks import dense_mask
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
-from fastpack_trl.testing import gradients
+from fastpack_trl.testing import assert_gradients_close, gradients
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -31,6 +35,11 @@ PLAIN = ModelFeatures(
 )  # fmt: skip
 
 HOPPER = replace(PLAIN, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
+
+
+def prepared(name: str, batch: PackedBatch, *windows: int, device: Any = CPU, features: ModelFeatures = PLAIN) -> Any:
+    """What a backend makes of a batch for its layers."""
+    return BACKENDS[name].prepare(batch, replace(features, windows=frozenset(windows)), torch.device(device))
 
 
 def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, PackedBatch]:
@@ -54,6 +63,20 @@ def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[s
     return total, gradients(reference)
 
 
+def assert_packed_equals_separate(model: Any, implementation: str = "auto", *, checkpointing: bool = False) -> str:
+    """Loss and gradients of a packed row are those of its documents one by one; returns the path."""
+    ids, _, batch = make_row()
+    expected_loss, expected = separate(model, ids, batch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with packed_attention(model, implementation) as attention:
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert abs(loss.item() - expected_loss) <= 1e-5
+    assert_gradients_close(gradients(model), expected)
+    return attention.path
+
+
 def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
     kwargs = to_transformers_kwargs(batch)
     logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
@@ -62,11 +85,13 @@ def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def make_inputs(
-    batch: PackedBatch, dtype: torch.dtype, *, sinks: bool, value_dim: int = HEAD_DIM, seed: int = 0
-) -> list[Tensor]:
+    batch: PackedBatch, dtype: torch.dtype, *, sinks: bool = False, head_dim: int = HEAD_DIM,
+    value_dim: int | None = None, seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     total = batch.total_tokens
-    shapes = [(1, HEADS, total, HEAD_DIM), (1, KV_HEADS, total, HEAD_DIM), (1, KV_HEADS, total, value_dim)]
+    shapes = [(1, heads, total, head_dim) for heads in (HEADS, KV_HEADS)]
+    shapes += [(1, KV_HEADS, total, value_dim or head_dim)]
     shapes += [(HEADS,)] if sinks else []
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
@@ -78,7 +103,7 @@ def dense_attention(batch: PackedBatch, inputs: list[Tensor], window: int | None
     scores = (query @ key.transpose(-1, -2)) * SCALE
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + dense_mask(batch, window, CPU, torch.float64).to(scores.dtype)
+    scores = scores + additive(dense_mask(batch, window, CPU), scores.dtype)
     if sinks:
         column = sinks[0].view(1, -1, 1, 1).expand(1, HEADS, batch.total_tokens, 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -94,6 +119,37 @@ def run(function: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)])
+
+
+def attend(layer: Any, window: int | None = None, softcap: float | None = None, device: Any = CPU) -> Any:
+    """The attention of a layer as a function of query, key, value and perhaps sinks, all on the host."""
+
+    def call(tensors: list[Tensor]) -> Tensor:
+        query, key, value, *sinks = (tensor.to(device) for tensor in tensors)
+        asked = AttentionCall(query, key, value, SCALE, window, sinks[0] if sinks else None, softcap)
+        out: Tensor = layer.attend(asked).cpu()
+        return out
+
+    return call
+
+
+def assert_as_near_as_dense(
+    batch: PackedBatch, ours: Any, window: int | None, softcap: float | None = None, *, dtype: torch.dtype,
+    floor: float, **drawn: Any,
+) -> None:  # fmt: skip
+    """Output and gradients are within twice the error that dense attention in the same dtype has against float64."""
+
+    def dense(tensors: list[Tensor]) -> Tensor:
+        return dense_attention(batch, tensors, window, softcap)
+
+    actual, budget = [], []
+    for seed in range(4):  # the gradient of the sinks has four numbers: one draw says little about its error
+        inputs = make_inputs(batch, dtype, seed=seed, **drawn)
+        exact = run(dense, [tensor.detach().double().requires_grad_() for tensor in inputs])
+        actual.append(errors(run(ours, inputs), exact))
+        budget.append(errors(run(dense, inputs), exact))
+    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (actual, budget))
+    assert (mean_error <= 2 * mean_budget + floor).all(), (mean_error, mean_budget)
 
 
 def snapshot(model: Any) -> dict[str, Any]:

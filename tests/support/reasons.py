@@ -10,16 +10,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "fastpack_trl"
 
 FUNCTIONS = {
-    "attention/backends.py": ["choose"],
+    "attention/backends.py": ["choose", "_failure"],
     "attention/flash_attention.py": ["refuses", "missing"],
     "attention/xformers.py": ["refuses"],
     "attention/flex.py": ["refuses"],
     "attention/dense.py": ["refuses"],
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
-    "attention/packed_attention.py": ["plan_rows", "packed_attention", "_install"],
-    "attention/trial.py": ["_failure"],
-    "attention/verify_packing.py": ["prove", "_prove_stock", "_due", "_proof"],
+    "attention/feature.py": ["plan_rows", "install_attention", "_install"],
+    "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
     "model/recompute.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
@@ -38,9 +37,15 @@ FUNCTIONS = {
     "moe/apply.py": ["_reason_for_stock"],
     "moe/layout.py": ["not_covered"],
     "moe/lora.py": ["_reason_for_peft"],
-    "checkpointing/memory.py": ["_conflicts", "why_not", "largest_row", "budget_bytes", "go_deeper"],
-    "checkpointing/activation_memory.py": ["_plan"],
-    "checkpointing/buffers.py": ["_pin", "_page"],
+    "checkpointing/activation_memory.py": [
+        "_plan",
+        "_conflicts",
+        "_why_not",
+        "largest_row",
+        "budget_bytes",
+        "go_deeper",
+    ],
+    "checkpointing/streams.py": ["_pin", "_page"],
     "checkpointing/offloader.py": ["_fetch_before", "keeps_on_device"],
     "checkpointing/checkpoint_offload.py": ["_why_off"],
     "checkpointing/offload.py": ["offload_unavailable"],
@@ -61,7 +66,7 @@ FUNCTIONS = {
 
 CONSTANTS = {
     "run/run.py": ["SHARDED"],
-    "attention/verify_packing.py": ["_SHARDED"],
+    "attention/start_proof.py": ["_SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION"],

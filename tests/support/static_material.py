@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.static_batch import StaticInputs, copy_into
 from fastpack_trl.step.accumulation import merge_inputs
 
 VOCABULARY = 96
@@ -43,6 +44,13 @@ def bucket_for(
         loss_tokens=size.loss_tokens + loss,
         parts=size.parts + parts,
     )
+
+
+def to_static(inputs: Any, bucket: Bucket) -> StaticInputs:
+    """The static form of a micro-batch in tensors of its own, on the device of its row."""
+    static = StaticInputs(bucket, inputs["input_ids"].device)
+    copy_into(static, inputs)
+    return static
 
 
 documents = st.lists(st.integers(1, 12), min_size=1, max_size=6)

@@ -66,7 +66,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return base | more
 
 
-def prepare(
+def build(
     cls: type[SFTTrainer],
     folder: Path,
     *,
@@ -92,8 +92,8 @@ def prepare(
 
 
 def train(cls: type[SFTTrainer], folder: Path, **options: Any) -> SFTTrainer:
-    """A short run of `prepare`'s trainer."""
-    runner = prepare(cls, folder, **options)
+    """A short run of `build`'s trainer."""
+    runner = build(cls, folder, **options)
     runner.train()
     return runner
 

@@ -1,4 +1,4 @@
-"""The feature `packed_attention`: how the documents of a run are kept apart, which rows it gets, and what proves it."""
+"""The attention of a run: how its documents are kept apart, which rows it gets, and what proves it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.attention import install
-from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.trial import failure
-from fastpack_trl.attention.verify_packing import is_examined, prove, prove_stock, stock_is_right
+from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
@@ -28,19 +27,16 @@ logger = get_logger(__name__)
 
 
 class _Asked(NamedTuple):
-    """The settings for which a run has chosen its attention, as of `choose_attention`."""
+    """The settings for which a run has chosen its attention."""
 
     packed_attention: str
     padded_rows_limit: float
     by_name: bool
+    """As for `choose_attention`."""
 
 
 def choose_attention(run: Run, *, by_name: bool) -> None:
-    """Choose the attention path of a run, and its batches.
-
-    Args:
-        run: its `choice`, `plan` and report are set.
-        by_name: the model was given as a name, so that `model_init_kwargs` says how to load it.
+    """Choose the attention path of a run, and its batches; `by_name`: `model_init_kwargs` says how its model is loaded.
 
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
@@ -58,22 +54,19 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
-    """Plan the batches of a run for its attention path, and say both. Padded rows that cost too much are not taken.
+    """Plan the batches of a run for its attention path, or take the `plan` that all processes have agreed on.
 
-    Args:
-        run: whose attention path is chosen.
-        plan: that all processes have agreed on; None: this one's own.
+    Padded rows that cost too much are not taken.
 
     Raises:
         ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
     """
-    choice, trainer, limit = run.choice, run.trainer, run.settings.padded_rows_limit
     run.plan = plan or _plan(run)
     _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
     run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
-    dataset = trainer.train_dataset
+    dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
     if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
         return
     cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
@@ -81,7 +74,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     if cost <= limit:
         return
     over = f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over "
-    over += f"padded_rows_limit={limit:g} ({choice.reason})"
+    over += f"padded_rows_limit={limit:g} ({run.choice.reason})"
     if run.settings.packed_attention != "auto" or not stock_is_right(run.model):
         raise ValueError(
             f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
@@ -136,7 +129,7 @@ def plan_rows_again(run: Run) -> None:
 
 
 @contextmanager
-def packed_attention(run: Run) -> Iterator[None]:
+def install_attention(run: Run) -> Iterator[None]:
     """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
     if not run.packs and run.insists:
         _tell(run)  # said before `train` too, which stops where it is not what was asked for

@@ -1,8 +1,10 @@
-"""The feature `verify_packing`: the packing proof when training starts, and what its outcome does to the run."""
+"""The feature `verify_packing`: the proof when training starts, and what its outcome does to the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import ref
@@ -13,10 +15,11 @@ from accelerate.logging import get_logger
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
-from fastpack_trl.attention.stock_leak import stock_leak
-from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
+from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError, first_reason
+from fastpack_trl.model.facts import backbones, is_prompt_learning, state_modules, text_model
 from fastpack_trl.model.loop import called
 from fastpack_trl.model.sharded import part_up
+from fastpack_trl.model.stock_attention import stock_implementation
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import ONCE_PARTED, Choice, Run
@@ -43,12 +46,7 @@ def is_examined(run: Run) -> bool:
 
 
 def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> str:
-    """Prove the attention that is installed on the model of `run`; under FSDP 2 when training begins.
-
-    Args:
-        run: about to train, or to evaluate.
-        attention: what is installed.
-        stack: closed at the end of the run.
+    """Prove `attention`, installed on the model of a run that begins; `stack` closes when it ends.
 
     Returns:
         The reason why the proof cannot run on this model; empty where it ran, runs later, or is not due.
@@ -66,27 +64,22 @@ def prove(run: Run, attention: PackedAttention, stack: ExitStack) -> str:
 
     def now() -> None:
         nonlocal unproven
-        unproven = _prove(run, attention)
+        proof, unproven = _proof(run, attention=attention)
+        run.keep(_Examined(run.choice, ref(run.model)))
+        if proof is not None:
+            run.say("verify_packing", "on", "proof", str(proof.raise_if_failed()))
         if unproven and run.is_fsdp2 and run.plan.kind == "padding_free":  # its loaders are there already
             raise PackingError(
                 f"rows without padding are not proven for this model: {unproven}; set packed_attention='off' for "
                 f"padded ones; {INSIST}"
             )
 
-    _now_or_once_parted(run, stack, now)
+    _now_or_once_sharded(run, stack, now)
     return unproven
 
 
-def _prove(run: Run, attention: PackedAttention) -> str:
-    proof, unproven = _proof(run, attention=attention)
-    run.keep(_Examined(run.choice, ref(run.model)))
-    if proof is not None:
-        run.say("verify_packing", "on", "proof", str(proof.raise_if_failed()))
-    return unproven
-
-
-def _now_or_once_parted(run: Run, stack: ExitStack, prove: Callable[[], None]) -> None:
-    """Call `prove`: under FSDP 2 with the parameters in their places, on the whole model and in every process."""
+def _now_or_once_sharded(run: Run, stack: ExitStack, prove: Callable[[], None]) -> None:
+    """Call `prove`; under FSDP 2 when training begins, on the whole model and in every process."""
     if not run.is_fsdp2:
         prove()
         return
@@ -104,41 +97,79 @@ def _now_or_once_parted(run: Run, stack: ExitStack, prove: Callable[[], None]) -
 def prove_stock(run: Run, stack: ExitStack) -> None:
     """Prove packed rows under stock's own attention. Where the model cannot be run, its source decides.
 
-    Args:
-        run: about to train.
-        stack: closed at the end of the run.
-
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
         ValueError: the proof cannot run, and ``verify_packing="on"`` insists.
     """
-    due, remedy, setting = _due(run), _remedy(run), run.settings.verify_packing
-    if setting == "off":
+    due, remedy = _due(run), _remedy(run)
+    if run.settings.verify_packing == "off":
         return
     if joins_documents(run.trainer):
         raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {remedy}")
     if not due:
-        leak = stock_leak(run.model)
-        if leak:
+        if leak := stock_leak(run.model):
             raise PackingError(f"packed rows under stock: LEAK: {leak}; {remedy}")
-        why = f"{_SHARDED}; by its source stock keeps this model's documents apart"
-        run.say("verify_packing", "off", "not run", why)
+        kept = "by its source stock keeps this model's documents apart"
+        run.say("verify_packing", "off", "not run", f"{_SHARDED}; {kept}")
         return
-    _now_or_once_parted(run, stack, lambda: _prove_stock(run, remedy))
+    _now_or_once_sharded(run, stack, lambda: _prove_stock(run, remedy))
 
 
 def _prove_stock(run: Run, remedy: str) -> None:
-    (proof, _), setting = _proof(run, implementation="off"), run.settings.verify_packing
+    proof, _ = _proof(run, implementation="off")
     if proof is None:
         return
     run.say("verify_packing", "on", "proof of stock", str(proof))
     if proof.proven:
         return
     collator = run.trainer.data_collator
-    if isinstance(collator, DataCollatorForLanguageModeling) or setting == "on":
+    if isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on":
         proof.raise_if_failed(remedy)
     # A collator of the user's own may tell the model what stock's does not.
     logger.warning(f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined")
+
+
+def stock_leak(model: Any) -> str:
+    """Return why packed documents of `model` see each other under stock, by its source; empty if no reason is known.
+
+    For sharded parameters, which cannot be run. Stock tells documents apart by `position_ids`: by the mask that is made
+    of them, or by a kernel that gets them.
+    """
+    return first_reason(_stock_leaks(model))
+
+
+def _stock_leaks(model: Any) -> Iterator[object]:
+    base = text_model(model)
+    config, states = base.config.get_text_config(), state_modules(base)
+    family, implementation = config.model_type, stock_implementation(config)
+    yield is_prompt_learning(model) and "prompt learning drops position_ids, by which stock tells documents apart"
+    if states and not _separates_states(_source(inspect.getmodule(type(base)))):
+        yield f"{family} carries state from one document into the next ({type(states[-1]).__name__})"
+    if "flash" in implementation:
+        return  # no mask: the kernel gets the positions
+    knows = all(_mask_knows_positions(_source(type(module).forward)) for module in backbones(model))
+    yield not knows and f"{family} makes its {implementation} mask without position_ids"
+
+
+def _separates_states(source: str) -> bool:
+    """Return whether the file of a model with state tells its kernels where a document begins; True if unreadable."""
+    return not source or bool(re.search(r"seq_idx|cu_seq|\b\w+_fn\(.*\*\*kwargs\)$", source, re.MULTILINE))
+
+
+def _mask_knows_positions(source: str) -> bool:
+    """Return whether a forward gives `position_ids` to each causal mask that it makes; True if unreadable."""
+    # The arguments of several masks are usually collected in one dict: {"config": ..., "position_ids": ...}.
+    dicts = re.findall(r"\{[^{}]*\}", source)
+    collected = any('"attention_mask"' in names and '"position_ids"' in names for names in dicts)
+    calls = re.findall(r"create_\w*causal_mask\(([^()]*)\)", source)
+    return all("position_ids=" in call or (collected and "**" in call) for call in calls)
+
+
+def _source(code: Any) -> str:
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return ""
 
 
 def stock_is_right(model: Any) -> bool:
@@ -176,7 +207,7 @@ def _documents_are_alone(run: Run) -> bool:
         return run.plan.kind == "padding_free" and args.eval_batch_size == 1
     merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"
     evaluates = run.trainer.eval_dataset is not None and args.eval_batch_size > 1
-    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not merges and not evaluates
+    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not (merges or evaluates)
 
 
 def _proof(run: Run, **options: Any) -> tuple[PackingProof | None, str]:

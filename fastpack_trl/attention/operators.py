@@ -1,0 +1,114 @@
+"""What the backends with a kernel share: an operator with a gradient, and sinks on kernels that know none.
+
+A sink is one logit per head that takes part in the softmax and has no value (gpt-oss). It adds ``exp(sink)`` to the
+denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, sink)`` the output is
+``out' = out * exp(lse - lse')``. The backward of the unchanged kernel computes ``exp(scores - lse')`` and
+``rowsum(dout * out')``: given `out'` and `lse'` in place of `out` and `lse` it returns exact dQ, dK and dV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+
+_TENSORS = 6
+"""Fields that are tensors: query, key, value, cu_seqlens, sinks, and the band or the bounds."""
+
+
+def attention_operator(
+    inputs: type[Any],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    flops: Callable[..., int],
+    flops_backward: Callable[..., int],
+    on_host: int,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Any:
+    """Register two operators and their gradient; return ``(*inputs) -> (out, log-sum-exp)``, the latter without one.
+
+    Args:
+        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, a further tensor or None, then constants.
+        forward: of the fields of `inputs`; returns output and log-sum-exp.
+        backward: of ``grad_out, out, lse, *inputs``; returns the gradients of query, key, value and sinks.
+        fake: as `forward`, with empty tensors.
+        flops, flops_backward: of the arguments of `forward` and `backward`.
+        on_host: index of the tensor that stays on the host. It is not saved: hooks on saved tensors need not move it.
+        memory_format: of the gradients that `backward` returns.
+    """
+
+    def fake_backward(grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+        sinks = fields[4]
+        gradients = [torch.empty_like(tensor, memory_format=memory_format) for tensor in fields[:3]]
+        return *gradients, grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+    arguments = arguments_of(inputs)
+    run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> (Tensor, Tensor)")
+    run_backward = operator(
+        backward, fake=fake_backward, flops=flops_backward,
+        signature=f"(Tensor grad_out, Tensor out, Tensor lse, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
+    )  # fmt: skip
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+            out, lse = run(*fields)
+            tensors = list(fields[:_TENSORS])
+            ctx.host, ctx.constants = tensors.pop(on_host), fields[_TENSORS:]
+            ctx.save_for_backward(out, lse, *tensors)
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+            out, lse, *tensors = ctx.saved_tensors
+            tensors.insert(on_host, ctx.host)
+            dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
+            return dq, dk, dv, None, None if tensors[4] is None else dsinks, None, *(None for _ in ctx.constants)
+
+    name = f"{forward.__name__}_with_gradient"
+    return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
+
+
+def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp with the sinks, if there are any, in the denominator.
+
+    Args:
+        out: (..., tokens, heads, head_dim), of a kernel without sinks; overwritten.
+        lse: (..., heads, tokens), natural logarithm.
+        sinks: (heads,).
+    """
+    if sinks is None:
+        return out, lse
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out *= torch.exp(lse - with_sink).transpose(-1, -2)[..., None].to(out.dtype)
+    return out, with_sink
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return ``-sum(exp(sink - lse') * rowsum(dout * out'))`` per head; an empty tensor if there are no sinks.
+
+    Args:
+        grad_out, out: (..., tokens, heads, head_dim), as `fold_sinks` returned it.
+        lse: (..., heads, tokens), as `fold_sinks` returned it.
+        sinks: (heads,).
+    """
+    if sinks is None:
+        return grad_out.new_empty(0)
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
+    weighted = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    return -weighted.movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)
+
+
+def pad_head(tensor: Tensor, width: int) -> Tensor:
+    """Append zeros to the last dimension up to `width`: they change no score, and no value before them."""
+    return F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor

@@ -1,0 +1,191 @@
+"""Foreign objects are changed through `fastpack_trl.model.patches` alone, which takes each change back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, TrainerControl, TrainerState
+from trl import SFTConfig, SFTTrainer
+
+import fastpack_trl
+
+PACKAGE = Path(fastpack_trl.__file__).parent
+
+VALUES = {"grad", "data"}
+"""What a training step writes into a tensor: a value, no patch."""
+ALLOWED: dict[str, dict[str, str]] = {
+    "attention": {"_attn_implementation_internal": "put back after the public setter, which would load kernels again"},
+    "bench": {
+        "*": "the rates of dropout, put back on exit",
+        "dynamo_plugin": "of accelerate's shared state, for one call",
+        "should_log": "how a callback speaks to its trainer",
+        "should_training_stop": "how a callback speaks to its trainer",
+        "sees_plain_rows": "of a hook of ours",
+    },
+    "callbacks": {"callbacks": "a new order of them, put back by `_restore`", "sees_plain_rows": "of a hook of ours"},
+    "checkpointing": {"_total_train_tokens": "a step that is run again counts its tokens once"},
+    "cli": {"error": "of a parser made there", "more": "of a namespace made there"},
+    "compile": {"specialize_float": "a setting of torch and no attribute, put back after each call"},
+    "config.py": {"*": "of the namespace that a parser fills"},
+    "lora": {"__class__": "put back by `_Restore`, unless FSDP 2 has put a class of its own over ours"},
+    "measure": {"should_training_stop": "how a callback speaks to its trainer"},
+    "model": {
+        "*": "`patches`, and the property of `checkpoint_seam` that stands for an attribute of the layer",
+        "reduceOp": "of options made there",
+        "timeout": "of options made there",
+    },
+    "packing": {"max_length": "of a copy of the arguments", "shuffle_dataset": "of a copy of the arguments"},
+    "quickstart": {
+        "data": "of the results of ours", "pre_tokenizer": "of a tokenizer made there",
+        "decoder": "of a tokenizer made there",
+    },
+    "recipe": {
+        "model_init_kwargs": "of arguments parsed for this run",
+        "model_name_or_path": "of arguments parsed for this run",
+        "model_wrapped": "of a trainer made there, after its run",
+        "resume_from_checkpoint": "of arguments parsed for this run",
+        "type": "of an action of a parser made there",
+    },
+    "step": {
+        "__kwdefaults__": "of a function made there",
+        "*": "what a descriptor of ours stands for",
+        "_total_train_tokens": "the count that TRL's own step would make",
+        "forward": "put back by `LossForward.close`, where it is still ours",
+    },
+}  # fmt: skip
+"""By room: attributes that are written directly, and why; ``*`` is a name that is not spelt there."""
+
+FRAMES = {
+    "callbacks/__init__.py": "callbacks are not handed the trainer",
+    "checkpointing/callback.py": "callbacks are not handed the trainer",
+    "compile/graph.py": "torch counts graphs per code object",
+    "measure/host_syncs.py": "names the line that waited",
+    "model/callbacks.py": "callbacks are not handed the trainer",
+    "step/loss.py": "the constants of TRL's fused head are in its closure",
+}
+"""Files that look at frames or take functions apart, and why."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    files = PACKAGE.rglob("*.py")
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+@cache
+def foreign_names() -> frozenset[str]:
+    """Attributes of what we plug into: written on an object that may be theirs, they are foreign."""
+    homes = (
+        layer := nn.Linear(1, 1), layer.weight, torch.optim.SGD(layer.parameters()), LlamaConfig(), SFTTrainer,
+        SFTConfig(use_cpu=True, bf16=False), TrainerControl(), TrainerState(),
+    )  # fmt: skip
+    return frozenset(name for home in homes for name in dir(home))
+
+
+@cache
+def own_classes() -> frozenset[str]:
+    return frozenset(
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Attributes that classes of this package declare or give to themselves, and no class that we plug into has."""
+    found = set()
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+        match node:
+            case ast.AnnAssign(target=ast.Name(name)) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+                found.add(name)
+    return frozenset(found - foreign_names())
+
+
+def ours(scope: ast.AST) -> set[str]:
+    """Return what holds an object of this package in a module or function: annotated as one, or made there."""
+    found = {"self", "cls", "ctx", "run"}  # by convention: a context of autograd, our `Run`
+    for node in ast.walk(scope):
+        match node:
+            case ast.arg(name, ast.Name(kind)) if kind in own_classes():
+                found.add(name)
+            case ast.Assign([target], ast.Call(ast.Name(kind))) | ast.AnnAssign(target, ast.Name(kind)) if (
+                kind in own_classes()
+            ):
+                found.add(ast.unparse(target))
+    return found
+
+
+def writes(node: ast.AST, held: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield the attributes written on what may be an object of others, with their lines; ``*``: of any name."""
+    found: tuple[ast.expr, ast.expr | str] | None = None
+    match node:
+        case ast.FunctionDef():
+            held = held | ours(node)
+        case ast.Attribute(owner, name, ast.Store() | ast.Del()):
+            found = owner, name
+        case ast.Call(ast.Name("setattr" | "delattr"), [owner, name, *_]):
+            found = owner, name
+        case ast.Call(_, [ast.Name("setattr" | "delattr"), owner, name, *_]):  # called later
+            found = owner, name
+        case ast.Subscript(ast.Attribute(owner, "__dict__") | ast.Call(ast.Name("vars"), [owner]), name, context) if (
+            not isinstance(context, ast.Load)
+        ):
+            found = owner, name
+        case ast.Call(ast.Attribute(ast.Attribute(owner, "__dict__"), "pop" | "update" | "setdefault"), [name, *_]):
+            found = owner, name
+    if found is not None:
+        owner, key = found
+        name = key if isinstance(key, str) else str(key.value) if isinstance(key, ast.Constant) else "*"
+        own = ast.unparse(owner) in held or name in own_names() or name.startswith(("fastpack_", "_fastpack_"))
+        if not own and name not in VALUES:
+            yield name, node.lineno  # type: ignore[attr-defined]
+    for child in ast.iter_child_nodes(node):
+        yield from writes(child, held)
+
+
+def test_every_change_of_a_foreign_object_goes_through_patches() -> None:
+    for path, tree in trees().items():
+        allowed = ALLOWED.get(path.partition("/")[0], {})
+        wrong = [f"{path}:{line}: {name}" for name, line in writes(tree, ours(tree)) if name not in allowed]
+        assert not wrong, "written directly, see model/patches.py"
+
+
+def test_frames_and_code_objects_are_looked_at_in_few_places() -> None:
+    words = {"currentframe", "_getframe", "f_code", "f_locals", "__code__", "__closure__", "FunctionType", "CellType"}
+    found = {
+        path
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+        and (node.attr if isinstance(node, ast.Attribute) else node.id) in words
+    }
+    assert found <= FRAMES.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.forward = ours", "del trainer.training_step", "setattr(layer, name, ours)",
+        "model.config.vocab_size += 1",
+        "stack.callback(setattr, config, 'dtype', 1)", "model.__dict__['forward'] = ours",
+        "vars(model)['train'] = ours",
+        "model.__dict__.pop('forward')", "(model.train, other) = ours, 1", "def f(model: nn.Module): model.forward = g",
+    ],
+)  # fmt: skip
+def test_a_direct_write_is_seen(source: str) -> None:
+    tree = ast.parse(source)
+    assert len(list(writes(tree, ours(tree)))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["self.forward = f", "ctx.shape = s", "parameter.grad = None", "def f(watch: HookWatch): watch.training = 1"],
+)
+def test_what_is_ours_may_be_written(source: str) -> None:
+    tree = ast.parse(source)
+    assert not list(writes(tree, ours(tree)))
