@@ -53,5 +53,8 @@ def _drop(run: Run, copies: FrozenCopies) -> bool:
 
 
 def _tell(run: Run, copies: FrozenCopies) -> None:
-    status, path = ("on", "kept") if copies.kept else ("off", "per use")
-    run.say("cache_dequantized", status, path, copies.reason or "switched off")
+    reason = copies.reason or "switched off"
+    if copies.kept:
+        run.say("cache_dequantized", "on", "kept", reason)
+    else:
+        run.say("cache_dequantized", "off", "per use", reason)
