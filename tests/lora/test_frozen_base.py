@@ -27,8 +27,9 @@ from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("on_any_device")
 
-@pytest.mark.usefixtures("on_any_device")
+
 @pytest.mark.parametrize("layer_compile", ["off", "on"])
 def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +56,6 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     assert_as_loaded(ours.model, before)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_evaluation_in_a_run_is_in_fp8_and_after_it_as_loaded(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=2, eval_steps=2)
     trainer.train()
@@ -67,7 +67,6 @@ def test_evaluation_in_a_run_is_in_fp8_and_after_it_as_loaded(tmp_path: Path) ->
     assert trainer.evaluate()["eval_loss"] == after
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_loaded_weights_wait_on_the_host_and_checkpoints_have_no_trace(tmp_path: Path) -> None:
     model = adapted("qwen3")
     before = weights(model)
@@ -91,7 +90,6 @@ def test_loaded_weights_wait_on_the_host_and_checkpoints_have_no_trace(tmp_path:
             assert row[name] == pytest.approx(expected[name], rel=1e-6)
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_a_run_and_after_an_error_the_base_is_as_loaded_for_the_next_run(tmp_path: Path, fails: bool) -> None:
     def act(_: Any) -> None:
@@ -106,7 +104,6 @@ def test_after_a_run_and_after_an_error_the_base_is_as_loaded_for_the_next_run(t
         assert_as_loaded(trainer.model, before)
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("moment", ["merged", "disabled"])
 def test_merging_and_disabling_adapters_in_a_run_see_the_loaded_weights(tmp_path: Path, moment: str) -> None:
     model = adapted("qwen3")
@@ -139,7 +136,6 @@ def test_merging_and_disabling_adapters_in_a_run_see_the_loaded_weights(tmp_path
     assert max(logged(trainer, "loss")) < 10
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None:
     model = quantised("nf4")
     inside = At(lambda model: [layer.fastpack_dense for layer in fast_layers(model)])
@@ -152,7 +148,6 @@ def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None
     assert "the loaded weights stay on the device" in trainer.fastpack_report["frozen_base"].reason
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize(
     ("family", "layers", "rest"),
     [
@@ -183,7 +178,6 @@ def test_bases_of_every_kind_train_and_are_as_loaded_after_it(
     assert all(torch.equal(own, before[name]) for name, own in trainer.model.named_parameters() if "lora_" not in name)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_model_generates_in_the_middle_of_a_run(tmp_path: Path) -> None:
     def generate(model: Any) -> Tensor:
         model.eval()
@@ -197,7 +191,6 @@ def test_a_model_generates_in_the_middle_of_a_run(tmp_path: Path) -> None:
     assert generated.found.shape == (1, 10)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_layers_that_cannot_or_lose_too_much_stay_as_loaded_and_are_counted(tmp_path: Path) -> None:
     base = tiny_model("qwen3", intermediate_size=40)  # no multiple of 16
     attention = base.model.layers[0].self_attn
@@ -237,7 +230,6 @@ def test_the_second_layout_is_kept_in_a_quarter_of_what_is_free_beside_the_first
         frozen_base._both_layouts(layers, fp8 - 1, on_host=False)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_errors_are_of_what_each_layer_reads(tmp_path: Path) -> None:
     base = tiny_model("qwen3")
     trainer = made(tmp_path, adapted(base), max_steps=1)
@@ -274,7 +266,6 @@ def merged(family: str) -> Any:
     return model
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
     fields, model, match = REFUSED[name]
@@ -286,7 +277,8 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, nam
     assert "\n" not in str(error.value)
 
 
-def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_base, "_on_any_device", False)
     with pytest.raises(ValueError, match=r"a cpu device has no FP8 products; train on .* or set frozen"):
         made(tmp_path).train()
 
@@ -303,6 +295,7 @@ def test_devices_and_dtypes_without_fp8_products_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, failure: str, match: str
 ) -> None:
     trainer = made(tmp_path, bf16=bf16)
+    monkeypatch.setattr(frozen_base, "_on_any_device", False)
     monkeypatch.setattr(frozen_base, "failure_of_products", lambda *_: failure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
     monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device("cuda"))
@@ -337,7 +330,6 @@ def test_a_product_without_the_scales_of_each_row_counts_as_missing(monkeypatch:
     assert fp8.failure_of_products(torch.device("cpu"), torch.bfloat16) == "a small product is wrong"
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_the_model_card_says_that_what_is_computed_differs(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=1)
     trainer.train()
