@@ -12,7 +12,7 @@ import torch
 from lora_material import adapted
 from out_of_memory import too_large
 from quantised_material import quantised
-from trainer_material import figures, prepare, train
+from trainer_material import build, figures, train
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory, activation_memory
@@ -29,7 +29,7 @@ COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
 
 def trainer_with(folder: Path, budget: float | None, cache: str = "auto", **more: Any) -> FastSFTTrainer:
     fast = {"activation_memory_gib": None if budget is None else budget / GIB, "cache_dequantized": cache}
-    trainer = prepare(
+    trainer = build(
         FastSFTTrainer, folder, model=quantised("nf4", nested=True), fast=fast, packing=True, eval_strategy="no",
         **{"max_steps": 3, **more},
     )  # fmt: skip

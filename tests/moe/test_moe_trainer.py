@@ -10,7 +10,7 @@ import torch
 from moe_material import STACKS, model_without_gates, moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, make_tokenizer, prepare, train
+from trainer_material import assert_same_log, both, build, make_tokenizer, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
@@ -124,8 +124,8 @@ def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, sett
 
 
 def test_on_evaluates_as_stock_and_stops_training_where_no_layer_has_a_gate(tmp_path: Path) -> None:
-    ours = prepare(FastSFTTrainer, tmp_path, model=model_without_gates(), fast={"moe": "on"})
-    stock = prepare(SFTTrainer, tmp_path, model=model_without_gates())
+    ours = build(FastSFTTrainer, tmp_path, model=model_without_gates(), fast={"moe": "on"})
+    stock = build(SFTTrainer, tmp_path, model=model_without_gates())
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"^moe='on': 1 layer \(experts without a gate\); set moe='auto' to train"):
         ours.train()
@@ -172,7 +172,7 @@ def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path:
 
 def test_a_step_that_raises_restores_the_model(tmp_path: Path) -> None:
     model = moe_model("qwen3_moe")
-    trainer = prepare(FastSFTTrainer, tmp_path, model=model, gradient_checkpointing=True, **ONE_STEP)
+    trainer = build(FastSFTTrainer, tmp_path, model=model, gradient_checkpointing=True, **ONE_STEP)
     hook = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()

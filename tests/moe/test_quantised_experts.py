@@ -13,7 +13,7 @@ from moe_material import STACKS, adapted, assert_as_stock, experts_of, input_ids
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer_material import prepare
+from trainer_material import build
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -153,7 +153,7 @@ def test_on_cuda_one_dense_stack_is_there_at_a_time(tmp_path: Path) -> None:
 
 
 def _trainer(folder: Path, model: Any = None, **more: Any) -> FastSFTTrainer:
-    trainer = prepare(
+    trainer = build(
         FastSFTTrainer, folder, model=moe_model("qwen3_moe") if model is None else model, packing=True,
         trainer={"peft_config": LoraConfig(r=4, target_parameters=STACKS)}, fast={"moe_quantize_experts": "on"},
         **{"max_steps": 1, "eval_strategy": "no"} | more,
