@@ -21,12 +21,12 @@ from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
 from fastpack_trl.checkpointing.retry import retry
 from fastpack_trl.compile.layer_compile import layer_compile, start_workers
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
+from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
-from fastpack_trl.lora.lora import lora
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.precision import not_packed_on_cpu
 from fastpack_trl.model.upstream import PARTLY, lacks
-from fastpack_trl.moe.moe import moe
+from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.accumulation import merge
 from fastpack_trl.step.aux_loss import aux_loss

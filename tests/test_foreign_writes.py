@@ -33,7 +33,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli": {"error": "of a parser made there", "more": "of a namespace made there"},
     "compile": {"specialize_float": "a setting of torch and no attribute, put back after each call"},
     "config.py": {"*": "of the namespace that a parser fills"},
-    "lora": {"__class__": "put back by `_Restore`, unless FSDP 2 has put a class of its own over ours"},
+    "lora": {"__class__": "put back by `_restore`, unless FSDP 2 has put a class of its own over ours"},
     "measure": {"should_training_stop": "how a callback speaks to its trainer"},
     "model": {
         "*": "`patches`, and the property of `checkpoint_seam` that stands for an attribute of the layer",

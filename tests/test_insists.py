@@ -198,7 +198,7 @@ def test_what_cannot_be_read_stops_too_but_no_evaluation(tmp_path: Path, monkeyp
     def unreadable(*_args: Any, **_kwargs: Any) -> Any:
         raise AttributeError("no such field")
 
-    monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
+    monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
     trainer = make(tmp_path, Case(), moe="on")
     trainer.evaluate()
     assert "cannot be read" in trainer.fastpack_report["moe"].reason

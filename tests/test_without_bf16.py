@@ -26,7 +26,7 @@ from fastpack_trl.lora import linear
 from fastpack_trl.model import precision
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.precision import emulates_bf16, fit_precision, unscales_bf16
-from fastpack_trl.moe.moe import moe
+from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model

@@ -1,24 +1,33 @@
-"""The frozen weight under a LoRA adapter: dense, 4-bit and dequantised once per use, or FP8 and multiplied as such."""
+"""The frozen weight under a LoRA adapter: dense, 4-bit and dequantised once per use, or FP8 and multiplied as such.
+
+A layer may multiply by a copy of it that is kept for a run; meanwhile the weight itself may be in host memory.
+"""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
-from fastpack_trl.kernels.fp8 import BLOCK, Quantised, quantise_rows, scaled_product, transposed
+from fastpack_trl.kernels.fp8 import BLOCK, BLOCK_MULTIPLE, FP8, Quantised, quantise_rows, scaled_product, transposed
+from fastpack_trl.model.upstream import Conv1D
+
+logger = logging.get_logger(__name__)
 
 
 class BaseWeight(NamedTuple):
-    """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format, ``BaseWeight()`` is none.
+    """``BaseWeight(weight)`` is dense; with `absmax` it is bitsandbytes' 4-bit format.
 
     A flat tuple of tensors and constants, so that it passes through autograd functions and `torch.compile` as it is.
     """
 
-    weight: Tensor | None = None
+    weight: Tensor
     """Dense: (out_features, in_features). 4-bit: bitsandbytes' packed storage."""
     absmax: Tensor | None = None
     """One scale per block: fp32, or uint8 where the scales are quantised themselves (double quantisation)."""
@@ -36,14 +45,16 @@ class BaseWeight(NamedTuple):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, (out_features, in_features), in `dtype`."""
-        assert self.weight is not None
         if self.absmax is None:
             return self.weight.to(dtype)
-        return _dequantised(self).to(dtype)
+        state = Scales(self.absmax, self.nested_absmax, self.nested_code, self.nested_offset).state(
+            quant_type=self.quant_type, blocksize=self.blocksize, nested_blocksize=self.nested_blocksize,
+            shape=(self.out_features, self.in_features), dtype=self.dtype,
+        )  # fmt: skip
+        return dequantise_4bit(self.weight.view(-1, 1), state).to(dtype)
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Return whether a projection in `dtype` may use it as it is."""
-        assert self.weight is not None
         return self.weight.dtype == dtype
 
 
@@ -142,11 +153,191 @@ def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
     return grad.mm(base.dense(grad.dtype))
 
 
-def _dequantised(base: BaseWeight) -> Tensor:
-    assert base.weight is not None
-    assert base.absmax is not None
-    state = Scales(base.absmax, base.nested_absmax, base.nested_code, base.nested_offset).state(
-        quant_type=base.quant_type, blocksize=base.blocksize, nested_blocksize=base.nested_blocksize,
-        shape=(base.out_features, base.in_features), dtype=base.dtype,
-    )  # fmt: skip
-    return dequantise_4bit(base.weight.view(-1, 1), state)
+_FP8_LINEAR_READS = ("block_size", "activation_scheme", "weight_scale_inv")
+
+
+def is_fp8_linear(base: Any) -> bool:
+    """Return whether a base layer is `FP8Linear` of ``transformers.integrations.finegrained_fp8``, by its name.
+
+    Its weight is ``weight * weight_scale_inv``. By name, so that its module is not imported.
+    """
+    return type(base).__name__ == "FP8Linear"
+
+
+def reason_against_layout(base: Any) -> str:
+    """Return why the values of an `FP8Linear` cannot be multiplied as they are, with the remedy; empty if they can."""
+    why = _reason(base)
+    return why and f"{why}: load it with FineGrainedFP8Config(dequantize=True)"
+
+
+def _reason(base: Any) -> str:
+    if missing := [name for name in _FP8_LINEAR_READS if not hasattr(base, name)]:
+        return f"an FP8 base without {', '.join(missing)}"
+    if base.weight.dtype != FP8:
+        return f"an FP8 base with weights in {base.weight.dtype}"
+    if base.block_size is None or tuple(base.block_size) != (BLOCK, BLOCK):
+        return f"an FP8 base whose scales are not of blocks of {BLOCK} x {BLOCK}"
+    if base.activation_scheme != "dynamic":
+        return "an FP8 base with fixed scales of activations"
+    if any(size % BLOCK_MULTIPLE for size in base.weight.shape):
+        return f"an FP8 base with dimensions that are no multiples of {BLOCK_MULTIPLE}"
+    if base.weight.is_cuda and not _multiplies_blocks(base.weight.device):
+        return "an FP8 base on a device or CUDA that multiplies no blocks (compute capability 9 and CUDA 12.9 do)"
+    return ""
+
+
+def _multiplies_blocks(device: torch.device) -> bool:
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
+
+
+def fp8_linear_weight(base: Any, *, both_layouts: bool) -> Fp8Weight:
+    """Return the weight of an `FP8Linear` whose layout has no reason against it; the values are its parameter's."""
+    return Fp8Weight.of_blocks(base.weight.detach(), base.weight_scale_inv.detach(), both_layouts=both_layouts)
+
+
+def loaded_weight(base: Any) -> BaseWeight:
+    """Return the weight of a base layer by reference, (out_features, in_features): dense or 4-bit."""
+    if type(base).__name__ == "Linear4bit":
+        return from_4bit(base.weight)
+    return BaseWeight(base.weight.data.t() if isinstance(base, Conv1D) else base.weight.data)
+
+
+class HostWeight:
+    """Takes the ``weight`` of a layer off its device until `restore`.
+
+    The parameter keeps its shape, dtype and device, and has NaN in place of values, in no memory: a use that nobody
+    thought of is seen at once. `state_dict` and a deep copy of the layer have the values. What is written to the
+    parameter meanwhile stays.
+
+    Args:
+        layer: e.g. the base layer of a LoRA layer; nothing else may hold its weight.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        parameter = layer._parameters["weight"]
+        assert parameter is not None
+        self._parameter: nn.Parameter = parameter
+        self._kept: Tensor | None = parameter.data.cpu()
+        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+        self._stub = parameter.data_ptr()
+        me, own = weakref.ref(self), weakref.ref(layer)
+
+        def give_values(layer: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+            host = me()
+            # A deep copy of the layer has this hook too.
+            if host is not None and layer is own() and f"{prefix}weight" in state and host._waits():
+                state[f"{prefix}weight"] = host._values(torch.device("cpu"))
+
+        def bring_back(layer: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+            host = me()
+            if host is not None and layer is own() and f"{prefix}weight" in state:  # loading writes into it
+                host.restore()
+
+        # Functions: torch marks the first, and takes no methods.
+        self._hooks = [
+            layer.register_state_dict_post_hook(give_values),
+            layer.register_load_state_dict_pre_hook(bring_back),
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    def restore(self, *, to_device: bool = True) -> None:
+        """Bring the values back; a second call does nothing.
+
+        Args:
+            to_device: of the parameter; False leaves them in host memory.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; everything is as it was.
+        """
+        if self._kept is None:
+            return
+        if self._waits():
+            self._parameter.data = self._values(self._parameter.device if to_device else torch.device("cpu"))
+        self._kept = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _waits(self) -> bool:
+        """Return whether the parameter has no values: NaN as they were put there, or moved or cast since."""
+        data = self._parameter.data
+        return data.data_ptr() == self._stub or bool(data.isnan().all())
+
+    def _values(self, device: torch.device) -> Tensor:
+        assert self._kept is not None
+        return self._kept.to(device, self._parameter.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        if self._kept is not None and self._waits():
+            copied = copy.deepcopy(self._parameter, memo)
+            copied.data = self._kept.to(self._parameter.device, self._parameter.dtype, copy=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled layer has the values of its parameter
+
+
+class HasFrozenWeight(nn.Module):
+    """A LoRA layer that may multiply by a copy of its frozen weight, which is kept for the run."""
+
+    fastpack_dense: BaseWeight | Fp8Weight | None = None
+    """The copy, in the compute dtype or in FP8."""
+    fastpack_copied_from: Any = None
+    """The parameter that the copy was made from, with its version and address then."""
+    fastpack_on_host: HostWeight | None = None
+    """The frozen weight itself, where only its copy is on the device."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> Any:
+        """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
+        self._fastpack_drop_copy()
+        return super().merge(*args, **kwargs)
+
+    def unmerge(self, *args: Any, **kwargs: Any) -> Any:
+        """Unmerge as PEFT; see `merge`."""
+        self._fastpack_drop_copy()
+        return super().unmerge(*args, **kwargs)
+
+    @property
+    def fastpack_multiplies_in_fp8(self) -> bool:
+        """True while the frozen weight in FP8 is that of the layer's parameter."""
+        return isinstance(self.fastpack_dense, Fp8Weight) and self._fastpack_is_source(self.base_layer.weight)
+
+    def _fastpack_keep_copy(self, copied: BaseWeight | Fp8Weight) -> None:
+        """Multiply by this copy while the weight's parameter stays as it is now."""
+        weight = self.base_layer.weight
+        self.fastpack_dense = copied
+        self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
+
+    def _fastpack_fetch_weight(self) -> None:
+        """Bring a frozen weight back from the host, for a call that needs it itself; a good copy of it stays good."""
+        host, copied = self.fastpack_on_host, self.fastpack_dense
+        if host is None:
+            return
+        good = copied is not None and self._fastpack_is_source(self.base_layer.weight)
+        host.restore()
+        del self.fastpack_on_host
+        if copied is not None and good:
+            self._fastpack_keep_copy(copied)
+            logger.warning_once("frozen_base: loaded weights are back on the device, for calls without adapters")
+
+    def _fastpack_drop_copy(self) -> None:
+        self._fastpack_drop_dense()  # first: on a full device it makes room for the weight
+        self._fastpack_fetch_weight()
+
+    def _fastpack_drop_dense(self) -> None:
+        self.__dict__.pop("fastpack_dense", None)
+        self.__dict__.pop("fastpack_copied_from", None)
+
+    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        copied = self.fastpack_dense
+        return copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight)
+
+    def _fastpack_is_source(self, weight: Tensor) -> bool:
+        source, version, address = self.fastpack_copied_from
+        if source is not weight:
+            return False  # merged and unmerged since: bitsandbytes made a new parameter
+        return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())

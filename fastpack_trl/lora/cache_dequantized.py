@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from fastpack_trl.lora.copies import FrozenCopies
-from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.lora.report import FrozenCopies, LoraReport
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from fastpack_trl.kernels.fp8 import MULTIPLE
-from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, from_4bit
-from fastpack_trl.lora.cast_hook import adapter_of
-from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear, weight_of
-from fastpack_trl.lora.host_weight import HostWeight
-from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.measure.timing import clock_of
+from fastpack_trl.lora.base_weight import Fp8Weight, HostWeight, fp8_linear_weight, is_fp8_linear, loaded_weight
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.upstream import Conv1D
 
 MOST_ERROR = 0.08
 """Relative error of a product from which a layer stays as it was loaded: twice what rounding both factors to 3 bits of
@@ -49,7 +45,7 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
         return "a base that is no frozen parameter"
     if uses[id(weight)] > 1:
         return "a weight that other modules have too"
-    if adapter_of(layer) is None:
+    if layer.fastpack_active_adapter() is None:
         return "no or several active adapters"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         return f"dimensions that are no multiples of {MULTIPLE}"
@@ -59,26 +55,23 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
 def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the frozen weight of a LoRA layer, (out_features, in_features).
 
-    A 4-bit one is made dense in `dtype`, that of an FP8 checkpoint in fp32.
+    A 4-bit one is made dense in `dtype`, that of an FP8 checkpoint in fp32; a dense one stays in its own.
     """
     base = layer.base_layer
     if is_fp8_linear(base):
-        return weight_of(base, both_layouts=False).dense(torch.float32)
-    if type(base).__name__ == "Linear4bit":
-        return from_4bit(base.weight).dense(dtype)
-    weight: Tensor = base.weight.data
-    return weight.t() if isinstance(base, Conv1D) else weight
+        return fp8_linear_weight(base, both_layouts=False).dense(torch.float32)
+    return loaded_weight(base).dense(dtype if type(base).__name__ == "Linear4bit" else base.weight.dtype)
 
 
 def _in_fp8(layer: Any, dtype: torch.dtype, *, both_layouts: bool) -> Fp8Weight:
     if is_fp8_linear(layer.base_layer):
-        return weight_of(layer.base_layer, both_layouts=both_layouts)
+        return fp8_linear_weight(layer.base_layer, both_layouts=both_layouts)
     return Fp8Weight.of(dense_weight(layer, dtype), both_layouts=both_layouts)
 
 
 @torch.no_grad()
 def product_errors(
-    layers: Mapping[str, FastLora], dtype: torch.dtype, run: Callable[[], object]
+    layers: Mapping[str, Any], dtype: torch.dtype, run: Callable[[], object]
 ) -> dict[str, tuple[float, float]]:
     """Return the relative errors of each layer's products in FP8: of its output and of the gradient of its input.
 
@@ -112,8 +105,7 @@ def product_errors(
 def _errors(x: Tensor, layer: Any) -> Tensor:
     base = _in_fp8(layer, x.dtype, both_layouts=False)
     grad = _random(x.shape[0], layer.out_features, x.device, x.dtype)
-    out = base.product(base.quantised(x), x.dtype)
-    grad_x = base.grad_input(base.quantised_grad(grad), x.dtype)
+    out, grad_x = _fp8_products(x, grad, base)
     exact = dense_weight(layer, x.dtype).float()
     return torch.stack([_relative(out, x.float() @ exact.t()), _relative(grad_x, grad.float() @ exact)])
 
@@ -139,13 +131,13 @@ def put_in_fp8(layer: Any, dtype: torch.dtype, *, both_layouts: bool, to_host: b
         to_host: keep a dense weight in host memory meanwhile. One in 4 or 8 bits stays.
     """
     base = layer.base_layer
-    layer.fastpack_dense = _in_fp8(layer, dtype, both_layouts=both_layouts)
-    if to_host and not stays(base):
+    copied = _in_fp8(layer, dtype, both_layouts=both_layouts)
+    if to_host and not stays_on_device(base):
         layer.fastpack_on_host = HostWeight(base)
-    layer.fastpack_copied_from = (base.weight, base.weight._version, base.weight.data_ptr())
+    layer._fastpack_keep_copy(copied)
 
 
-def stays(base: Any) -> bool:
+def stays_on_device(base: Any) -> bool:
     """Return whether a base layer keeps its loaded weight on the device beside that in FP8."""
     return type(base).__name__ == "Linear4bit" or is_fp8_linear(base)
 
@@ -161,32 +153,16 @@ def products_ratio(layers: Mapping[str, Any], tokens: int, dtype: torch.dtype) -
     for (out_features, in_features), fp8 in weights.items():
         count, device = shapes[fp8.weight.shape], fp8.weight.device
         x, grad = (_random(tokens, width, device, dtype) for width in (in_features, out_features))
-        dense = BaseWeight(_random(out_features, in_features, device, dtype))
-        for side, call in enumerate((_dense_products(x, grad, dense), _fp8_products(x, grad, fp8))):
-            total[side] += count * _seconds(call)
+        weight = _random(out_features, in_features, device, dtype)
+        for side, call in enumerate((partial(_dense_products, x, grad, weight), partial(_fp8_products, x, grad, fp8))):
+            timer = Timer("call()", globals={"call": call})  # warms up, and waits for the device
+            total[side] += count * timer.timeit(_TIMED).mean
     return total[0] / total[1]
 
 
-def _dense_products(x: Tensor, grad: Tensor, base: BaseWeight) -> Callable[[], object]:
-    weight = base.dense(x.dtype)
-    return lambda: (F.linear(x, weight), grad.mm(weight))
+def _dense_products(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, weight), grad.mm(weight)
 
 
-def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> Callable[[], object]:
-    return lambda: (
-        base.product(base.quantised(x), x.dtype),
-        base.grad_input(base.quantised_grad(grad), x.dtype),
-    )
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    clock = clock_of("cuda")
-    for _ in range(2):
-        call()
-    clock.synchronise()
-    start = clock.mark()
-    for _ in range(_TIMED):
-        call()
-    end = clock.mark()
-    clock.synchronise()
-    return clock.seconds(start, end)
+def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> tuple[Tensor, Tensor]:
+    return base.product(base.quantised(x), x.dtype), base.grad_input(base.quantised_grad(grad), x.dtype)

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import inf
+from math import inf, isnan
 from statistics import median
 from typing import Any
 
@@ -14,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.kernels.fp8 import failure_of_products
-from fastpack_trl.lora.copies import FrozenCopies
-from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear
-from fastpack_trl.lora.fp8_layers import MOST_ERROR, product_errors, products_ratio, put_in_fp8, reasons_against, stays
-from fastpack_trl.lora.linear import FastLora, has_lora
-from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.lora.base_weight import HasFrozenWeight, is_fp8_linear
+from fastpack_trl.lora.fp8_layers import (
+    MOST_ERROR,
+    product_errors,
+    products_ratio,
+    put_in_fp8,
+    reasons_against,
+    stays_on_device,
+)
+from fastpack_trl.lora.report import FrozenCopies, LoraReport, has_lora, shown_bytes
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, token_table
@@ -54,7 +59,9 @@ def frozen_base(run: Run) -> Iterator[None]:
     applied = run.part(LoraReport)
     if applied is None:
         raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
-    layers: dict[str, Any] = {name: each for name, each in run.model.named_modules() if isinstance(each, FastLora)}
+    layers: dict[str, Any] = {
+        name: each for name, each in run.model.named_modules() if isinstance(each, HasFrozenWeight)
+    }
     dtype = run.compute_dtype or next(run.model.parameters()).dtype
     against = reasons_against(run.model, layers)
     able = {name: layer for name, layer in layers.items() if name not in against}
@@ -69,7 +76,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         for layer in able.values():
             if is_fp8_linear(layer.base_layer):  # for the sample too: transformers' forward needs a kernel from the hub
                 put_in_fp8(layer, dtype, both_layouts=False, to_host=False)
-        errors = _agreed(run, product_errors(able, dtype, lambda: _run_sample(run)))
+        errors = _worst_errors(run, product_errors(able, dtype, lambda: _run_sample(run)))
         chosen = {name: layer for name, layer in able.items() if errors[name] <= MOST_ERROR}
         if not chosen:
             raise ValueError(
@@ -89,18 +96,17 @@ def frozen_base(run: Run) -> Iterator[None]:
         run.say(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
         _advise(run, chosen, dtype)
         yield
-        _say_what_left(run, chosen)
+        _remark_on_lost(run, chosen)
     finally:
         _put_back(able.values())
 
 
-def _say_what_left(run: Run, chosen: Mapping[str, Any]) -> None:
+def _remark_on_lost(run: Run, chosen: Mapping[str, Any]) -> None:
     """Name how many layers ended the run with another weight than that in FP8."""
-    left = sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values())
-    if left:
+    if lost := sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values()):
         run.report.remark(
             FEATURE,
-            f"{left} of {len(chosen)} layers ended the run as loaded: merged into, moved or written to in the middle "
+            f"{lost} of {len(chosen)} layers ended the run as loaded: merged into, moved or written to in the middle "
             "of it",
         )
 
@@ -153,9 +159,9 @@ def _refusal(run: Run) -> str:
     return ""
 
 
-def _agreed(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def _worst_errors(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the larger error of each layer, over all processes; infinite where one is NaN."""
-    worst = [max(both) if all(each == each for each in both) else inf for both in errors.values()]
+    worst = [inf if any(map(isnan, both)) else max(both) for both in errors.values()]
     return dict(zip(errors, run.ranks.most(worst), strict=True))
 
 
@@ -200,13 +206,13 @@ def _both_layouts(layers: Mapping[str, Any], free: float, *, on_host: bool) -> b
         ValueError: one layout does not fit.
     """
     bases = [layer.base_layer for layer in layers.values()]
-    leaves = sum(base.weight.nbytes for base in bases if not stays(base)) if on_host else 0
+    leaves = sum(base.weight.nbytes for base in bases if not stays_on_device(base)) if on_host else 0
     second = sum(layer.in_features * layer.out_features for layer in layers.values())
     nbytes = second - sum(base.weight.nbytes for base in bases if is_fp8_linear(base))
     if nbytes > free + leaves:
         raise ValueError(
-            f"frozen_base='fp8': {_size(nbytes)} of FP8 weights do not fit the {_size(free + leaves)} that are free on "
-            f"the device; {_KEEP}"
+            f"frozen_base='fp8': {shown_bytes(nbytes)} of FP8 weights do not fit the {shown_bytes(free + leaves)} that "
+            f"are free on the device; {_KEEP}"
         )
     return second <= _SHARE_OF_FREE * (free + leaves - nbytes)
 
@@ -221,16 +227,14 @@ def _described(chosen: Mapping[str, Any], errors: Mapping[str, float], others: M
         f"{len(chosen)} of {total} LoRA bases multiply in FP8, forward and backward: what is computed changes",
         *([f"{own} with the values and block scales of the checkpoint, not quantised again"] if own else []),
         f"a product is off by {median(errors[name] for name in chosen):.1%}, at most {errors[worst]:.1%} ({worst})",
-        f"{_size(nbytes)} of FP8 weights, {'both layouts' if both else 'transposed per use'}",
-        f"the loaded weights ({_size(host)}) wait in host memory" if host else "the loaded weights stay on the device",
+        f"{shown_bytes(nbytes)} of FP8 weights, {'both layouts' if both else 'transposed per use'}",
+        f"the loaded weights ({shown_bytes(host)}) wait in host memory"
+        if host
+        else "the loaded weights stay on the device",
         "evaluation during training is in FP8 too, all after training as loaded",
     ]
     parts += [f"as loaded: {count} ({reason})" for reason, count in others.items()]
     return "; ".join(parts)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _advise(run: Run, layers: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
@@ -244,7 +248,8 @@ def _advise(run: Run, layers: Mapping[str, nn.Module], dtype: torch.dtype) -> No
     except torch.OutOfMemoryError:
         ratio = inf  # not timed here
     ratio = run.ranks.least([ratio])[0]
-    if ratio == inf:
-        return
-    text = f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
-    run.report.remark(FEATURE, text if ratio >= _WORTH else f"{text}: too small a model to gain; {_KEEP}")
+    if ratio < inf:
+        said = (
+            f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+        )
+        run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")

@@ -7,24 +7,26 @@ what the fast forward does not cover is one `super().forward` away.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
-from fastpack_trl.lora.adapters import CastAdapter, cast_here, is_sharded, needs_cast
-from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, from_4bit
-from fastpack_trl.lora.cast_hook import CastHook, autocasts
-from fastpack_trl.lora.copies import FrozenCopies
-from fastpack_trl.lora.fp8_checkpoint import is_fp8_linear, reason_against_layout
-from fastpack_trl.lora.host_weight import HostWeight
-from fastpack_trl.lora.projection import lora_projection, low_rank
-from fastpack_trl.lora.report import LoraReport, declined
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
+from fastpack_trl.lora.base_weight import (
+    BaseWeight,
+    Fp8Weight,
+    HasFrozenWeight,
+    from_4bit,
+    is_fp8_linear,
+    reason_against_layout,
+)
+from fastpack_trl.lora.projection import lora_projection
+from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
 from fastpack_trl.model.precision import emulates_bf16
@@ -36,20 +38,14 @@ _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _SHORT = 512
 """Rows up to which bitsandbytes has kernels, out of reach of autocast, that multiply without a dense weight."""
 # By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
-_QUANTISED = {"Linear4bit": "4-bit", "Linear8bitLt": "8-bit"}
+_QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 
-class FastLora(nn.Module):
+class FastLora(HasFrozenWeight):
     """Base class put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets a layer's class."""
 
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
-    fastpack_dense: BaseWeight | Fp8Weight | None = None
-    """A copy of the frozen weight, in the compute dtype or in FP8, that is kept for the run."""
-    fastpack_copied_from: Any = None
-    """The parameter that `fastpack_dense` was made from, with its version and address then."""
-    fastpack_on_host: HostWeight | None = None
-    """The frozen weight itself, where its copy stands in for it."""
     fastpack_hooked: SameInRecompute
     """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
@@ -61,9 +57,9 @@ class FastLora(nn.Module):
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
         a, b, scaling, dropout, base, dtype = found
-        cast = self.fastpack_cast
-        if cast is not None and cast.serves(a, b, scaling, dtype):
-            a, b = cast.a, cast.b
+        kept = self.fastpack_cast
+        if kept is not None and kept.serves(a, b, scaling, dtype):
+            a, b = kept.a, kept.b
         elif needs_cast(a, scaling, dtype):
             a, b = cast_here(a, b, scaling, dtype)
         rows = x if x.dtype == dtype else x.to(dtype)
@@ -72,10 +68,10 @@ class FastLora(nn.Module):
         through = _other_dtype(base, dtype)
         if kind == "Linear8bitLt":
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
-            return result + low_rank(rows if dropped is None else dropped, a, b).to(result.dtype)
+            return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        if self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype):
-            frozen: BaseWeight | Fp8Weight = self.fastpack_dense
+        if self._fastpack_copy_is_good(weight, dtype):
+            frozen: Any = self.fastpack_dense
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
@@ -91,119 +87,68 @@ class FastLora(nn.Module):
         # bitsandbytes returns the dtype it was given. PEFT adds a product in the compute dtype, off CUDA in that one.
         return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
 
-    def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
-        self._fastpack_drop_copy()
-        return super().merge(*args, **kwargs)
+    def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
+        """Return A, B and the scaling of the one adapter that the layer runs with; None where that is not one."""
+        name, layer = self._fastpack_active_name(), cast("Any", self)
+        if name is None:
+            return None
+        a, b = (layer._modules[factor]._modules[name]._parameters.get("weight") for factor in ("lora_A", "lora_B"))
+        return None if a is None or b is None else (a, b, float(layer.scaling[name]))
 
-    def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """Unmerge as PEFT; see `merge`."""
-        self._fastpack_drop_copy()
-        return super().unmerge(*args, **kwargs)
-
-    def _fastpack_fetch_weight(self) -> None:
-        """Bring a frozen weight back from the host, for a call that needs it itself; a good copy of it stays good."""
-        host, weight = self.fastpack_on_host, self.base_layer.weight
-        if host is None:
-            return
-        good = self.fastpack_dense is not None and self._fastpack_is_source(weight)
-        host.restore()
-        del self.fastpack_on_host
-        if good:
-            self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
-            logger.warning_once("frozen_base: loaded weights are back on the device, for calls without adapters")
-
-    def _fastpack_drop_copy(self) -> None:
-        self._fastpack_drop_dense()  # first: on a full device it makes room for the weight
-        self._fastpack_fetch_weight()
-
-    def _fastpack_drop_dense(self) -> None:
-        self.__dict__.pop("fastpack_dense", None)
-        self.__dict__.pop("fastpack_copied_from", None)
-
-    @property
-    def fastpack_multiplies_in_fp8(self) -> bool:
-        """True while the frozen weight in FP8 is that of the layer's parameter."""
-        return isinstance(self.fastpack_dense, Fp8Weight) and self._fastpack_is_source(self.base_layer.weight)
-
-    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        copied = self.fastpack_dense
-        assert copied is not None
-        return copied.serves(dtype) and self._fastpack_is_source(weight)
-
-    def _fastpack_is_source(self, weight: Tensor) -> bool:
-        source, version, address = self.fastpack_copied_from
-        if source is not weight:
-            return False  # merged and unmerged since: bitsandbytes made a new parameter
-        return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())
-
-    def _fastpack_adapter(self, x: Tensor) -> _Found | None:
-        """Return the adapter in use and the base under it; None if PEFT must handle this call.
-
-        Runs for every projection in every step: modules are read from their dictionaries, past `nn.Module.__getattr__`.
-        """
+    def _fastpack_active_name(self) -> str | None:
         layer: Any = self
         if layer.disable_adapters or layer.merged:
-            return None
-        if not (layer.training or torch.is_grad_enabled() or isinstance(self.fastpack_dense, Fp8Weight)):
             return None
         name = layer.active_adapter
         if not isinstance(name, str):
             if len(name) != 1:
                 return None
             name = name[0]
+        return name if name in layer._modules["lora_A"]._modules else None
+
+    def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
+        """Return A, B, scaling, dropout or None where it is not active, base, and the dtype to compute in.
+
+        None if PEFT must handle this call. Runs for every projection in every step: modules are read from their
+        dictionaries, past `nn.Module.__getattr__`.
+        """
+        layer: Any = self
+        name = self._fastpack_active_name()
+        if name is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
+            return None
+        if not (layer.training or torch.is_grad_enabled() or isinstance(self.fastpack_dense, Fp8Weight)):
+            return None
         modules = layer._modules
-        first = modules["lora_A"]._modules.get(name)
-        if first is None or name in layer.lora_variant or layer.lora_bias.get(name, False):
-            return None
-        second, dropout, base = (
-            modules["lora_B"]._modules[name],
-            modules["lora_dropout"]._modules[name],
-            modules["base_layer"],
-        )
-        if self.fastpack_hooked(are_hooked(first, second, base, dropout)):
-            self._fastpack_decline("hooks on a part of a LoRA layer or on every module, or a replaced forward")
-            return None
+        first, second, dropout = (modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+        base = modules["base_layer"]
+        hooked = self.fastpack_hooked(are_hooked(first, second, base, dropout))
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
-        if a is None or b is None or weight is None:
-            self._fastpack_decline("weights that are no parameters (parametrised, or a replica)")
-            return None
-        if not dropout.training or getattr(dropout, "p", 0.0) == 0.0:
-            dropout = None
-        dtype = _fitting_dtype(x, a, b, base, weight)
-        if dtype is not None and x.is_cuda and (other := _other_dtype(base, dtype)) and _rows(x) <= _SHORT:
-            self._fastpack_decline(f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}")
-            return None
-        if dtype is None:
+        if hooked:
+            reason = "hooks on a part of a LoRA layer or on every module, or a replaced forward"
+        elif a is None or b is None or weight is None:
+            reason = "weights that are no parameters (parametrised, or a replica)"
+        elif (dtype := _fitting_dtype(x, a, b, base, weight)) is None:
             kind = type(base).__name__
-            self._fastpack_decline(
+            reason = (
                 f"input {x.dtype}, adapters {a.dtype}, base {kind} {weight.dtype}, {x.device.type}; bf16=True or "
                 "adapters in the dtype of the input would be fast"
             )
-            return None
-        held = self.fastpack_dense is not None and self._fastpack_copy_is_good(weight, dtype)
-        if is_fp8_linear(base) and not held:
-            self._fastpack_decline("an FP8 base as it was loaded")
-            return None
-        return _Found(a, b, layer.scaling[name], dropout, base, dtype)
+        elif x.is_cuda and (other := _other_dtype(base, dtype)) and x.numel() // x.shape[-1] <= _SHORT:
+            reason = f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}"
+        elif is_fp8_linear(base) and not self._fastpack_copy_is_good(weight, dtype):
+            reason = "an FP8 base as it was loaded"
+        else:
+            drops = dropout.training and getattr(dropout, "p", 0.0) != 0.0
+            return a, b, layer.scaling[name], dropout if drops else None, base, dtype
+        self._fastpack_decline(reason)
+        return None
 
     def _fastpack_decline(self, reason: str) -> None:
         """Name, once, what is given to PEFT call by call; `LoraReport.call_by_call` counts the layers."""
         if not torch.compiler.is_compiling():
             declined[self] = reason
             logger.warning_once(f"lora: peft ({reason})")
-
-
-class _Found(NamedTuple):
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dropout: nn.Module | None
-    """None where it is not active."""
-    base: Any
-    dtype: torch.dtype
-    """That the projection computes in."""
 
 
 def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> torch.dtype | None:
@@ -239,10 +184,6 @@ def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
     return None if other in (None, dtype, torch.float32) else other
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
 class FastLinear(FastLora, LoraLinear):
     """PEFT's LoRA layer over `nn.Linear` or `Conv1D`."""
 
@@ -262,11 +203,6 @@ def __getattr__(name: str) -> Any:
 
         return _fast_class(getattr(bnb, name.removeprefix("Fast")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def has_lora(model: nn.Module) -> bool:
-    """Return whether any layer of the model is one of PEFT's LoRA layers."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def apply_lora(
@@ -315,17 +251,21 @@ def apply_lora(
             f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
-    with ExitStack() as unwinding:
-        unwinding.callback(report.revert)
-        _apply(model, report, cache_dequantized, compute_dtype, fp8_bases)
-        unwinding.pop_all()
+    with ExitStack() as undo:
+        _apply(model, report, undo, cache_dequantized, compute_dtype, fp8_bases)
+        report._undo = undo.pop_all()
     return report
 
 
 def _apply(
-    model: nn.Module, report: LoraReport, cache_dequantized: str, compute_dtype: torch.dtype | None, fp8_bases: bool
+    model: nn.Module,
+    report: LoraReport,
+    undo: ExitStack,
+    cache_dequantized: str,
+    compute_dtype: torch.dtype | None,
+    fp8_bases: bool,
 ) -> None:
-    fast: list[Any] = []
+    fast = report.modules
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -341,38 +281,27 @@ def _apply(
         stock: Any = type(module)
         module.__class__ = _fast_class(stock)
         module.__dict__["fastpack_hooked"] = SameInRecompute()
-        report._undo.append(_Restore(module, stock))
+        undo.callback(_restore, module, stock)
         report.fast.append(name)
         declined.pop(module, None)
         fast.append(module)
-    report.modules = fast
     report.copies = FrozenCopies(fast, compute_dtype)
     if report.copies and cache_dequantized == "on":
         report.copies.keep()
     elif report.copies and cache_dequantized == "auto":
         report.copies.keep_where_free()
-    for backbone in _backbones(model) if fast else []:
-        hook: RemovableHandle = backbone.register_forward_pre_hook(CastHook(fast, backbone))
-        report._undo.append(hook.remove)
+    has_backbone = bool(fast) and hasattr(text_model(model), "get_input_embeddings")
+    for backbone in backbones(model) if has_backbone else []:
+        undo.callback(backbone.register_forward_pre_hook(CastHook(fast, backbone)).remove)
 
 
-@dataclass(frozen=True, slots=True)
-class _Restore:
-    module: Any
-    stock: Any
-
-    def __call__(self) -> None:
-        FastLora._fastpack_drop_copy(self.module)
-        self.module.__dict__.pop("fastpack_cast", None)
-        # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
-        if type(self.module) is _fast_class(self.stock):
-            self.module.__class__ = self.stock
-            self.module.__dict__.pop("fastpack_hooked", None)
-
-
-def _backbones(model: nn.Module) -> list[Any]:
-    base = text_model(model)
-    return backbones(model) if hasattr(base, "get_input_embeddings") else []
+def _restore(layer: Any, stock: Any) -> None:
+    layer._fastpack_drop_copy()
+    layer.__dict__.pop("fastpack_cast", None)
+    # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
+    if type(layer) is _fast_class(stock):
+        layer.__class__ = stock
+        layer.__dict__.pop("fastpack_hooked", None)
 
 
 def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool) -> str:

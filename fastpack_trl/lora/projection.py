@@ -11,6 +11,7 @@ arXiv:2305.14314, equation 5.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
-from fastpack_trl.lora.fp8_operators import fp8_projection as fp8_operator
-from fastpack_trl.lora.operators import add_thin_gradient, thin_product
+from fastpack_trl.lora.operators import add_thin_gradient, fp8_projection, projection_gradients, thin_product
 from fastpack_trl.lora.operators import lora_projection as projection_operator
 
 _SMALL = {False: 1 << 16, True: 1 << 22}
@@ -66,7 +66,7 @@ def _traced(
     rows = _rows(x)
     source = None if dropped is None else _rows(dropped)
     reduced = (rows if source is None else source).detach().mm(a.detach().t())
-    operator = fp8_operator if isinstance(base, Fp8Weight) else projection_operator
+    operator = fp8_projection if isinstance(base, Fp8Weight) else projection_operator
     out: Tensor = operator(rows, source, reduced, a, b, bias, *base)
     return out.view(*x.shape[:-1], b.shape[0])
 
@@ -76,25 +76,10 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
 
     On rows from the beginning: each product of a tensor of three dimensions is two views more, forward and backward.
     """
-    assert base.weight is not None
     rows = _rows(x)
     low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
     # Not in place: selective checkpoints keep the results of products.
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
-
-
-def reference_projection(
-    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
-) -> Tensor:
-    """Project by torch's own operators and autograd: the oracle."""
-    adapter = torch.nn.functional.linear(torch.nn.functional.linear(x if dropped is None else dropped, a), b)
-    return torch.nn.functional.linear(x, base.dense(x.dtype), bias) + adapter
-
-
-def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``(x A^T) B^T`` alone, for a base that multiplies by itself (8-bit); (..., out_features)."""
-    out: Tensor = _LowRank.apply(x, None, a, b, None, BaseWeight())
-    return out
 
 
 class _LowRank(torch.autograd.Function):
@@ -115,7 +100,7 @@ class _LowRank(torch.autograd.Function):
         low = thin_product(reduced, b, bias)
         ctx.save_for_backward(source, reduced, a, b)
         # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
-        ctx.base, ctx.separate = base, dropped is not None
+        ctx.base, ctx.dropped = base, dropped is not None
         ctx.version = _version(base.weight)
         return torch.ops.aten._unsafe_view(low, (*x.shape[:-1], b.shape[0]))
 
@@ -123,7 +108,24 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b = ctx.saved_tensors
-        return (*_gradients(ctx, grad_out, source, reduced, a, b), None)
+        if _version(ctx.base.weight) != ctx.version:
+            raise RuntimeError(
+                "a frozen weight under LoRA was changed in place between forward and backward (version "
+                f"{ctx.version} -> {_version(ctx.base.weight)}): change it before the forward or after the backward"
+            )
+        grad = _rows(grad_out)
+        through_base = partial(_grad_through_base, grad, ctx.base)
+        grad_x, grad_dropped, *grads = projection_gradients(
+            grad, _rows(source), reduced, a, b, ctx.needs_input_grad[:5], through_base, dropped=ctx.dropped
+        )
+        shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
+        return *shaped, *grads, None
+
+
+def _grad_through_base(
+    grad: Tensor, base: BaseWeight | Fp8Weight, grad_reduced: Tensor | None, a: Tensor | None
+) -> Tensor:
+    return add_thin_gradient(grad_input(grad, base), grad_reduced, a)
 
 
 class _AddBase(torch.autograd.Function):
@@ -141,34 +143,8 @@ class _AddBase(torch.autograd.Function):
         return grad_out, None, None
 
 
-def _gradients(
-    ctx: Any, grad_out: Tensor, source: Tensor, reduced: Tensor, a: Tensor, b: Tensor
-) -> tuple[Tensor | None, ...]:
-    needs_x, needs_dropped, needs_a, needs_b, needs_bias = ctx.needs_input_grad[:5]
-    grad, base = _rows(grad_out), ctx.base
-    if _version(base.weight) != ctx.version:
-        raise RuntimeError(
-            "a frozen weight under LoRA was changed in place between forward and backward (version "
-            f"{ctx.version} -> {_version(base.weight)}): change it before the forward or after the backward"
-        )
-    grad_reduced = grad.mm(b)
-    grad_b = grad.t().mm(reduced) if needs_b else None
-    grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
-    grad_bias = grad.sum(0) if needs_bias else None
-    grad_x = grad_dropped = None
-    if ctx.separate:
-        grad_x = grad_input(grad, base) if needs_x else None
-        grad_dropped = grad_reduced.mm(a) if needs_dropped else None
-    elif needs_x and base.weight is None:
-        grad_x = grad_reduced.mm(a)
-    elif needs_x:
-        grad_x = add_thin_gradient(grad_input(grad, base), grad_reduced, a)
-    shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
-    return (*shaped, grad_a, grad_b, grad_bias)
-
-
-def _version(weight: Tensor | None) -> int:
-    return 0 if weight is None or weight.is_inference() else weight._version
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def _rows(x: Tensor) -> Tensor:

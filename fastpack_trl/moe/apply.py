@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.patches import Held, attribute_set
-from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, register
+from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
 from fastpack_trl.moe.lora import expert_lora, router_adapters
-from fastpack_trl.moe.plans import PlanKeeper, plans_kept
+from fastpack_trl.moe.routing import PlanKeeper, plans_kept
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPath:
+class LayerPath(NamedTuple):
     """The path of an experts module, and its reason."""
 
     name: str
@@ -61,9 +59,7 @@ class MoeReport:
     def __enter__(self) -> MoeReport:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.revert()
 
     def summary(self) -> str:
@@ -100,7 +96,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         model: a transformers model, plain or inside PEFT.
         lora: run LoRA on the stacks (PEFT's `target_parameters`) as grouped low-rank products. Apply after PEFT.
         force: also replace an experts implementation other than transformers' default.
-        check_plans: compare every re-used plan with the expert ids of the recompute; asks the device, for debugging.
+        check_plans: compare every re-used plan with the expert ids of the recompute; synchronises, for debugging.
     """
     report = MoeReport()
     found = experts_modules(model)
@@ -118,8 +114,10 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         states[module] = ExpertsState(BlockForm(gate, bool(module.is_transposed)), keeper)
         report.layers.append(LayerPath(name, NAME, "the model's own gate" if gate.kind == "model" else ""))
     with contextlib.ExitStack() as stack:
-        if states:
-            register()
+        if states:  # it stays: a copy of the model taken during training runs stock's under our name
+            from transformers.integrations.moe import ExpertsInterface
+
+            ExpertsInterface.register(NAME, fastpack_experts)
         for module, state in states.items():
             stack.enter_context(attribute_set(module, "_fastpack_moe", state))
         for config in {id(module.config): module.config for module in states}.values():
@@ -136,10 +134,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         report._keepers = [state.keeper for state in states.values()]
         report._stack = stack.pop_all()
     held = Held(report._stack)
-    for state in states.values():
-        state.installed = held
-    for adapter in adapters:
-        adapter.installed = held
+    changed: list[Any] = [*states.values(), *adapters]
+    for each in changed:
+        each.installed = held
     return report
 
 
@@ -151,8 +148,8 @@ def _others(layers: list[LayerPath]) -> list[str]:
 
 def _summary(layers: list[LayerPath]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
-    for layer in layers:
-        groups.setdefault((layer.path, layer.reason), []).append(layer.name)
+    for name, path, reason in layers:
+        groups.setdefault((path, reason), []).append(name)
     lines = []
     for (path, reason), names in groups.items():
         where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from fastpack_trl.model.hooks import SameInRecompute, are_hooked
 from fastpack_trl.model.patches import Held
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
-from fastpack_trl.moe.plans import PlanKeeper
 from fastpack_trl.moe.quantised import STACKS, read_stack
+from fastpack_trl.moe.routing import PlanKeeper
 
 logger = logging.get_logger(__name__)
 
@@ -45,24 +45,13 @@ class ExpertsState:
 
 
 class LowRank(NamedTuple):
-    """A low-rank addition to one stack: ``x -> scale * (x a^T) b`` per expert.
-
-    Attributes:
-        a: (E, r, in).
-        b: (E, r, out).
-        scale: factor of the product.
-    """
+    """A low-rank addition to one stack: ``x -> scale * (x a^T) b`` per expert."""
 
     a: Tensor
+    """(E, r, in)."""
     b: Tensor
+    """(E, r, out)."""
     scale: float
-
-
-def register() -> None:
-    """Register our function. It stays: a copy of the model taken during training runs stock's under our name."""
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(NAME, fastpack_experts)
 
 
 def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
@@ -130,21 +119,11 @@ def run_experts(
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E), as some routers of earlier transformers give them
         weights_tk = weights_tk.gather(1, ids_tk.long())
-    form = state.form
     (first, packed), (second, packed_down) = (read_stack(module, name) for name in STACKS)
-    if packed is not None and packed_down is not None:
-        form = replace(form, gate_up_packed=packed, down_packed=packed_down)
-    block = ExpertWeights(
-        first,
-        module.gate_up_proj_bias if module.has_bias else None,
-        second,
-        module.down_proj_bias if module.has_bias else None,
-    )
-    if gate_up is not None:
-        block = block._replace(gate_up_a=gate_up.a, gate_up_b=gate_up.b)
-        form = replace(form, gate_up_scale=gate_up.scale)
-    if down is not None:
-        block = block._replace(down_a=down.a, down_b=down.b)
-        form = replace(form, down_scale=down.scale)
+    up_a, up_b, up_scale = gate_up or (None, None, 1.0)
+    down_a, down_b, down_scale = down or (None, None, 1.0)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    block = ExpertWeights(first, biases[0], second, biases[1], up_a, up_b, down_a, down_b)
+    form = BlockForm(state.form.gate, state.form.transposed, up_scale, down_scale, packed, packed_down)
     run = experts_in_graph if torch.compiler.is_compiling() else experts
     return run(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)

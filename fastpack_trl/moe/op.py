@@ -8,6 +8,7 @@ stack of every layer for its backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +24,7 @@ from fastpack_trl.moe.routing import RoutingPlan
 
 _INPUTS, _PLAN, _BLOCK = 2, 4, len(ExpertWeights._fields)
 _TENSORS = _INPUTS + _PLAN + _BLOCK
-_SCALES, _LAYOUT = len(Scales._fields), len(Layout._fields)
+_SCALES = len(Scales._fields)
 
 
 class _Form(NamedTuple):
@@ -60,35 +61,32 @@ class _Call(NamedTuple):
         They are the input, the weights, the plan, the block, the scales of both stacks where these are packed, their
         layouts, and the form.
         """
-        hidden, weights, *rest = arguments
-        plan, block, rest = rest[:_PLAN], rest[_PLAN : _PLAN + _BLOCK], rest[_PLAN + _BLOCK :]
+        given = iter(arguments)
+        hidden, weights = next(given), next(given)
+        plan, block = RoutingPlan(*islice(given, _PLAN)), ExpertWeights(*islice(given, _BLOCK))
         up = down = None
-        if len(rest) > len(_Form._fields):
-            scales, layouts = rest[: 2 * _SCALES], rest[2 * _SCALES :]
-            up = Packed.of(Scales(*scales[:_SCALES]), Layout(*layouts[:_LAYOUT]))
-            down = Packed.of(Scales(*scales[_SCALES:]), Layout(*layouts[_LAYOUT : 2 * _LAYOUT]))
-            rest = layouts[2 * _LAYOUT :]
-        form = _Form(*rest).block_form(up, down)
-        return cls(hidden, weights, RoutingPlan(*plan), ExpertWeights(*block), form)
+        if len(arguments) > _TENSORS + len(_Form._fields):
+            scales = [Scales(*islice(given, _SCALES)) for _ in range(2)]
+            layouts = [Layout(*islice(given, len(Layout._fields))) for _ in range(2)]
+            up, down = map(Packed.of, scales, layouts)
+        return cls(hidden, weights, plan, block, _Form(*given).block_form(up, down))
+
+    def stack_shapes(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the shapes of both dense stacks, (E, ., .)."""
+        block, (up, down) = self.block, (self.form.gate_up_packed, self.form.down_packed)
+        return (
+            block.gate_up.shape if up is None else tuple(up.state.shape),
+            block.down.shape if down is None else tuple(down.state.shape),
+        )
+
+    def product_flops(self, *shapes: Sequence[int]) -> int:
+        """Return the operations of every routed row times its matrix, of each stack."""
+        return sum(2 * self.plan.perm.shape[0] * shape[1] * shape[2] for shape in shapes)
 
     def flops(self) -> int:
         """Return the operations of every routed row times its matrices."""
-        block, form = self.block, self.form
-        stacks = (self.shape(block.gate_up, form.gate_up_packed), self.shape(block.down, form.down_packed))
-        return sum(map(self.product_flops, (*stacks, *map(_shape, block[len(block) // 2 :]))))
-
-    def product_flops(self, shape: Sequence[int] | None) -> int:
-        """Return the operations of every routed row times its matrix of a stack; 0 without one."""
-        return 0 if shape is None else 2 * self.plan.perm.shape[0] * shape[1] * shape[2]
-
-    @staticmethod
-    def shape(stored: Tensor, packed: Packed | None) -> Sequence[int]:
-        """Return that of a dense stack, (E, ., .)."""
-        return stored.shape if packed is None else tuple(packed.state.shape)
-
-
-def _shape(factor: Tensor | None) -> Sequence[int] | None:
-    return None if factor is None else factor.shape
+        factors = [factor.shape for factor in self.block[len(self.block) // 2 :] if factor is not None]
+        return self.product_flops(*self.stack_shapes(), *factors)
 
 
 def experts_in_graph(
@@ -135,7 +133,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _Call.of(arguments)
     stored, packed, slots = call.block.gate_up, call.form.gate_up_packed, call.plan.perm.shape[0]
     dtype = stored.dtype if packed is None else packed.dtype
-    width = call.shape(stored, packed)[2 if call.form.transposed else 1]
+    width = call.stack_shapes()[0][2 if call.form.transposed else 1]
     up, low = (
         stored.new_empty(0, dtype=dtype) if a is None else stored.new_empty(slots, a.shape[1], dtype=dtype)
         for a in (call.block.gate_up_a, call.block.down_a)
@@ -165,13 +163,13 @@ def _flops_gradients(
     """Count the products of the input's gradient, and of the weight gradients that are needed."""
     call = _Call.of(arguments)
     need_hidden, _, *need_block = needed
-    total = call.flops()
-    if not need_hidden:
-        total -= call.product_flops(call.shape(call.block.gate_up, call.form.gate_up_packed))
-    trained = zip(call.block, need_block, strict=True)
-    return total + sum(
-        call.product_flops(value.shape) for value, need in trained if need and value is not None and value.ndim == 3
-    )
+    trained = [
+        value.shape
+        for value, need in zip(call.block, need_block, strict=True)
+        if need and value is not None and value.ndim == 3
+    ]
+    through_gate_up = 0 if need_hidden else call.product_flops(call.stack_shapes()[0])
+    return call.flops() - through_gate_up + call.product_flops(*trained)
 
 
 _ARGUMENTS = ", ".join(("Tensor hidden, Tensor weights", *map(arguments_of, (RoutingPlan, ExpertWeights))))

@@ -149,17 +149,17 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> Qu
                     f"{name}.{stack} is trained and cannot be quantised: train LoRA on it "
                     f"(LoraConfig(target_parameters=['{stack}'])), freeze it, or set moe_quantize_experts='off'"
                 )
-            before += dense.numel() * dense.element_size()
+            before += dense.nbytes
             if device is not None:
                 dense.data = dense.data.to(device)
             replace_parameter_4bit(module, stack, compress_statistics=True, quant_type="nf4")
             packed_stack, how = read_stack(module, stack)
             assert how is not None
-            after += packed_stack.numel() * packed_stack.element_size() + _state_bytes(how.state)
+            after += packed_stack.nbytes + _state_bytes(how.state)
             count += 1
     return QuantisedExperts(count, before, after)
 
 
 def _state_bytes(state: Any) -> int:
     tensors = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
-    return sum(int(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return sum(int(tensor.nbytes) for tensor in tensors)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from lora_material import reference_projection
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastpack_trl.attention import varlen
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
-from fastpack_trl.lora.projection import lora_projection, reference_projection
+from fastpack_trl.lora.projection import lora_projection
 
 TOKENS, WIDTH, OUT, RANK = 6, 64, 32, 4
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from functorch.compile import min_cut_rematerialization_partition
-from lora_material import functions_for_every_size  # noqa: F401
+from lora_material import compiled_projection, functions_for_every_size  # noqa: F401
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -17,8 +17,6 @@ from fastpack_trl.kernels.fp8 import quantise_rows_torch
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.projection import lora_projection
 
-PARTITIONED = "aot_eager_decomp_partition"
-"""Inductor's partitioner without its code generation."""
 IN, OUT, RANK = 48, 32, 4
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
@@ -63,13 +61,7 @@ def results(
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in read.items() if leaf.grad is not None}
 
 
-def compiled(*args: Any) -> Tensor:
-    torch._dynamo.reset()
-    out: Tensor = torch.compile(lora_projection, backend=PARTITIONED, fullgraph=True)(*args)
-    return out
-
-
-@pytest.mark.parametrize("project", [lora_projection, compiled])
+@pytest.mark.parametrize("project", [lora_projection, compiled_projection])
 @pytest.mark.parametrize("both_layouts", [False, True], ids=["one-layout", "both-layouts"])
 @pytest.mark.parametrize(("bias", "dropped"), [(False, False), (True, False), (True, True)])
 def test_a_projection_and_its_gradients_equal_the_reference(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting
-from frozen_base_material import LAYERS, At, fast_layers, lora_layers, made, weights
+from frozen_base_material import LAYERS, At, assert_as_loaded, fast_layers, logged, lora_layers, made, weights
 from lora_material import adapted
-from peft import LoraConfig
 from quantised_material import quantised
 from ranks import fork_ranks
 from torch import Tensor
-from trainer_material import figures, make_dataset, make_tokenizer, settings
+from trainer_material import figures
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.kernels import fp8
@@ -27,8 +27,9 @@ from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("on_any_device")
 
-@pytest.mark.usefixtures("on_any_device")
+
 @pytest.mark.parametrize("layer_compile", ["off", "on"])
 def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch
@@ -46,26 +47,19 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     assert bool(graphs.graphs) == (layer_compile == "on")
     line = ours.fastpack_report["frozen_base"]
     assert (line.status, line.path) == ("on", "fp8")
-    assert f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward: what is computed changes" in str(
-        line
-    )
+    said = f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward: what is computed changes"
+    assert said in str(line)
     assert "frozen_base" not in plain.fastpack_report
-    losses = [[row["loss"] for row in figures(each) if "loss" in row] for each in (ours, plain)]
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
-    held_out = [[row["eval_loss"] for row in figures(each) if "eval_loss" in row] for each in (ours, plain)]
-    assert held_out[0] == pytest.approx(held_out[1], rel=0.01)
-    assert not fast_layers(ours.model)
-    for layer, weight in zip(lora_layers(ours.model), before, strict=True):
-        assert torch.equal(layer.base_layer.weight, weight)
-        assert not any(name.startswith("fastpack") for name in vars(layer))
+    assert logged(ours, "loss") != logged(plain, "loss")
+    for name in ("loss", "eval_loss"):
+        assert logged(ours, name) == pytest.approx(logged(plain, name), rel=0.01)
+    assert_as_loaded(ours.model, before)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_evaluation_in_a_run_is_in_fp8_and_after_it_as_loaded(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=2, eval_steps=2)
     trainer.train()
-    (inside,) = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    (inside,) = logged(trainer, "eval_loss")
     after = trainer.evaluate()["eval_loss"]
     assert after != inside
     assert after == pytest.approx(inside, rel=0.01)
@@ -73,7 +67,6 @@ def test_evaluation_in_a_run_is_in_fp8_and_after_it_as_loaded(tmp_path: Path) ->
     assert trainer.evaluate()["eval_loss"] == after
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_loaded_weights_wait_on_the_host_and_checkpoints_have_no_trace(tmp_path: Path) -> None:
     model = adapted("qwen3")
     before = weights(model)
@@ -97,29 +90,20 @@ def test_loaded_weights_wait_on_the_host_and_checkpoints_have_no_trace(tmp_path:
             assert row[name] == pytest.approx(expected[name], rel=1e-6)
 
 
-@pytest.mark.usefixtures("on_any_device")
-def test_a_second_run_starts_from_the_loaded_base(tmp_path: Path) -> None:
-    trainer = made(tmp_path, max_steps=1)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_run_and_after_an_error_the_base_is_as_loaded_for_the_next_run(tmp_path: Path, fails: bool) -> None:
+    def act(_: Any) -> None:
+        if fails:
+            raise RuntimeError("stop")
+
+    trainer = made(tmp_path, None, [At(act)], max_steps=1)
     before = weights(trainer.model)
     for _ in range(2):
-        trainer.train()
-        assert all(torch.equal(*pair) for pair in zip(weights(trainer.model), before, strict=True))
+        with pytest.raises(RuntimeError, match="stop") if fails else nullcontext():
+            trainer.train()
+        assert_as_loaded(trainer.model, before)
 
 
-@pytest.mark.usefixtures("on_any_device")
-def test_after_an_error_the_base_is_as_loaded(tmp_path: Path) -> None:
-    def fail(_: Any) -> None:
-        raise RuntimeError("stop")
-
-    trainer = made(tmp_path, None, [At(fail)])
-    before = weights(trainer.model)
-    with pytest.raises(RuntimeError, match="stop"):
-        trainer.train()
-    assert all(torch.equal(*pair) for pair in zip(weights(trainer.model), before, strict=True))
-    assert not fast_layers(trainer.model)
-
-
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("moment", ["merged", "disabled"])
 def test_merging_and_disabling_adapters_in_a_run_see_the_loaded_weights(tmp_path: Path, moment: str) -> None:
     model = adapted("qwen3")
@@ -149,10 +133,9 @@ def test_merging_and_disabling_adapters_in_a_run_see_the_loaded_weights(tmp_path
         torch.testing.assert_close(looked.found, expected)
     else:
         assert all(looked.found)
-    assert all(row["loss"] < 10 for row in trainer.state.log_history if "loss" in row)
+    assert max(logged(trainer, "loss")) < 10
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None:
     model = quantised("nf4")
     inside = At(lambda model: [layer.fastpack_dense for layer in fast_layers(model)])
@@ -165,13 +148,15 @@ def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None
     assert "the loaded weights stay on the device" in trainer.fastpack_report["frozen_base"].reason
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize(
     ("family", "layers", "rest"),
-    [("gpt2", 8, 0), ("qwen2", 14, 0), ("phi3", 8, 0), ("qwen3_moe", 8, "LoRA on stacked parameters")],
-)
+    [
+        ("gpt2", 8, ""), ("qwen2", 14, ""), ("phi3", 8, ""), ("qwen3_moe", 8, "(LoRA on stacked parameters)"),
+        ("dropout and embeddings", 2, "as loaded: 1 (lora.Embedding)"),
+    ],
+)  # fmt: skip
 def test_bases_of_every_kind_train_and_are_as_loaded_after_it(
-    tmp_path: Path, family: str, layers: int, rest: Any
+    tmp_path: Path, family: str, layers: int, rest: str
 ) -> None:
     if family == "qwen3_moe":
         stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -180,6 +165,8 @@ def test_bases_of_every_kind_train_and_are_as_loaded_after_it(
     elif family == "gpt2":
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=96, pad_token_id=0)
         model = adapted(GPT2LMHeadModel(config))
+    elif family == "dropout and embeddings":
+        model = adapted("qwen3", lora_dropout=0.1, target_modules=["q_proj", "embed_tokens"])
     else:
         model = adapted(family)
     before = {name: own.detach().clone() for name, own in model.named_parameters() if "lora_" not in name}
@@ -187,12 +174,10 @@ def test_bases_of_every_kind_train_and_are_as_loaded_after_it(
     trainer = made(tmp_path, model, [inside], max_steps=2)
     trainer.train()
     assert inside.found == layers, str(trainer.fastpack_report)
-    if rest:
-        assert f"({rest})" in trainer.fastpack_report["frozen_base"].reason
+    assert rest in trainer.fastpack_report["frozen_base"].reason
     assert all(torch.equal(own, before[name]) for name, own in trainer.model.named_parameters() if "lora_" not in name)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_model_generates_in_the_middle_of_a_run(tmp_path: Path) -> None:
     def generate(model: Any) -> Tensor:
         model.eval()
@@ -206,7 +191,6 @@ def test_a_model_generates_in_the_middle_of_a_run(tmp_path: Path) -> None:
     assert generated.found.shape == (1, 10)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_layers_that_cannot_or_lose_too_much_stay_as_loaded_and_are_counted(tmp_path: Path) -> None:
     base = tiny_model("qwen3", intermediate_size=40)  # no multiple of 16
     attention = base.model.layers[0].self_attn
@@ -246,7 +230,6 @@ def test_the_second_layout_is_kept_in_a_quarter_of_what_is_free_beside_the_first
         frozen_base._both_layouts(layers, fp8 - 1, on_host=False)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_errors_are_of_what_each_layer_reads(tmp_path: Path) -> None:
     base = tiny_model("qwen3")
     trainer = made(tmp_path, adapted(base), max_steps=1)
@@ -266,31 +249,27 @@ def test_errors_are_of_what_each_layer_reads(tmp_path: Path) -> None:
     assert torch.equal(seen["0"], seen["1"])  # q and k read the same
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "full": ({"model": "full"}, "full fine-tuning changes the weights"),
-    "lora-off": ({"lora": "off"}, "set lora='auto'"),
-    "int8": ({"model": "int8"}, r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"),
-    "dora": ({"model": "dora"}, r"no LoRA layer can have it: 14 \(DoraLinearVariant\)"),
-    "merged": ({"model": "merged"}, r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
-}
+REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
+    "full": ({}, lambda: tiny_model("qwen3"), "full fine-tuning changes the weights"),
+    "lora-off": ({"lora": "off"}, lambda: adapted("qwen3"), "set lora='auto'"),
+    "int8": (
+        {}, lambda: quantised("int8"), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
+    ),
+    "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer can have it: 14 \(DoraLinearVariant\)"),
+    "merged": ({}, lambda: merged("qwen3"), r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
+}  # fmt: skip
 
 
-def model_of(kind: str) -> Any:
-    if kind == "full":
-        return tiny_model("qwen3")
-    if kind == "int8":
-        return quantised("int8")
-    model = adapted("qwen3", use_dora=kind == "dora")
-    if kind == "merged":
-        model.merge_adapter()
+def merged(family: str) -> Any:
+    model = adapted(family)
+    model.merge_adapter()
     return model
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
-    fields, match = REFUSED[name]
-    trainer = made(tmp_path, model_of(fields.get("model", "")), **{k: v for k, v in fields.items() if k != "model"})
+    fields, model, match = REFUSED[name]
+    trainer = made(tmp_path, model(), **fields)
     with pytest.raises(ValueError, match=match) as error:
         trainer.train()
     assert str(error.value).startswith("frozen_base='fp8': ")
@@ -298,7 +277,8 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, nam
     assert "\n" not in str(error.value)
 
 
-def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_base, "_on_any_device", False)
     with pytest.raises(ValueError, match=r"a cpu device has no FP8 products; train on .* or set frozen"):
         made(tmp_path).train()
 
@@ -306,11 +286,7 @@ def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bf16", "failure", "match"),
     [
-        (
-            True,
-            "no scales per row",
-            "no FP8 products in torch.bfloat16: no scales per row; set frozen_base='as",
-        ),
+        (True, "no scales per row", "no FP8 products in torch.bfloat16: no scales per row; set frozen_base='as"),
         (False, "", "computes in torch.float32"),
         (True, "", ""),
     ],
@@ -319,6 +295,7 @@ def test_devices_and_dtypes_without_fp8_products_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, failure: str, match: str
 ) -> None:
     trainer = made(tmp_path, bf16=bf16)
+    monkeypatch.setattr(frozen_base, "_on_any_device", False)
     monkeypatch.setattr(frozen_base, "failure_of_products", lambda *_: failure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
     monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device("cuda"))
@@ -353,22 +330,6 @@ def test_a_product_without_the_scales_of_each_row_counts_as_missing(monkeypatch:
     assert fp8.failure_of_products(torch.device("cpu"), torch.bfloat16) == "a small product is wrong"
 
 
-@pytest.mark.usefixtures("on_any_device")
-def test_dropout_and_embeddings_train(tmp_path: Path) -> None:
-    model = tiny_model("qwen3")
-    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
-    args = FastSFTConfig(**settings(tmp_path, packing=True, frozen_base="fp8", max_steps=1))
-    trainer = FastSFTTrainer(
-        model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer(), peft_config=config,
-        eval_dataset=make_dataset("text", 8, seed=7),
-    )  # fmt: skip
-    trainer.train()
-    reason = trainer.fastpack_report["frozen_base"].reason
-    assert "2 of 3 LoRA bases" in reason
-    assert "as loaded: 1 (lora.Embedding)" in reason
-
-
-@pytest.mark.usefixtures("on_any_device")
 def test_the_model_card_says_that_what_is_computed_differs(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=1)
     trainer.train()

@@ -14,7 +14,9 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl.lora import frozen_base
-from fastpack_trl.lora.host_weight import HostWeight
+from fastpack_trl.lora.base_weight import HostWeight
+
+pytestmark = pytest.mark.usefixtures("on_any_device")
 
 
 def _merged_files(folder: Path, model: Any) -> str:
@@ -22,7 +24,6 @@ def _merged_files(folder: Path, model: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_copy_in_the_middle_has_the_weights_and_is_the_users_own(tmp_path: Path) -> None:
     def look(model: Any) -> tuple[str, Any, Any]:
         adapters = copy.deepcopy(get_peft_model_state_dict(model))
@@ -59,7 +60,6 @@ def _merge(model: Any) -> None:
     model.unmerge_adapter()
 
 
-@pytest.mark.usefixtures("on_any_device")
 @pytest.mark.parametrize("act", [_move, _load, _merge])
 def test_what_touches_the_weights_ends_fp8_there_and_is_counted(tmp_path: Path, act: Any) -> None:
     model = adapted("qwen3")
@@ -71,7 +71,6 @@ def test_what_touches_the_weights_ends_fp8_there_and_is_counted(tmp_path: Path, 
         torch.testing.assert_close(layer.base_layer.weight, weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_what_is_written_to_a_weight_stays(tmp_path: Path) -> None:
     def write(model: Any) -> Any:
         base = lora_layers(model)[0].base_layer
@@ -85,7 +84,6 @@ def test_what_is_written_to_a_weight_stays(tmp_path: Path) -> None:
     assert f"1 of {LAYERS} layers ended the run as loaded" in str(trainer.fastpack_report["frozen_base"])
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_loading_adapters_alone_leaves_weights_on_the_host(tmp_path: Path) -> None:
     def load(model: Any) -> list[bool]:
         set_peft_model_state_dict(model, get_peft_model_state_dict(model))
@@ -96,7 +94,6 @@ def test_loading_adapters_alone_leaves_weights_on_the_host(tmp_path: Path) -> No
     assert at.found == [True] * LAYERS
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_weights_without_room_on_the_device_stay_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,7 +117,6 @@ def test_weights_without_room_on_the_device_stay_on_the_host(
         assert torch.equal(layer.base_layer.weight, weight)
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_a_second_run_inside_of_one_is_refused_by_name(tmp_path: Path) -> None:
     def nested(model: Any) -> str:
         with pytest.raises(ValueError, match="in FP8 already, of a run that has not ended") as error:
@@ -132,7 +128,6 @@ def test_a_second_run_inside_of_one_is_refused_by_name(tmp_path: Path) -> None:
     assert at.found.startswith("frozen_base='fp8': no LoRA layer can have it")
 
 
-@pytest.mark.usefixtures("on_any_device")
 def test_the_sample_is_no_longer_than_a_table_of_positions(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=600, n_positions=5)
     trainer = made(tmp_path, GPT2LMHeadModel(config), frozen_base="as_loaded", packing=False)

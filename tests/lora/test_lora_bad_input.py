@@ -159,24 +159,19 @@ def test_generation_in_the_middle_of_an_accumulated_step_changes_nothing(kind: s
     assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.int8])
-def test_a_compute_dtype_that_is_none_is_named(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=rf"compute_dtype={dtype!r} is no floating dtype: give torch\.bfloat16"):
-        apply_lora(adapted("llama"), compute_dtype=dtype)
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' is no floating dtype: give torch\.bfloat16"),
+        ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 is no floating dtype: give torch\.bfloat16"),
+        ({"cache_dequantized": "yes"}, "cache_dequantized='yes' is not available: use auto, on or off"),
+    ],
+)
+def test_a_wrong_setting_is_named(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        apply_lora(adapted("llama"), **options)
 
 
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(TypeError, match=r"apply_lora\('llama'\): give the model that get_peft_model returned"):
         apply_lora("llama")
-
-
-def test_a_second_call_finds_the_layers_fast_and_takes_nothing_back() -> None:
-    model = adapted("llama")
-    first = apply_lora(model)
-    second = apply_lora(model)
-    assert str(second) == f"{len(first.fast)} LoRA layers have the fast forward already"
-    second.revert()
-    assert isinstance(layer_of(model), FastLora)
-    first.revert()
-    assert not isinstance(layer_of(model), FastLora)
-    assert str(apply_lora(torch.nn.Linear(2, 2))) == "no LoRA layers"

@@ -12,14 +12,14 @@ import torch
 from lora_material import adapted
 from out_of_memory import too_large
 from quantised_material import quantised
-from trainer_material import figures, make_dataset, make_tokenizer, settings
+from trainer_material import build, figures, train
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory, activation_memory
 from fastpack_trl.checkpointing.plan import Level, Plan
 from fastpack_trl.lora.cache_dequantized import cache_dequantized
+from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.lora.lora import lora
 from fastpack_trl.lora.report import LoraReport
 
 GIB = 2**30
@@ -28,13 +28,13 @@ COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
 
 
 def trainer_with(folder: Path, budget: float | None, cache: str = "auto", **more: Any) -> FastSFTTrainer:
-    args = FastSFTConfig(
-        **settings(folder, **{"packing": True, "eval_strategy": "no", "bf16": False, "max_steps": 3, **more}),
-        activation_memory_gib=None if budget is None else budget / GIB,
-        cache_dequantized=cache,
-    )
-    model = quantised("nf4", nested=True)
-    return FastSFTTrainer(model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer())
+    fast = {"activation_memory_gib": None if budget is None else budget / GIB, "cache_dequantized": cache}
+    trainer = build(
+        FastSFTTrainer, folder, model=quantised("nf4", nested=True), fast=fast, packing=True, eval_strategy="no",
+        **{"max_steps": 3, **more},
+    )  # fmt: skip
+    assert isinstance(trainer, FastSFTTrainer)
+    return trainer
 
 
 @contextmanager
@@ -127,11 +127,10 @@ def test_a_model_that_needs_no_copies_has_a_line_of_them_where_they_were_asked_f
     tmp_path: Path, fields: dict[str, str], why: str | None
 ) -> None:
     assert not apply_lora(adapted("llama")).copies
-    args = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no", bf16=False, max_steps=1), **fields)
-    trainer = FastSFTTrainer(
-        adapted("llama"), args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
+    trainer = train(
+        FastSFTTrainer, tmp_path, model=adapted("llama"), fast=fields, packing=True, eval_strategy="no", max_steps=1
     )
-    trainer.train()
+    assert isinstance(trainer, FastSFTTrainer)
     assert "lora" in trainer.fastpack_report
     assert ("cache_dequantized" in trainer.fastpack_report) == (why is not None)
     if why is not None:

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import peft.tuners.lora.layer
 import pytest
 import torch
+from counted_operators import Counted
 from lora_material import (
     any_ids,
+    assert_no_further,
+    assert_trains_as_peft,
     functions_for_every_size,  # noqa: F401
     joint_error,
+    reference_projection,
     saved_bytes,
     step,
 )
 from peft import PeftModel
 from quantised_material import quantised, quantised_linear
-from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import train
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.lora.base_weight import from_4bit
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.lora.projection import lora_projection, reference_projection
+from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients, tiny_model
 
 bnb = pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
-
-
-class Count(TorchDispatchMode):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.count = name, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ == self.name
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -70,14 +62,7 @@ def test_training_equals_peft_over_20_steps(kind: str, nested: bool) -> None:
     models = [stock, copy.deepcopy(stock)]
     report = apply_lora(models[1])
     assert len(report.fast) == 14
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=2e-4) for m in models]
-    for number in range(20):
-        losses = [float(step(model, any_ids(seed=number))) for model in models]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-        assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.step()
-            model.zero_grad()
+    assert_trains_as_peft(*models)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +99,7 @@ def test_bf16_error_of_nf4_is_no_larger_than_that_of_peft(dtype: torch.dtype, co
         reference = gradients(exact)
         assert not report.call_by_call
         errors.append([joint_error(gradients(model), reference) for model in (stock, fast)])
-    table = torch.tensor(errors)
-    more = table[:, 1] - table[:, 0]
-    assert more.mean() <= 2 * more.std() / len(more) ** 0.5, table.mean(0)
+    assert_no_further(errors)
 
 
 def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved() -> None:
@@ -126,7 +109,7 @@ def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved() -> None:
         if name != "stock":
             report = apply_lora(model, cache_dequantized="on" if name == "cached" else "off")
         kept[name] = saved_bytes(model, any_ids(48))
-        with Count("dequantize_4bit") as counted:
+        with Counted(lambda name, _args: name == "dequantize_4bit") as counted:
             step(model, any_ids(48), autocast=True)
         counts[name] = counted.count
     # 14 uses forward; backward leaves out the three that read the embedded tokens, which need no gradient.
@@ -196,20 +179,10 @@ def test_qlora_through_the_trainer(tmp_path: Path, checkpointing: bool) -> None:
     losses, reports = {}, {}
     for name in ("on", "off"):
         model = quantised("nf4", nested=True)
-        args = FastSFTConfig(
-            **settings(
-                tmp_path / name,
-                packing=True,
-                eval_strategy="no",
-                gradient_checkpointing=checkpointing,
-                bf16=False,
-                lora=name,
-            )
-        )
-        trainer = FastSFTTrainer(
-            model, args=args, train_dataset=make_dataset("text"), processing_class=make_tokenizer()
-        )
-        trainer.train()
+        trainer = train(
+            FastSFTTrainer, tmp_path / name, model=model, packing=True, eval_strategy="no",
+            gradient_checkpointing=checkpointing, fast={"lora": name},
+        )  # fmt: skip
         losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         reports[name] = trainer.fastpack_report["lora"]
         assert not any(isinstance(module, FastLora) for module in model.modules())  # restored

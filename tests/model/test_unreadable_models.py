@@ -19,9 +19,9 @@ from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, read_features
 
 READERS = {
-    "lora.lora.has_lora": "lora",
-    "lora.linear._backbones": "lora",
-    "moe.moe.experts_modules": "moe",
+    "lora.feature.has_lora": "lora",
+    "lora.linear.backbones": "lora",
+    "moe.feature.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
     "step.merge_accumulation.rope_follows_length": "merge_accumulation",
     "checkpointing.activation_memory.checkpointable_layers": "activation_memory",
@@ -63,7 +63,7 @@ def test_what_a_reader_cannot_read_runs_as_stock_named(
 def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpack_trl.moe.moe.experts_modules", unreadable)
+    monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
 
@@ -71,7 +71,7 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
 def test_the_error_behind_it_is_in_the_log_for_who_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", unreadable)
+    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", unreadable)
     with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
         train(FastSFTTrainer, tmp_path, packing=True)
     (record,) = [record for record in caplog.records if record.exc_info]
@@ -86,7 +86,7 @@ def test_an_error_of_the_device_is_no_matter_of_the_model(
     def fails(*_args: Any, **_kwargs: Any) -> Any:
         raise error("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("fastpack_trl.lora.lora.has_lora", fails)
+    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", fails)
     with pytest.raises(error, match="illegal memory access"):
         train(FastSFTTrainer, tmp_path, packing=True)
 

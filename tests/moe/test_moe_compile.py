@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import adapted, experts_of, input_ids, moe_model, norm_of_difference, routed
+from moe_material import adapted, assert_as_stock, experts_of, moe_model, norm_of_difference, routed, step
 from quantised_material import packed_weight
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,35 +57,19 @@ def test_a_layers_experts_compile_without_a_graph_break(family: str, lora: bool)
     assert_gradients_close(ours, grads, rtol=1e-5)
 
 
-def test_compiled_layers_inside_of_a_checkpoint() -> None:
-    model = moe_model("qwen3_moe")
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around-with-expert-lora"])
+def test_compiled_layers_inside_of_a_checkpoint_and_around_it(around: bool) -> None:
+    model = adapted("qwen3_moe", num_hidden_layers=1) if around else moe_model("qwen3_moe")
+    layers = (model.base_model.model if around else model).model.layers
+    if around:
+        model.enable_input_require_grads()
+    expected = step(model)
     with apply_moe(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.model.layers:
-            layer.mlp.compile(backend="aot_eager", fullgraph=True)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert_gradients_close(gradients(model), expected)
-
-
-def test_layers_compiled_around_their_checkpoint_with_expert_lora() -> None:
-    model = adapted("qwen3_moe", num_hidden_layers=1)
-    model.enable_input_require_grads()
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with apply_moe(model):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.base_model.model.model.layers:
-            layer.compile(backend="aot_eager", fullgraph=True)
+        for layer in layers:
+            (layer if around else layer.mlp).compile(backend="aot_eager", fullgraph=True)
         for _ in range(2):  # the second forward has the plan keeping wrapper in place when it is traced
-            model.zero_grad()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert_gradients_close(gradients(model), expected)
+            assert_as_stock(model, expected)
 
 
 def test_a_gate_of_the_models_own_is_left_to_stock_in_a_graph() -> None:

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import MOE_FAMILIES, experts_of, input_ids, moe_model, norm_of_difference, routed
+from counted_operators import Counted
+from moe_material import (
+    MOE_FAMILIES,
+    assert_as_stock,
+    experts_of,
+    input_ids,
+    moe_model,
+    norm_of_difference,
+    routed,
+    step,
+)
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack_trl.kernels import grouped
 from fastpack_trl.moe.apply import apply_moe
@@ -43,6 +52,17 @@ def _eager(module: Any) -> Any:
     return run
 
 
+def _assert_as_exact_as_eager(module: Any, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """In half precision, beside float64; return what ours gave."""
+    x, ids, weights, grad = values
+    ours, eager = (_run(module, function, *values) for function in (module, _eager(module)))
+    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
+    for name, value in exact.items():
+        bound = 1.1 * norm_of_difference(eager[name], value)
+        assert norm_of_difference(ours[name], value) <= bound, name
+    return ours
+
+
 def _case(family: str, dtype: torch.dtype, tokens: int = 40, **how: Any) -> tuple[Any, tuple[Tensor, ...]]:
     model = moe_model(family)
     module = experts_of(model)
@@ -52,27 +72,29 @@ def _case(family: str, dtype: torch.dtype, tokens: int = 40, **how: Any) -> tupl
     return module.to(dtype), (x.to(dtype), ids, weights.to(dtype), grad.to(dtype))
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("skew", ["uniform", "hot", "empty"])
-def test_block_equals_float64_in_output_and_every_gradient(family: str, skew: str) -> None:
-    module, (x, ids, weights, grad) = _case(family, torch.float32, skew=skew)
+@pytest.mark.parametrize(
+    ("family", "routing"),
+    [
+        *((family, {"skew": skew}) for family in MOE_FAMILIES for skew in ("uniform", "hot", "empty")),
+        *((family, {"skew": "hot", "top_k": 1}) for family in ("gpt_oss", "qwen3_moe")),  # all tokens at one expert
+        *(("gpt_oss", {"tokens": tokens, "top_k": top_k}) for tokens in (1, 9) for top_k in (1, 4)),
+    ],
+    ids=str,
+)
+def test_block_equals_float64_in_output_and_every_gradient(family: str, routing: dict[str, Any]) -> None:
+    module, (x, ids, weights, grad) = _case(family, torch.float32, **routing)
     ours = _run(module, module, x, ids, weights, grad)
     exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
     assert ours.keys() == exact.keys()
     for name, value in exact.items():
+        assert ours[name].shape == value.shape
         assert norm_of_difference(ours[name], value) <= 1e-6, name
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_block_is_as_exact_as_eager_in_half_precision(family: str, dtype: torch.dtype) -> None:
-    module, (x, ids, weights, grad) = _case(family, dtype, tokens=400)
-    ours = _run(module, module, x, ids, weights, grad)
-    eager = _run(module, _eager(module), x, ids, weights, grad)
-    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
-    for name, value in exact.items():
-        bound = 1.1 * norm_of_difference(eager[name], value)
-        assert norm_of_difference(ours[name], value) <= bound, name
+    _assert_as_exact_as_eager(*_case(family, dtype, tokens=400))
 
 
 def test_fp32_input_and_weights_beside_bf16_experts_follow_stock() -> None:
@@ -114,17 +136,6 @@ def test_no_token_gives_an_empty_output_and_zero_gradients(family: str, device: 
     assert ours["out"].shape == (0, 32)
     assert ours.keys() >= {name for name, _ in module.named_parameters()}
     assert not any(value.any() for value in ours.values())
-
-
-@pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("top_k", [1, 4])
-def test_one_token_and_every_expert(tokens: int, top_k: int) -> None:
-    module, (x, ids, weights, grad) = _case("gpt_oss", torch.float32, tokens=tokens, top_k=top_k)
-    ours = _run(module, module, x, ids, weights, grad)
-    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
-    for name, value in exact.items():
-        assert ours[name].shape == value.shape
-        assert norm_of_difference(ours[name], value) <= 1e-6, name
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
@@ -172,28 +183,18 @@ def test_frozen_experts_get_no_gradient_and_save_the_input_the_pre_activation_an
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_model_equals_stock_and_is_restored(family: str) -> None:
     model = moe_model(family)
-    ids = input_ids()
     stock_name = model.config._experts_implementation
-
-    def step() -> tuple[Tensor, dict[str, Tensor]]:
-        model.zero_grad()
-        out = model(input_ids=ids, labels=ids, use_cache=False)
-        out.loss.backward()
-        return out.logits.detach(), gradients(model)
-
-    logits, grads = step()
+    expected = step(model)
     report = apply_moe(model)
     assert report.active == len(report.layers) == 2, report
     assert model.config._experts_implementation == NAME
-    ours, our_grads = step()
-    assert norm_of_difference(ours, logits) <= 1e-5
-    assert_gradients_close(our_grads, grads, rtol=2e-5)
+    assert_as_stock(model, expected, rtol=2e-5)
     assert report.sorts == 2
     report.revert()
     assert model.config._experts_implementation == stock_name
     assert not any(hasattr(module, "_fastpack_moe") for module in model.modules())
-    again, _ = step()
-    assert torch.equal(again, logits)
+    again, _ = step(model)
+    assert torch.equal(again, expected[0])
 
 
 def test_generate_is_stock_bit_for_bit_in_its_decode_steps() -> None:
@@ -263,14 +264,10 @@ def test_sharded_stacks_keep_stock() -> None:
 
 def test_a_gate_of_the_models_own_is_called_and_differentiated() -> None:
     model = moe_model("qwen3_moe", hidden_act="gelu")
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    expected = step(model)
     with apply_moe(model) as report:
         assert {layer.reason for layer in report.layers} == {"the model's own gate"}
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert_gradients_close(gradients(model), expected)
+        assert_as_stock(model, expected)
 
 
 def test_a_dense_model_is_left_alone() -> None:
@@ -288,16 +285,6 @@ def test_routing_weights_for_every_expert_are_read_at_the_chosen_ones() -> None:
     chosen, scattered = (_run(module, module, x, ids, given, grad) for given in (weights, everywhere))
     assert torch.equal(chosen["out"], scattered["out"])
     assert torch.equal(chosen["dweights"], scattered["dweights"].gather(1, ids))
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_all_tokens_at_one_expert(family: str) -> None:
-    module, (x, ids, weights, grad) = _case(family, torch.float32, top_k=1, skew="hot")
-    assert set(ids.reshape(-1).tolist()) == {0}
-    ours = _run(module, module, x, ids, weights, grad)
-    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
-    for name, value in exact.items():
-        assert norm_of_difference(ours[name], value) <= 1e-6, name
 
 
 def _device_case(family: str, device: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any, tuple[Tensor, ...]]:
@@ -326,18 +313,6 @@ def test_no_host_sync_forward_or_backward_with_expert_lora(family: str) -> None:
     _assert_syncs(0, *_device_case(family, "cpu", torch.float32, lora=True))
 
 
-class _Reads(TorchDispatchMode):
-    """Counts products that would read their sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func._schema.name == "aten::_grouped_mm"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -349,26 +324,17 @@ def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward
         monkeypatch.setattr(grouped, "reads_offsets", lambda dtype, device, r=reading: bool(reads.append(dtype)) or r)
         x.grad = None
         model.zero_grad()
-        with apply_moe(model), _Reads() as products:
+        with apply_moe(model), Counted(lambda name, _args: name == "_grouped_mm") as products:
             block(x, ids, weights).backward(grad)
-        sides.append(({"x": x.grad, **gradients(model)}, products.calls))
+        sides.append(({"x": x.grad, **gradients(model)}, products.count))
     assert reads == [torch.float32] * 4
     assert sides[0][1] >= 6
     assert sides[1][1] == 0
     assert_gradients_close(sides[1][0], sides[0][0])
 
 
-class _Sorts(TorchDispatchMode):
-    """Counts what sorts, also inside of another operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        self.calls += name in ("sort", "argsort", "unique_dim", "_unique2") or "index_put" in name
-        return func(*args, **(kwargs or {}))
+def _sorts(name: str, _args: Any) -> bool:
+    return name in ("sort", "argsort", "unique_dim", "_unique2") or "index_put" in name
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -383,9 +349,9 @@ def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once_under_ch
             out = block(x)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
         assert syncs.total == 0, syncs
-        with _Sorts() as sorts:
+        with Counted(_sorts) as sorts:
             model(input_ids=input_ids(), use_cache=False).logits.sum().backward()
-        assert sorts.calls == 2  # layers
+        assert sorts.count == 2  # layers
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
@@ -427,13 +393,8 @@ def test_host_waits_on_cuda_only_to_read_sizes_once_in_each_pass(family: str, lo
 )
 def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str) -> None:
     module, values = _case(family, torch.bfloat16, tokens=400, skew=skew)
-    module = module.cuda()
-    x, ids, weights, grad = (value.cuda() for value in values)
-    ours = _run(module, module, x, ids, weights, grad)
-    again = _run(module, module, x, ids, weights, grad)
-    eager = _run(module, _eager(module), x, ids, weights, grad)
-    exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
-    for name, value in exact.items():
-        assert torch.equal(ours[name], again[name]), name  # deterministic
-        bound = 1.1 * norm_of_difference(eager[name], value)
-        assert norm_of_difference(ours[name], value) <= bound, name
+    module, on_device = module.cuda(), tuple(value.cuda() for value in values)
+    before = _run(module, module, *on_device)
+    ours = _assert_as_exact_as_eager(module, on_device)
+    for name, value in ours.items():
+        assert torch.equal(value, before[name]), name  # deterministic

@@ -13,15 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_material import experts_of, input_ids, moe_model, routed
+from moe_material import adapted, assert_as_stock, experts_of, input_ids, moe_model, routed, step
 from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.plans import PlanKeeper, PlanTape
-from fastpack_trl.moe.routing import routing_plan
+from fastpack_trl.moe.routing import PlanKeeper, PlanTape, routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
 
@@ -112,8 +111,7 @@ def test_the_model_keeps_what_runs_on_it_where_nobody_keeps_the_report(lora: boo
     apply_moe(model)
     gc.collect()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    step(model)
     keepers = [module._fastpack_moe.keeper for module in model.modules() if hasattr(module, "_fastpack_moe")]
     assert [keeper.sorts for keeper in keepers] == [1, 1]  # one per layer, none in the recompute
     wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
@@ -144,10 +142,7 @@ def test_nothing_is_left_after_revert_nor_of_a_model_that_is_gone(lora: bool) ->
 
 def test_an_aborted_step_leaves_nothing_for_the_next_one() -> None:
     model = moe_model("qwen3_moe")
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    expected = step(model)
     with apply_moe(model, check_plans=True):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -156,30 +151,25 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one() -> None:
         hook.remove()
         assert experts_of(model)._fastpack_moe.keeper.tape is None
         model(input_ids=input_ids(tokens=7, seed=6), use_cache=False)  # a forward whose backward never comes
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        assert_gradients_close(gradients(model), expected)
+        assert_as_stock(model, expected)
 
 
 @pytest.mark.parametrize("last", ["offload", "moe"])
 def test_offloaded_checkpoints_compose_and_either_may_be_taken_off_first(last: str) -> None:
     model = moe_model("qwen3_moe")
-    ids = input_ids()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    expected = step(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = checkpointed_layers(model)
     before = [layer._gradient_checkpointing_func for layer in layers]
     report = None if last == "moe" else apply_moe(model, check_plans=True)
     with offload_checkpoints(layers, "double_buffer", min_bytes=1, keep_last_layers=0, streams=HostStreams):
         report = report or apply_moe(model, check_plans=True)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert_as_stock(model, expected)
         assert report.sorts == 2
         if last == "offload":
             report.revert()
     report.revert()
     assert [layer._gradient_checkpointing_func for layer in layers] == before
-    assert_gradients_close(gradients(model), expected)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
@@ -200,11 +190,7 @@ def test_a_model_is_pickled_while_its_experts_are_ours(checkpointing: bool) -> N
 
 
 def test_a_model_with_lora_on_its_experts_is_pickled_while_they_are_ours() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
-    model = get_peft_model(moe_model("qwen3_moe"), config)
+    model = adapted()
     with apply_moe(model):
         logits = model(input_ids=input_ids(), use_cache=False).logits
         again = pickle.loads(pickle.dumps(model))
@@ -213,18 +199,7 @@ def test_a_model_with_lora_on_its_experts_is_pickled_while_they_are_ours() -> No
         torch.testing.assert_close(one(input_ids=input_ids(), use_cache=False).logits, logits)
 
 
-def test_a_copy_of_the_model_has_stocks_checkpointing() -> None:
-    model = moe_model("qwen3_moe")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    stock = model.model.layers[0]._gradient_checkpointing_func
-    with apply_moe(model):
-        model(input_ids=input_ids(), use_cache=False)
-        copied = copy.deepcopy(model)
-        assert copied.model.layers[0]._gradient_checkpointing_func.func is stock.func
-        copied(input_ids=input_ids(), use_cache=False).logits.sum().backward()
-
-
-def test_checkpoint_functions_are_given_back() -> None:
+def test_a_copy_of_the_model_has_stocks_checkpointing_and_so_has_the_model_afterwards() -> None:
     model = moe_model("qwen3_moe")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = list(model.model.layers)
@@ -232,4 +207,7 @@ def test_checkpoint_functions_are_given_back() -> None:
     with apply_moe(model):
         model(input_ids=input_ids(), use_cache=False)
         assert [layer._gradient_checkpointing_func for layer in layers] != before
+        copied = copy.deepcopy(model)
+        assert copied.model.layers[0]._gradient_checkpointing_func.func is before[0].func
+        copied(input_ids=input_ids(), use_cache=False).logits.sum().backward()
     assert [layer._gradient_checkpointing_func for layer in layers] == before

@@ -7,24 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import model_without_gates, moe_model, norm_of_difference
+from moe_material import STACKS, model_without_gates, moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, both, build, make_tokenizer, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
 from benchmarks.results_folder import load_results
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.moe.measured_speed import MEASURED, Gain
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.moe.feature import MEASURED, Gain
 from fastpack_trl.step.load_balancing import load_balancing_losses
 
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
 
 
-def _lora() -> LoraConfig:
-    return LoraConfig(r=4, target_parameters=STACKS, target_modules=["q_proj"])
+def fast_trained(folder: Path, **options: Any) -> FastSFTTrainer:
+    trainer = train(FastSFTTrainer, folder, **options)
+    assert isinstance(trainer, FastSFTTrainer)
+    return trainer
+
+
+ONE_STEP: dict[str, Any] = {"packing": True, "max_steps": 1, "eval_strategy": "no"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def _lora() -> LoraConfig:
 def test_training_log_equals_stock(tmp_path: Path, peft: bool, checkpointing: bool) -> None:
     ours, stock = both(
         tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=checkpointing, learning_rate=1e-4,
-        trainer={"peft_config": _lora()} if peft else None,
+        trainer={"peft_config": LoraConfig(r=4, target_parameters=STACKS, target_modules=["q_proj"])} if peft else None,
     )  # fmt: skip
     assert_same_log(ours, stock, rtol=5e-5, atol=1e-5)
     line = ours.fastpack_report["moe"]
@@ -44,14 +48,7 @@ def test_training_log_equals_stock(tmp_path: Path, peft: bool, checkpointing: bo
 
 
 def test_saved_checkpoint_is_stocks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "family": "qwen3_moe",
-        "packing": True,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 2,
-    }
-    ours, _stock = both(tmp_path, **options)
+    ours, _stock = both(tmp_path, family="qwen3_moe", packing=True, save_strategy="steps", save_steps=2, max_steps=2)
     files = {
         side: (tmp_path / side / "checkpoint-2" / "config.json").read_text(encoding="utf-8")
         for side in ("ours", "stock")
@@ -70,8 +67,7 @@ def test_auxiliary_loss_works_where_stock_raises(family: str, tmp_path: Path) ->
     options["trainer"] = {"compute_metrics": lambda _: {"one": 1.0}}
     with pytest.raises(AttributeError, match="num_experts"):
         train(SFTTrainer, tmp_path / "stock", model=moe_model(family, vocab_size=96), **options)
-    ours = train(FastSFTTrainer, tmp_path / "ours", model=moe_model(family, vocab_size=96), **options)
-    assert isinstance(ours, FastSFTTrainer)
+    ours = fast_trained(tmp_path / "ours", model=moe_model(family, vocab_size=96), **options)
     losses = [row["aux_loss"] for row in ours.state.log_history if "aux_loss" in row]
     assert len(losses) == 2
     assert all(1 < loss < 4 for loss in losses)  # top-k of balanced routing is k = 2
@@ -86,11 +82,10 @@ def _router_logits(model: Any) -> Any:
 
 
 def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
-    ours = train(
-        FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1,
+    ours = fast_trained(
+        tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1,
         eval_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": True},
     )  # fmt: skip
-    assert isinstance(ours, FastSFTTrainer)
     assert "reentrant checkpointing drops its gradient" in ours.fastpack_report["aux_loss"].reason
 
 
@@ -108,10 +103,7 @@ def test_switch_and_the_users_own_choice(
     model = moe_model("mixtral")
     if asked is not None:
         model.set_experts_implementation(asked)
-    ours = train(
-        FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting}
-    )
-    assert isinstance(ours, FastSFTTrainer)
+    ours = fast_trained(tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting})
     line = ours.fastpack_report["moe"]
     assert line.status == status
     assert said in line.reason
@@ -123,8 +115,7 @@ def test_switch_and_the_users_own_choice(
 def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
     trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
     stock = train(SFTTrainer, tmp_path / "stock", model=model_without_gates(), trainer=trainer)
-    ours = train(FastSFTTrainer, tmp_path / "ours", model=model_without_gates(), trainer=trainer, fast={"moe": setting})
-    assert isinstance(ours, FastSFTTrainer)
+    ours = fast_trained(tmp_path / "ours", model=model_without_gates(), trainer=trainer, fast={"moe": setting})
     assert_same_log(ours, stock)
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     line = ours.fastpack_report["moe"]
@@ -133,14 +124,9 @@ def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, sett
 
 
 def test_on_evaluates_as_stock_and_stops_training_where_no_layer_has_a_gate(tmp_path: Path) -> None:
-    def make(cls: type[SFTTrainer], **fast: Any) -> SFTTrainer:
-        return cls(
-            model_without_gates(), args=FastSFTConfig(**settings(tmp_path), **fast), train_dataset=make_dataset("text"),
-            eval_dataset=make_dataset("text", 8), processing_class=make_tokenizer(),
-        )  # fmt: skip
-
-    ours = make(FastSFTTrainer, moe="on")
-    assert ours.evaluate()["eval_loss"] == pytest.approx(make(SFTTrainer).evaluate()["eval_loss"], rel=1e-5)
+    ours = build(FastSFTTrainer, tmp_path, model=model_without_gates(), fast={"moe": "on"})
+    stock = build(SFTTrainer, tmp_path, model=model_without_gates())
+    assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"^moe='on': 1 layer \(experts without a gate\); set moe='auto' to train"):
         ours.train()
     assert ours.state.global_step == 0
@@ -149,15 +135,12 @@ def test_on_evaluates_as_stock_and_stops_training_where_no_layer_has_a_gate(tmp_
 def test_auto_takes_stock_where_less_than_three_percent_were_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"family": "mixtral", "packing": True, "max_steps": 1, "eval_strategy": "no"}
-    ours = train(FastSFTTrainer, tmp_path, **options)
-    assert isinstance(ours, FastSFTTrainer)
+    ours = fast_trained(tmp_path, family="mixtral", **ONE_STEP)
     assert ours.fastpack_report["moe"].status == "on"
     assert "full experts: speed not measured on cpu" in ours.fastpack_report["moe"].reason
     monkeypatch.setitem(MEASURED, ("cpu", "full"), Gain(1.02, "one shape"))
     for setting, status in (("auto", "stock"), ("on", "on")):
-        ours = train(FastSFTTrainer, tmp_path, fast={"moe": setting}, **options)
-        assert isinstance(ours, FastSFTTrainer)
+        ours = fast_trained(tmp_path, family="mixtral", fast={"moe": setting}, **ONE_STEP)
         assert ours.fastpack_report["moe"].status == status
         assert (
             "full experts: measured 1.02 times stock's speed or more on cpu (one shape)"
@@ -183,22 +166,13 @@ def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path:
     moe_model("mixtral").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     chosen = {"experts_implementation": "grouped_mm", "dtype": "float32"}
-    args = settings(tmp_path / "run", packing=True, max_steps=1, eval_strategy="no", model_init_kwargs=chosen)
-    trainer = FastSFTTrainer(
-        str(tmp_path / "model"), args=FastSFTConfig(**args), train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8),
-    )  # fmt: skip
-    trainer.train()
+    trainer = fast_trained(tmp_path / "run", model=str(tmp_path / "model"), model_init_kwargs=chosen, **ONE_STEP)
     assert trainer.fastpack_report["moe"].reason == "experts_implementation='grouped_mm' was chosen"
 
 
 def test_a_step_that_raises_restores_the_model(tmp_path: Path) -> None:
     model = moe_model("qwen3_moe")
-    args = settings(tmp_path, packing=True, gradient_checkpointing=True, max_steps=1, eval_strategy="no")
-    trainer = FastSFTTrainer(
-        model, args=FastSFTConfig(**args), train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    trainer = build(FastSFTTrainer, tmp_path, model=model, gradient_checkpointing=True, **ONE_STEP)
     hook = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
@@ -271,10 +245,8 @@ def test_bounds_on_the_device_give_the_auxiliary_loss_of_each_part(parts: list[i
 
 
 def test_padding_of_a_packed_row_does_not_count(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"family": "qwen3_moe", "packing": True, "max_steps": 1, "eval_strategy": "no"}
-    plain = train(FastSFTTrainer, tmp_path / "plain", **options)
-    padded = train(FastSFTTrainer, tmp_path / "padded", pad_to_multiple_of=64, **options)
-    assert isinstance(padded, FastSFTTrainer)
+    plain = fast_trained(tmp_path / "plain", family="qwen3_moe", **ONE_STEP)
+    padded = fast_trained(tmp_path / "padded", family="qwen3_moe", pad_to_multiple_of=64, **ONE_STEP)
     assert padded.state.log_history[0]["aux_loss"] == pytest.approx(plain.state.log_history[0]["aux_loss"], rel=1e-5)
     assert "without the padding of packed rows" in padded.fastpack_report["aux_loss"].reason
 
@@ -287,8 +259,7 @@ def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: py
         return loss
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", own)
-    ours = train(FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, max_steps=1, eval_strategy="no")
-    assert isinstance(ours, FastSFTTrainer)
+    ours = fast_trained(tmp_path, family="qwen3_moe", **ONE_STEP)
     assert ours.state.log_history[0]["aux_loss"] == 3.0
     assert f"load_balancing_loss_func was replaced by {__name__}" in ours.fastpack_report["sync_free"].reason
     assert ours.fastpack_report["aux_loss"].status == "stock"

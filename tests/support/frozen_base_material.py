@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from lora_material import adapted
 from torch import Tensor
 from trainer_material import make_dataset, make_tokenizer, settings
@@ -26,6 +27,19 @@ def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) ->
         processing_class=make_tokenizer(),
         callbacks=list(callbacks),
     )
+
+
+def logged(trainer: FastSFTTrainer, name: str) -> list[float]:
+    """The values of one figure of the log."""
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def assert_as_loaded(model: Any, before: list[Tensor]) -> None:
+    """Nothing of FP8 is left of a run, and the bases have the `weights` of before it."""
+    assert not fast_layers(model)
+    for layer, weight in zip(lora_layers(model), before, strict=True):
+        assert torch.equal(layer.base_layer.weight, weight)
+        assert not any(name.startswith("fastpack") for name in vars(layer))
 
 
 def fast_layers(model: Any) -> list[Any]:

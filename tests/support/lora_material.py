@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from counted_operators import Counted
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F  # noqa: N812
 
-from fastpack_trl import apply_lora
+from fastpack_trl import PackedBatch, apply_lora, packed_attention
 from fastpack_trl.lora import projection
+from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.testing import gradients, tiny_model
 
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
@@ -37,6 +39,21 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
 def functions_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny inputs take the autograd functions of large ones, too."""
     monkeypatch.setattr(projection, "_SMALL", {False: -1, True: -1})
+
+
+def reference_projection(
+    x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
+) -> Tensor:
+    """Project by torch's own operators and autograd: the oracle."""
+    adapter = F.linear(F.linear(x if dropped is None else dropped, a), b)
+    return F.linear(x, base.dense(x.dtype), bias) + adapter
+
+
+def compiled_projection(*args: Any) -> Tensor:
+    """`lora_projection` in a graph, cut by Inductor's partitioner, without its code generation."""
+    torch._dynamo.reset()
+    out: Tensor = torch.compile(projection.lora_projection, backend="aot_eager_decomp_partition", fullgraph=True)(*args)
+    return out
 
 
 def any_ids(length: int = 24, seed: int = 0) -> Tensor:
@@ -118,24 +135,70 @@ def saved_bytes(model: Any, ids: Tensor) -> int:
     return sum(seen.values())
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products whose three sizes contain `width`, thin ones left out."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.count = width, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
-            left, right = args[-2:]
-            sizes = (*left.shape, right.shape[1])
-            self.count += self.width in sizes and min(sizes) > 16
-        return func(*args, **(kwargs or {}))
-
-
 def products_in_backward(model: Any, ids: Tensor, width: int) -> int:
+    """How many matrix products have `width` among their three sizes, thin ones left out."""
+
+    def wide(name: str, args: Any) -> bool:
+        if name not in ("mm", "addmm", "addmm_"):
+            return False
+        left, right = args[-2:]
+        sizes = (*left.shape, right.shape[1])
+        return width in sizes and min(sizes) > 16
+
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    with Products(width) as counted:
+    with Counted(wide) as counted:
         loss.backward()
     return counted.count
+
+
+def assert_trains_as_peft(stock: Any, fast: Any, *, each_gradient: float | None = None) -> None:
+    """Twenty steps of AdamW in fp32; `each_gradient`: most relative error of a single gradient."""
+    models = (stock, fast)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=2e-4) for m in models]
+    for number in range(20):
+        losses = [float(step(model, any_ids(seed=number))) for model in models]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        expected, found = map(gradients, models)
+        assert joint_error(found, expected) <= 5e-6
+        for name, grad in expected.items() if each_gradient else ():
+            assert float((found[name] - grad).norm()) <= each_gradient * float(grad.norm()), (number, name)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            model.zero_grad()
+
+
+def assert_no_further(errors: Sequence[Sequence[float]]) -> None:
+    """Our errors are no larger than PEFT's: what a draw of roundings adds is within two standard errors.
+
+    Args:
+        errors: per draw, PEFT's and ours.
+    """
+    table = torch.tensor(errors)
+    more = table[:, 1] - table[:, 0]
+    assert more.mean() <= 2 * more.std() / len(more) ** 0.5, table.mean(0)
+
+
+def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
+    """A step of the backbone of a model on CUDA, under autocast, after one that makes what is made once."""
+    backbone = model.get_base_model().model
+    if compiled:
+        for layer in backbone.layers:
+            layer.compile(fullgraph=True)
+    hidden = torch.randn(1, 63, model.config.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    batch = PackedBatch.from_lengths((40, 23)).to("cuda")
+
+    def run() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = backbone(
+                inputs_embeds=hidden, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
+            ).last_hidden_state
+        out.sum().backward()
+
+    with packed_attention(model, compute_dtype=torch.bfloat16):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

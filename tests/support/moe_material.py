@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.testing import gradients
+from fastpack_trl.testing import assert_gradients_close, gradients
 
 _COMMON = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -141,6 +141,13 @@ def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tenso
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
     return out.logits.detach(), gradients(model)
+
+
+def assert_as_stock(model: Any, expected: tuple[Tensor, dict[str, Tensor]], *, rtol: float = 1e-5) -> None:
+    """One `step` gives the logits and gradients that another gave."""
+    logits, grads = step(model)
+    assert norm_of_difference(logits, expected[0]) <= 1e-5
+    assert_gradients_close(grads, expected[1], rtol=rtol)
 
 
 def reference_gate(h: Tensor, bias: Tensor | None, expert: Tensor, gate: Gate) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastpack_trl.lora.linear import apply_lora, has_lora
+from fastpack_trl.lora.linear import apply_lora
+from fastpack_trl.lora.report import has_lora
 from fastpack_trl.run import SHARDED, Run
 
 
@@ -29,8 +30,7 @@ def lora(run: Run) -> Iterator[None]:
     # `auto` waits for the plan of the activations, FP8 for its choice of layers. FSDP 2 gathers other tensors each
     # time, DeepSpeed casts them: a copy of one serves nobody.
     fp8 = run.settings.frozen_base == "fp8"
-    waits = cache == "auto" or fp8
-    cache = "off" if waits or run.is_fsdp2 or run.is_deepspeed else cache
+    cache = "off" if cache == "auto" or fp8 or run.is_fsdp2 or run.is_deepspeed else cache
     applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype, fp8_bases=fp8)
     try:
         fast = applied.fast or applied.already
