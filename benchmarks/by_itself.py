@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import by_itself_metadata, by_itself_reload, by_itself_routing
 from benchmarks.by_itself_table import table
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.training_side import device_here
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.result_file import RowTask

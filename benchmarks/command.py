@@ -9,14 +9,14 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fastpack_trl.bench.report import read_record
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, Task, run_rows
 from fastpack_trl.cli.main import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, _without_kernel_advice
 from fastpack_trl.errors import UserError, describe, did_you_mean
 from fastpack_trl.measure.record import check_writable, write_json
@@ -38,7 +38,6 @@ COMMANDS = {
     "side_by_side": "whole trainings beside what people use, a process per side",
     "captured": "whole steps of train() captured as CUDA graphs and eager",
     "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
-    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
     "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
     "memory_caps": "the largest row and tokens/s under caps of device memory",
     "fp8_steps": "whole trainings over a base in FP8",
@@ -48,64 +47,11 @@ COMMANDS = {
     "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
     "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
     "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",
-    "balance": "what several GPUs lose to rows of uneven cost, simulated",
     "cuda_tests": "the tests marked cuda, as a record",
     "stale": "which records are of older code",
     "readme": "write tables and pictures of the records into the pages",
 }
 """Modules of this folder with a `main`: ``python -m benchmarks.NAME`` is the same."""
-
-
-def parse(
-    name: str,
-    text: str | None,
-    arguments: Sequence[str] | None,
-    *,
-    rows: Sequence[str] = (),
-    default_rows: Sequence[str] | None = None,
-    sides: Sequence[str] = (),
-    default_sides: Sequence[str] | None = None,
-    rounds: int = 1,
-    seconds: float = math.inf,
-    extra: Callable[[ArgumentParser], object] = lambda parser: None,
-) -> Namespace:
-    """Parse the options of a command of this folder.
-
-    Args:
-        name: of the module.
-        text: its docstring, shown by ``--help``.
-        arguments: those of the command line by default.
-        rows, sides: names that there are; none: they are not checked.
-        default_rows, default_sides: what is measured if none is named; all by default.
-        rounds: of each side, by default.
-        seconds: for all rows, by default.
-        extra: adds the options that only this command has.
-
-    Returns:
-        ``rows``, ``sides``, ``rounds``, ``seconds``, ``json``, ``again``, ``report``, ``plot``, ``seed``, ``here`` (for
-        the process of one side), and what `extra` has added.
-
-    Raises:
-        UserError: a wrong option; a row or side that there is not.
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(prog=f"{PROG}.{name}", description=text, formatter_class=raw, allow_abbrev=False)
-    add = parser.add_argument
-    extra(parser)
-    add("named", metavar="ROW", nargs="*", help="rows, as --rows")
-    _add_common(parser, _names(rows, default_rows))
-    parser.set_defaults(rows=[], rounds=rounds, seconds=seconds)
-    if sides:
-        add("--sides", metavar="SIDE", nargs="+", default=[], help=_names(sides, default_sides))
-    add("--report", "--from", metavar="FILE", help="measure nothing: print the table of a record")
-    add("--plot", metavar="PNG", help="draw the record, where it has a picture")
-    add("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    chosen = [*args.named, *args.rows]
-    args.rows = (known("row", chosen, rows) if rows else chosen) or list(rows if default_rows is None else default_rows)
-    if sides:
-        args.sides = known("side", args.sides, sides) or list(sides if default_sides is None else default_sides)
-    return args
 
 
 def _add_common(parser: ArgumentParser, rows: str) -> None:
@@ -118,11 +64,16 @@ def _add_common(parser: ArgumentParser, rows: str) -> None:
     add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
 
 
-def _names(names: Sequence[str], default: Sequence[str] | None) -> str:
+def _names(names: Collection[str], default: Sequence[str] | None) -> str:
     return f"of {', '.join(names)} (default: {'all' if default is None else ', '.join(default)})"
 
 
-def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
+def _chosen(kind: str, given: list[str], names: Collection[str], default: Sequence[str] | None) -> list[str]:
+    chosen = known(kind, given, names) if names else given
+    return chosen or list(names if default is None else default)
+
+
+def known(kind: str, chosen: Sequence[str], names: Collection[str]) -> list[str]:
     """Return what was chosen.
 
     Raises:
@@ -135,38 +86,108 @@ def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def measured(
-    args: Namespace,
-    case: str,
-    measure: Callable[[ResultFile | None], dict[str, Any]],
-    table: Callable[[Record], str],
-    draw: Callable[[Record, str], Any] | None = None,
-) -> int:
-    """Print the record of ``--report``, or measure one, write and print it; draw it where that is asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseCommand:
+    """``python -m benchmarks.CASE``: options, record, table and picture of one case.
 
-    Args:
-        args: of `parse`.
-        case: of the record.
-        measure: given the file of ``--json``, returns the record.
-        table: of a record, for people.
-        draw: from a record and the name of its file to a figure.
-
-    Returns:
-        The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
+    Attributes:
+        case: its name, and that of its module.
+        help: the docstring of the module.
+        table: returns a record for people.
+        rows: names that ``--rows`` takes; also by position, as the pages have them; none: they are not checked.
+        default_rows: what is measured without ``--rows``; None: all.
+        tasks: returns what is measured, in order, from the arguments.
+        settings: returns the settings of the record from the arguments.
+        record: measures from the arguments and the file of ``--json``, in place of `tasks` and `settings`.
+        sides: names that ``--sides`` takes; none where the case has them fixed.
+        default_sides: without ``--sides``; None: all.
+        rounds: runs of each side without ``--rounds``.
+        seconds: for all rows without ``--seconds``.
+        alike: rows take about as long as each other (`run_rows`).
+        more: adds further options.
+        figure: draws a record, given the name of its file too.
     """
-    if args.report is not None:
-        record = record_of(args.report, case)
-    else:
-        file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-        record = measure(file)
-        if file is not None:
-            file.save(record)
-    print(table(record))
-    if args.plot is not None and draw is not None:
-        draw(record, Path(args.report or args.json or "").name).savefig(args.plot)
-    if not record["complete"]:
-        return EXIT_INTERRUPTED
-    return int(any(row.get("passed") is False for row in record["rows"]))
+
+    case: str
+    help: str | None
+    table: Callable[[Record], str]
+    rows: Collection[str] = ()
+    default_rows: Sequence[str] | None = None
+    tasks: Callable[[Namespace], Sequence[Task]] = lambda args: ()
+    settings: Callable[[Namespace], Mapping[str, Any]] = lambda args: {}
+    record: Callable[[Namespace, ResultFile | None], dict[str, Any]] | None = None
+    sides: Collection[str] = ()
+    default_sides: Sequence[str] | None = None
+    rounds: int = 1
+    seconds: float = math.inf
+    alike: bool = False
+    more: Callable[[ArgumentParser], object] = lambda parser: None
+    figure: Callable[[Record, str], Any] | None = None
+
+    def arguments(self, given: Sequence[str] | None = None) -> Namespace:
+        """Return the parsed arguments, those of the command line by default.
+
+        Raises:
+            UserError: a wrong option; a row or side that there is not.
+        """
+        raw = argparse.RawDescriptionHelpFormatter
+        prog = f"{PROG}.{self.case}"
+        parser = CommandParser(prog=prog, description=self.help, formatter_class=raw, allow_abbrev=False)
+        add = parser.add_argument
+        self.more(parser)
+        add("named", metavar="ROW", nargs="*", help="rows, as --rows")
+        _add_common(parser, _names(self.rows, self.default_rows))
+        parser.set_defaults(rows=[], rounds=self.rounds, seconds=self.seconds)
+        if self.sides:
+            add("--sides", metavar="SIDE", nargs="+", default=[], help=_names(self.sides, self.default_sides))
+        add("--report", "--from", metavar="FILE", help="measure nothing: print the table of a record")
+        add("--plot", metavar="PNG", help="draw the record, where it has a picture")
+        args = parser.parse_args(given)
+        args.rows = _chosen("row", [*args.named, *args.rows], self.rows, self.default_rows)
+        if self.sides:
+            args.sides = _chosen("side", args.sides, self.sides, self.default_sides)
+        return args
+
+    def measure(self, args: Namespace, file: ResultFile | None = None, *, progress: bool = True) -> dict[str, Any]:
+        """Return the record of the rows; one that fails is an entry with its error.
+
+        Raises:
+            UserError: what the case cannot run here; `file` holds another run.
+        """
+        import torch
+
+        if self.record is not None:
+            return self.record(args, file)
+        return run_rows(
+            self.tasks(args), case=self.case, settings=self.settings(args), apart={"seconds": args.seconds},
+            seconds=args.seconds, alike=self.alike, device="cuda" if torch.cuda.is_available() else "cpu",
+            threads=torch.get_num_threads(), seed=args.seed, file=file, progress=progress,
+        )  # fmt: skip
+
+    def main(self, given: Sequence[str] | None = None) -> int:
+        """Measure the rows, or read the record of ``--report``; write, print and draw it.
+
+        Returns:
+            The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
+        """
+        args = self.arguments(given)
+        if args.report is not None:
+            record = record_of(args.report, self.case)
+        else:
+            file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
+            record = self.measure(args, file)
+            if file is not None:
+                file.save(record)
+        print(self.table(record))
+        if args.plot is not None and self.figure is not None:
+            self.figure(record, Path(args.report or args.json or "").name).savefig(args.plot)
+        if not record["complete"]:
+            return EXIT_INTERRUPTED
+        return int(any(row.get("passed") is False for row in record["rows"]))
+
+    def start(self) -> int:
+        """Run the command line of this process; what is wrong with it is one line."""
+        return in_one_line(f"{PROG}.{self.case}", self.main)
 
 
 def in_one_line(name: str, run: Callable[[], int | None]) -> int:

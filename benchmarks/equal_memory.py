@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.training_rows import ROWS
 from benchmarks.training_side import OURS, SIDES, train_side
 from fastpack_trl.bench.result_file import RowTask

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.first_step_plot import figure
 from benchmarks.training_rows import ROWS, SMALL
 from benchmarks.training_side import OURS, SIDES, train_side

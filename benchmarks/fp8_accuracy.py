@@ -14,6 +14,7 @@ import copy
 import json
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from benchmarks.command import in_one_line, measured, parse
+from benchmarks.command import CaseCommand
 from benchmarks.fp8_accuracy_tables import plot, table
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, definitions, quantise
 from benchmarks.model_shapes import ModelShape, build_model
@@ -291,26 +292,25 @@ def measure(
         return record(True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks.fp8_accuracy``."""
+def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise UserError("it trains in FP8: it needs a CUDA device from Ada or Hopper on")
+    plan = Plan(steps=args.steps, pretrain_seconds=args.pretrain_seconds)
+    save = (lambda found: None) if file is None else file.save
+    return measure(plan, seeds=args.seeds, device="cuda", seed=args.seed, seconds=args.seconds, save=save)
 
-    def options(parser: Any) -> None:
-        add = parser.add_argument
-        add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of adapters and order (default: %(default)s)")
-        add("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
-        add("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
 
-    args = parse("fp8_accuracy", __doc__, arguments, extra=options)
+def add_options(parser: ArgumentParser) -> None:
+    """Add the seeds, and how long is trained."""
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of adapters and order (default: %(default)s)")
+    add("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
+    add("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
 
-    def measure_here(file: ResultFile | None) -> dict[str, Any]:
-        if not torch.cuda.is_available():
-            raise UserError("it trains in FP8: it needs a CUDA device from Ada or Hopper on")
-        plan = Plan(steps=args.steps, pretrain_seconds=args.pretrain_seconds)
-        save = (lambda found: None) if file is None else file.save
-        return measure(plan, seeds=args.seeds, device="cuda", seed=args.seed, seconds=args.seconds, save=save)
 
-    return measured(args, CASE, measure_here, table, plot)
+COMMAND = CaseCommand(case=CASE, help=__doc__, record=_record, table=table, figure=plot, more=add_options)
 
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.fp8_accuracy", main))
+    raise SystemExit(COMMAND.start())

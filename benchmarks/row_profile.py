@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.kernel_kinds import UNKNOWN, Facts, by_kind, largest, launches_of
 from benchmarks.profile_table import table
 from benchmarks.side_by_side import WATCHED

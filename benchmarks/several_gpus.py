@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.errors import UserError

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import unsloth_run
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.side_plot import figure
 from benchmarks.side_table import table
 from benchmarks.training_rows import FIRST, ROWS, layers_of
