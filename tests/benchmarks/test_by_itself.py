@@ -17,8 +17,7 @@ from benchmarks.arithmetic import (
 )
 from benchmarks.by_itself import COMMAND, OPTIMISATIONS
 from benchmarks.by_itself_row import Pass, row_of
-from benchmarks.by_itself_table import table
-from benchmarks.published import PUBLISHED, ROWS
+from benchmarks.by_itself_table import PUBLISHED, ROWS, table
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 

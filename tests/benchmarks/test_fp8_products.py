@@ -10,8 +10,7 @@ import torch
 
 from benchmarks import fp8_products
 from benchmarks.cases import Run
-from benchmarks.fp8_products import BLOCK, quantise_blocks
-from benchmarks.fp8_table import table
+from benchmarks.fp8_products import BLOCK, quantise_blocks, table
 from benchmarks.model_shapes import MODELS, ModelShape
 from fastpack_trl.errors import UserError
 from fastpack_trl.kernels.fp8 import FP8, LARGEST, quantise_rows_torch
