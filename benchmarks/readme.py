@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks import cuda_tests, equal_memory, fp8_accuracy, fp8_products, fp8_steps, row_profile, side_table
 from benchmarks.arithmetic import SOUND, apart, published_checks
-from benchmarks.by_itself_table import GUIDE, PUBLISHED, ROWS, step_gain
-from benchmarks.by_itself_table import table as by_itself_table
+from benchmarks.by_itself import GUIDE, PUBLISHED, ROWS, step_gain
+from benchmarks.by_itself import table as by_itself_table
 from benchmarks.case_tables import (
     activation_table,
     collator_table,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.by_itself_table import PUBLISHED, ROWS
+from benchmarks.by_itself import PUBLISHED, ROWS
 from benchmarks.command import COMMANDS
 from benchmarks.open_list import PLANNED_CASES, open_list
 from benchmarks.pictures import FOLDER, picture_names, stale_pictures
