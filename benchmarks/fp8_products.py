@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.cases import Run, time_calls
 from benchmarks.command import CaseCommand
 from benchmarks.model_shapes import ModelShape, shape_of
-from benchmarks.readme_cells import grid
+from benchmarks.readme_cells import grid, ratio_cell
 from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
@@ -337,14 +337,9 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([layers_table(record), "", grid(columns, errors)])
 
 
-def best(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the fastest side of a layer in FP8 and its ratio; None where none ran."""
-    return max(row["ratios"].items(), key=lambda pair: pair[1]["median"], default=None)
-
-
 def decision(row: Mapping[str, Any], worth: float) -> str:
     """Return the line that says whether the products of a layer are worth a feature."""
-    found = best(row)
+    found = max(row["ratios"].items(), key=lambda pair: pair[1]["median"], default=None)
     if found is None:
         return f"{row['setting']}: at least {worth:g}x: no (nothing ran)  "
     side, ratio = found
@@ -360,10 +355,7 @@ def _layer(row: Mapping[str, Any]) -> Iterator[list[str]]:
         if "failed" in found:
             yield [row["setting"], side, found["failed"], *["-"] * 4]
             continue
-        over = "-"
-        if side in row["ratios"]:
-            ratio = row["ratios"][side]
-            over = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        over = ratio_cell(row["ratios"][side]) if side in row["ratios"] else "-"
         gib, milliseconds = found["bytes"] * row["layers"] / 2**30, found["seconds"]["median"] * 1e3
         figures = [f"{milliseconds:.3f}", f"{found['tflops']:,.0f}", over, f"{gib:.1f}"]
         yield [row["setting"], side, *figures, found["path"]]

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from benchmarks.cases import Run, time_calls
 from benchmarks.command import CaseCommand, Record
+from benchmarks.readme_cells import ratio_cell
 from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.kernels.dequantise import dequantise_4bit
 from fastpack_trl.measure.intervals import ratio_summary, summary
@@ -100,11 +101,8 @@ def _line(row: Mapping[str, Any]) -> str:
         seconds = side["seconds"]["median"]
         rate = f", {row['bytes'] / seconds / 1e9:,.0f} GB/s" if not row["tokens"] else ""
         parts.append(f"{name} {seconds * 1e6:.1f} us{rate}")
-    ratio = row["ratios"][STOCK]
-    return (
-        f"{row['setting']:26} {what:24} {'; '.join(parts)}; {STOCK}/{OURS} {ratio['median']:.2f} "
-        f"({ratio['low']:.2f} to {ratio['high']:.2f})"
-    )
+    ratio = ratio_cell(row["ratios"][STOCK])
+    return f"{row['setting']:26} {what:24} {'; '.join(parts)}; {STOCK}/{OURS} {ratio}"
 
 
 def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
