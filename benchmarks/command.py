@@ -335,12 +335,12 @@ def table(record: Record) -> str:
 
 def lines_of_tables(record: Record) -> list[str]:
     """Return the table and the command of a record whose case has a table of its own."""
-    from benchmarks import by_itself, row_profile, side_table
     from benchmarks.record_commands import command_of
 
-    tables = {"side_by_side": side_table, "row_profile": row_profile, "by_itself": by_itself}
-    made = tables.get(record["case"])
-    return [] if made is None else [made.table(record), f"`{command_of(record)}`"]
+    case = record["case"]
+    if case not in ("side_by_side", "row_profile", "by_itself"):
+        return []
+    return [import_module(f"benchmarks.{case}").COMMAND.table(record), f"`{command_of(record)}`"]
 
 
 def _report(paths: list[str], out: str | None) -> int:
