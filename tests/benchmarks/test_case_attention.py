@@ -12,7 +12,8 @@ import torch
 from attention_material import make_row, separate, snapshot
 from torch import Tensor
 
-from benchmarks import attention, command
+from benchmarks import __main__ as command
+from benchmarks import attention
 from benchmarks.attention import Configuration, Grid, Heads, Layer
 from benchmarks.cases import Run
 from fastpack_trl.attention.dense import dense_mask

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import host_overhead, packed_attention
+from benchmarks.__main__ import table
 from benchmarks.cases import Run
-from benchmarks.command import table
 from benchmarks.host_overhead import ARITHMETIC, LoopSteps, Workload, measure
 from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.environment import quiet

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import command, packed_attention, steps
+from benchmarks import __main__ as command
+from benchmarks import packed_attention, steps
 from benchmarks.cases import Run
 from benchmarks.packed_attention import ParityError, check_parity
 from benchmarks.workload import OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import cases, lora, steps
+from benchmarks.__main__ import main
 from benchmarks.cases import Run
-from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
 from fastpack_trl.bench import baselines, result_file
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
