@@ -22,8 +22,7 @@ from benchmarks.cases import Run
 from benchmarks.command import known
 from benchmarks.lora_models import LoraModel, build, shared_copy
 from benchmarks.model_shapes import shape_of
-from benchmarks.side_turns import largest_memory
-from benchmarks.timed_streams import TimedCudaStreams
+from benchmarks.steps import largest_memory
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
@@ -55,6 +54,48 @@ WORKLOADS: dict[str, Workload] = {
 DOCUMENT, WARMUP = 4096, 2
 GRADIENT_TOLERANCE = 1e-3
 """Relative, of the norm: a flash backward adds up in no fixed order. Losses must be equal."""
+
+
+class TimedCudaStreams(CudaStreams):
+    """`CudaStreams` that also times copies and the stalls of the compute stream.
+
+    A stall is the time between two events on the compute stream with nothing but a wait between them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._copies: list[tuple[Any, Any]] = []
+        self._stalls: list[tuple[Any, Any]] = []
+
+    def _mark(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if stream == self.copier:
+            super().wait(stream, event)
+            return
+        before = self._mark(stream)
+        super().wait(stream, event)
+        self._stalls.append((before, self._mark(stream)))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        before = self._mark(self.copier)
+        super().copy(target, source)
+        self._copies.append((before, self._mark(self.copier)))
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of copies, and those for which compute stood still for them, since the last call.
+
+        Waits for the device. A wait that finds its event done costs a few microseconds, counted as a stall too.
+        """
+        torch.cuda.synchronize(self.device)
+        copies, stalls = (
+            sum(before.elapsed_time(after) for before, after in pairs) / 1e3 for pairs in (self._copies, self._stalls)
+        )
+        self._copies, self._stalls = [], []
+        return copies, stalls
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def sound(predicted: float, measured: float) -> bool:
 def published_checks() -> list[tuple[str, float, float]]:
     """Return the published figures as what they are, predicted, and published: milliseconds, or share of a step.
 
-    Of the guide (`benchmarks.published`): 13.7 ms per dense mask; 55.7 GB/s; the extra memory is one layer's input.
+    Of the guide (`by_itself.GUIDE`): 13.7 ms per dense mask; 55.7 GB/s; the extra memory is one layer's input.
     """
     checks = []
     for name, layers, published in (("Llama-3.2-1B", 16, 199.0), ("Qwen3-0.6B", 28, 319.0)):

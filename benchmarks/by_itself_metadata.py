@@ -19,8 +19,7 @@ from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
 from benchmarks.lora_models import shared_copy
 from benchmarks.model_shapes import PAD
-from benchmarks.side_turns import measure_in_turns
-from benchmarks.steps import Step, SteppedTrainer
+from benchmarks.steps import Step, SteppedTrainer, measure_in_turns
 from benchmarks.training_rows import Row, material
 from benchmarks.workload import Setting, trainer_arguments, without_emptiest
 from fastpack_trl.attention.install import packed_attention

@@ -23,8 +23,8 @@ from benchmarks.activation_memory import (
 )
 from benchmarks.arithmetic import reload_saved
 from benchmarks.by_itself_row import Marked, passes_of, row_of
+from benchmarks.cases import loaded_turns
 from benchmarks.lora_models import LoraModel, build
-from benchmarks.side_turns import loaded_turns
 from fastpack_trl.checkpointing.streams import host_copy_seconds
 from fastpack_trl.measure.timing import Clock, clock_of
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from benchmarks import moe
 from benchmarks.arithmetic import routing_saved
 from benchmarks.by_itself_row import Marked, passes_of, row_of
+from benchmarks.cases import loaded_turns
 from benchmarks.moe import Subject, decoder
 from benchmarks.moe_sides import OURS, SHAPES, implementation, routing
-from benchmarks.side_turns import loaded_turns
 from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.training_rows import FIRST, LONGEST_DOCUMENT, ROWS, material
 from benchmarks.training_side import Side, device_here, train_side
 from fastpack_trl.bench.result_file import RowTask

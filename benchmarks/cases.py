@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
+
+T = TypeVar("T")
 
 INTERVAL = "order statistics of the median; `coverage` is the least probability that they cover it"
 LEAST_ROUNDS = 3
@@ -86,15 +88,34 @@ class Run:
         Returns:
             What they took and returned, and the cores that other processes kept busy meanwhile.
         """
-        load = OtherLoad()
         if not sides:
             return Rounds(), None
-        found = take_turns(
-            sides, rounds=self.rounds, warmup=warmup, seconds=end_at - time.perf_counter(),
-            least=min(LEAST_ROUNDS, self.rounds), clock=clock, begin=load.restart,
-            dropped=lambda *_: free_memory(self.device),
+        return loaded_turns(
+            sides, self.device, rounds=self.rounds, least=LEAST_ROUNDS, warmup=warmup,
+            seconds=end_at - time.perf_counter(), clock=clock,
         )  # fmt: skip
-        return found, load.cores()
+
+
+def loaded_turns(
+    calls: Mapping[str, Callable[[], T]], device: str, *, dropped: Callable[[], object] = lambda: None, rounds: int,
+    least: int = 3, **options: Any,
+) -> tuple[Rounds[T], float | None]:  # fmt: skip
+    """Return what `take_turns` does, and the cores that other processes kept busy in the timed rounds.
+
+    Args:
+        calls: by side.
+        device: whose memory a side that fails gives back.
+        dropped: called then, before.
+        rounds, least, options: of `take_turns`.
+    """
+    load = OtherLoad()
+
+    def drop(_name: str, _reason: str) -> None:
+        dropped()
+        free_memory(device)
+
+    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=drop, **options)
+    return found, load.cores()
 
 
 def row_lengths(tokens: Sequence[int] | None, default: Sequence[int], least: int = 1) -> tuple[int, ...]:

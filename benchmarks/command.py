@@ -1,25 +1,23 @@
-"""``python -m benchmarks``: what can be measured, and the parser, report and exit code that all of it shares."""
+"""What ``python -m benchmarks`` can measure, and the parser, record and exit code that all of it shares."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from importlib import import_module
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastpack_trl.bench.report import read_record
-from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.result_file import ResultFile, Task, run_rows
 from fastpack_trl.cli.main import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, _without_kernel_advice
 from fastpack_trl.errors import UserError, describe, did_you_mean
-from fastpack_trl.measure.record import check_writable, write_json
+from fastpack_trl.measure.record import check_writable
 
 PROG = "python -m benchmarks"
 Record = Mapping[str, Any]
@@ -38,7 +36,6 @@ COMMANDS = {
     "side_by_side": "whole trainings beside what people use, a process per side",
     "captured": "whole steps of train() captured as CUDA graphs and eager",
     "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
-    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
     "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
     "memory_caps": "the largest row and tokens/s under caps of device memory",
     "fp8_steps": "whole trainings over a base in FP8",
@@ -48,7 +45,6 @@ COMMANDS = {
     "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
     "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
     "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",
-    "balance": "what several GPUs lose to rows of uneven cost, simulated",
     "cuda_tests": "the tests marked cuda, as a record",
     "stale": "which records are of older code",
     "readme": "write tables and pictures of the records into the pages",
@@ -56,59 +52,8 @@ COMMANDS = {
 """Modules of this folder with a `main`: ``python -m benchmarks.NAME`` is the same."""
 
 
-def parse(
-    name: str,
-    text: str | None,
-    arguments: Sequence[str] | None,
-    *,
-    rows: Sequence[str] = (),
-    default_rows: Sequence[str] | None = None,
-    sides: Sequence[str] = (),
-    default_sides: Sequence[str] | None = None,
-    rounds: int = 1,
-    seconds: float = math.inf,
-    extra: Callable[[ArgumentParser], object] = lambda parser: None,
-) -> Namespace:
-    """Parse the options of a command of this folder.
-
-    Args:
-        name: of the module.
-        text: its docstring, shown by ``--help``.
-        arguments: those of the command line by default.
-        rows, sides: names that there are; none: they are not checked.
-        default_rows, default_sides: what is measured if none is named; all by default.
-        rounds: of each side, by default.
-        seconds: for all rows, by default.
-        extra: adds the options that only this command has.
-
-    Returns:
-        ``rows``, ``sides``, ``rounds``, ``seconds``, ``json``, ``again``, ``report``, ``plot``, ``seed``, ``here`` (for
-        the process of one side), and what `extra` has added.
-
-    Raises:
-        UserError: a wrong option; a row or side that there is not.
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(prog=f"{PROG}.{name}", description=text, formatter_class=raw, allow_abbrev=False)
-    add = parser.add_argument
-    extra(parser)
-    add("named", metavar="ROW", nargs="*", help="rows, as --rows")
-    _add_common(parser, _names(rows, default_rows))
-    parser.set_defaults(rows=[], rounds=rounds, seconds=seconds)
-    if sides:
-        add("--sides", metavar="SIDE", nargs="+", default=[], help=_names(sides, default_sides))
-    add("--report", "--from", metavar="FILE", help="measure nothing: print the table of a record")
-    add("--plot", metavar="PNG", help="draw the record, where it has a picture")
-    add("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    chosen = [*args.named, *args.rows]
-    args.rows = (known("row", chosen, rows) if rows else chosen) or list(rows if default_rows is None else default_rows)
-    if sides:
-        args.sides = known("side", args.sides, sides) or list(sides if default_sides is None else default_sides)
-    return args
-
-
-def _add_common(parser: ArgumentParser, rows: str) -> None:
+def add_common(parser: ArgumentParser, rows: str) -> None:
+    """Add the options that every case has; `rows` says which rows there are."""
     add = parser.add_argument
     add("--rows", "--model", metavar="ROW", nargs="+", help=rows)
     add("--rounds", "--pairs", metavar="N", type=int, help="of each side; 6 or more for an interval of 95 %%")
@@ -118,11 +63,16 @@ def _add_common(parser: ArgumentParser, rows: str) -> None:
     add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
 
 
-def _names(names: Sequence[str], default: Sequence[str] | None) -> str:
+def _names(names: Collection[str], default: Sequence[str] | None) -> str:
     return f"of {', '.join(names)} (default: {'all' if default is None else ', '.join(default)})"
 
 
-def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
+def _chosen(kind: str, given: list[str], names: Collection[str], default: Sequence[str] | None) -> list[str]:
+    chosen = known(kind, given, names) if names else given
+    return chosen or list(names if default is None else default)
+
+
+def known(kind: str, chosen: Sequence[str], names: Collection[str]) -> list[str]:
     """Return what was chosen.
 
     Raises:
@@ -135,38 +85,108 @@ def known(kind: str, chosen: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def measured(
-    args: Namespace,
-    case: str,
-    measure: Callable[[ResultFile | None], dict[str, Any]],
-    table: Callable[[Record], str],
-    draw: Callable[[Record, str], Any] | None = None,
-) -> int:
-    """Print the record of ``--report``, or measure one, write and print it; draw it where that is asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseCommand:
+    """``python -m benchmarks.CASE``: options, record, table and picture of one case.
 
-    Args:
-        args: of `parse`.
-        case: of the record.
-        measure: given the file of ``--json``, returns the record.
-        table: of a record, for people.
-        draw: from a record and the name of its file to a figure.
-
-    Returns:
-        The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
+    Attributes:
+        case: its name, and that of its module.
+        help: the docstring of the module.
+        table: returns a record for people.
+        rows: names that ``--rows`` takes; also by position, as the pages have them; none: they are not checked.
+        default_rows: what is measured without ``--rows``; None: all.
+        tasks: returns what is measured, in order, from the arguments.
+        settings: returns the settings of the record from the arguments.
+        record: measures from the arguments and the file of ``--json``, in place of `tasks` and `settings`.
+        sides: names that ``--sides`` takes; none where the case has them fixed.
+        default_sides: without ``--sides``; None: all.
+        rounds: runs of each side without ``--rounds``.
+        seconds: for all rows without ``--seconds``.
+        alike: rows take about as long as each other (`run_rows`).
+        more: adds further options.
+        figure: draws a record, given the name of its file too.
     """
-    if args.report is not None:
-        record = record_of(args.report, case)
-    else:
-        file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-        record = measure(file)
-        if file is not None:
-            file.save(record)
-    print(table(record))
-    if args.plot is not None and draw is not None:
-        draw(record, Path(args.report or args.json or "").name).savefig(args.plot)
-    if not record["complete"]:
-        return EXIT_INTERRUPTED
-    return int(any(row.get("passed") is False for row in record["rows"]))
+
+    case: str
+    help: str | None
+    table: Callable[[Record], str]
+    rows: Collection[str] = ()
+    default_rows: Sequence[str] | None = None
+    tasks: Callable[[Namespace], Sequence[Task]] = lambda args: ()
+    settings: Callable[[Namespace], Mapping[str, Any]] = lambda args: {}
+    record: Callable[[Namespace, ResultFile | None], dict[str, Any]] | None = None
+    sides: Collection[str] = ()
+    default_sides: Sequence[str] | None = None
+    rounds: int = 1
+    seconds: float = math.inf
+    alike: bool = False
+    more: Callable[[ArgumentParser], object] = lambda parser: None
+    figure: Callable[[Record, str], Any] | None = None
+
+    def arguments(self, given: Sequence[str] | None = None) -> Namespace:
+        """Return the parsed arguments, those of the command line by default.
+
+        Raises:
+            UserError: a wrong option; a row or side that there is not.
+        """
+        raw = argparse.RawDescriptionHelpFormatter
+        prog = f"{PROG}.{self.case}"
+        parser = CommandParser(prog=prog, description=self.help, formatter_class=raw, allow_abbrev=False)
+        add = parser.add_argument
+        self.more(parser)
+        add("named", metavar="ROW", nargs="*", help="rows, as --rows")
+        add_common(parser, _names(self.rows, self.default_rows))
+        parser.set_defaults(rows=[], rounds=self.rounds, seconds=self.seconds)
+        if self.sides:
+            add("--sides", metavar="SIDE", nargs="+", default=[], help=_names(self.sides, self.default_sides))
+        add("--report", "--from", metavar="FILE", help="measure nothing: print the table of a record")
+        add("--plot", metavar="PNG", help="draw the record, where it has a picture")
+        args = parser.parse_args(given)
+        args.rows = _chosen("row", [*args.named, *args.rows], self.rows, self.default_rows)
+        if self.sides:
+            args.sides = _chosen("side", args.sides, self.sides, self.default_sides)
+        return args
+
+    def measure(self, args: Namespace, file: ResultFile | None = None, *, progress: bool = True) -> dict[str, Any]:
+        """Return the record of the rows; one that fails is an entry with its error.
+
+        Raises:
+            UserError: what the case cannot run here; `file` holds another run.
+        """
+        import torch
+
+        if self.record is not None:
+            return self.record(args, file)
+        return run_rows(
+            self.tasks(args), case=self.case, settings=self.settings(args), apart={"seconds": args.seconds},
+            seconds=args.seconds, alike=self.alike, device="cuda" if torch.cuda.is_available() else "cpu",
+            threads=torch.get_num_threads(), seed=args.seed, file=file, progress=progress,
+        )  # fmt: skip
+
+    def main(self, given: Sequence[str] | None = None) -> int:
+        """Measure the rows, or read the record of ``--report``; write, print and draw it.
+
+        Returns:
+            The exit code: 130 for a record that was interrupted, 1 where a row has not passed.
+        """
+        args = self.arguments(given)
+        if args.report is not None:
+            record = record_of(args.report, self.case)
+        else:
+            file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
+            record = self.measure(args, file)
+            if file is not None:
+                file.save(record)
+        print(self.table(record))
+        if args.plot is not None and self.figure is not None:
+            self.figure(record, Path(args.report or args.json or "").name).savefig(args.plot)
+        if not record["complete"]:
+            return EXIT_INTERRUPTED
+        return int(any(row.get("passed") is False for row in record["rows"]))
+
+    def start(self) -> int:
+        """Run the command line of this process; what is wrong with it is one line."""
+        return in_one_line(f"{PROG}.{self.case}", self.main)
 
 
 def in_one_line(name: str, run: Callable[[], int | None]) -> int:
@@ -199,130 +219,3 @@ def record_of(file: str, case: str) -> dict[str, Any]:
     if record["case"] != case:
         raise UserError(f"{file!r} is a record of {record['case']}: name one of {case}")
     return record
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks``; return the exit code, as `fastpack_trl.cli.main.main` does."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return in_one_line(PROG, lambda: _run(arguments))
-
-
-def _run(arguments: list[str]) -> int | None:
-    if arguments in ([], ["--list"]):
-        named = CASES | COMMANDS
-        width = max(map(len, named))
-        print("\n".join(f"{name.ljust(width)}  {text}" for name, text in named.items()))
-        return 0
-    name, *rest = arguments
-    if name in COMMANDS:
-        ended: int | None = import_module(f"benchmarks.{name}").main(rest)
-        return ended
-    parser = CommandParser(prog=PROG, description="The in-house cases of fastpack-trl.", allow_abbrev=False)
-    add_arguments(parser)
-    return run(parser.parse_args(["--case", *arguments] if name in CASES else arguments))
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the cases; imports nothing heavy."""
-    add = parser.add_argument
-    add("--case", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
-    add("--list", action="store_true", help="list the cases and the commands beside them, and stop")
-    _add_common(parser, "models of lora, activation_memory and moe")
-    add(
-        "--report",
-        metavar="FILE",
-        nargs="*",
-        help="Markdown tables and plots from these JSON files, or from the folders they lie in (default: the FILE of "
-        "--json); measures nothing without --case",
-    )
-    add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
-    add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
-    add("--quick", action="store_true", default=None, help="packed_attention: fewer row lengths under TRL's defaults")
-    add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
-    add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
-    add("--no-checkpointing", action="store_false", dest="checkpointing", help="lora: none on any side")
-    parser.set_defaults(checkpointing=None)
-    add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
-
-
-_OF_CASES = {
-    "rows": "--model", "tokens": "--tokens", "quick": "--quick", "backends": "--backends", "layers": "--layers",
-    "checkpointing": "--no-checkpointing",
-}  # fmt: skip
-"""Options that only some cases have, by the parameter of their `measure`."""
-
-
-def run(args: Namespace) -> int:
-    """Measure a case, print its table, write its JSON and report.
-
-    Returns:
-        0, also where fastpack is slower: it is a measurement. 130 after an interrupt, with what was finished.
-
-    Raises:
-        UserError: no or an unknown case, an option that the case does not have, a JSON path that cannot be written.
-    """
-    from fastpack_trl.bench.canvas import require_matplotlib
-    from fastpack_trl.bench.report import json_files
-
-    if args.out is not None and args.report is None:
-        raise UserError("--out names the folder of a report: give --report too")
-    if args.report is not None and args.case is None:
-        return _report(args.report, args.out)
-    if args.case is None:
-        raise UserError(f"no case: give --case, one of {', '.join(CASES)}; a run of your own: fastpack-trl bench")
-    known("case", [args.case], list(CASES))
-    if args.report is not None:  # what would make it fail after the measurement
-        require_matplotlib()
-        if args.json is None:
-            raise UserError("--report with --case reads the file of --json: give --json FILE too")
-        json_files(args.report)
-    file = None if args.json is None else ResultFile(check_writable(args.json), again=args.again)
-    case = import_module(f"benchmarks.{args.case}")
-    run_of, own = _options(args, case.measure)
-    record = case.measure(replace(case.DEFAULTS, **run_of, seed=args.seed, progress=True, file=file), **own)
-    print(table(record))
-    if file is not None:
-        write_json(file.path, record)
-    if args.report is not None:
-        _report([*args.report, args.json], args.out)
-    return 0 if record["complete"] else EXIT_INTERRUPTED
-
-
-def _options(args: Namespace, measure: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that were given: those of a `cases.Run`, and those of the case itself."""
-    import torch
-
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    run_of: dict[str, Any] = {name: given[name] for name in ("rounds", "seconds", "threads") if name in given}
-    run_of["device"] = found if args.device == "auto" else args.device
-    own = {name: given[name] for name in _OF_CASES if name in given}
-    for name in own.keys() - inspect.signature(measure).parameters:
-        raise UserError(f"{_OF_CASES[name]} does not go with the case {args.case!r}: leave it out")
-    return run_of, own
-
-
-def table(record: Record) -> str:
-    """Return the record of a case for people: rates, ratio with its interval, and where a step goes."""
-    from benchmarks import case_tables
-
-    return case_tables.table(record, CASES[record["case"]])
-
-
-def lines_of_tables(record: Record) -> list[str]:
-    """Return the table and the command of a record whose case has a table of its own."""
-    from benchmarks import by_itself_table, profile_table, side_table
-    from benchmarks.record_commands import command_of
-
-    tables = {"side_by_side": side_table, "row_profile": profile_table, "by_itself": by_itself_table}
-    made = tables.get(record["case"])
-    return [] if made is None else [made.table(record), f"`{command_of(record)}`"]
-
-
-def _report(paths: list[str], out: str | None) -> int:
-    from fastpack_trl.bench.command import report
-
-    return report(paths, out, more=lines_of_tables)

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
+from benchmarks.readme_cells import grid
 from benchmarks.training_rows import ROWS
 from benchmarks.training_side import OURS, SIDES, train_side
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
+from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 
 CASE = "equal_memory"
@@ -121,40 +123,29 @@ def _pairs(row: Mapping[str, Any], rounds: int, seed: int) -> Iterator[dict[str,
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return a line per run, and one per pair: how much faster, at which peaks."""
-    return "\n".join(line for row in record["rows"] for line in _lines(row, record["versions"]["torch"]))
-
-
-def _lines(row: Mapping[str, Any], version: str) -> Iterator[str]:
-    name, baseline = row["row"], row["baseline"]
-    if row.get("skipped"):
-        yield f"{name}: {row['skipped']}"
-    for pair in row["pairs"]:
-        yield _line(name, baseline, pair["baseline"])
-        yield from (_line(name, OURS, run) for run in pair["tries"])
-        if pair["ratio"]:
-            peak = pair["baseline"]["peak_gib"]
-            best = best_of(peak, pair["tries"])
-            assert best is not None
-            yield (
-                f"{name}: {pair['ratio']:.2f}x {baseline} (torch {version}), peaks {best['peak_gib']:.1f} and "
-                f"{peak:.1f} GiB"
-            )
-
-
-def _line(row: str, side: str, found: Mapping[str, Any]) -> str:
-    if "failed" in found:
-        return f"{row:20} {side:9} failed: {found['failed']}"
-    step = median(found["step_seconds"])
-    more = ""
-    if side == OURS:
-        said = found["report"]["features"]
-        reasons = "; ".join(f"{name}: {said[name]['reason']}" for name in ("activation_memory", "cache_dequantized"))
-        more = f", budget {found['budget_gib']:.1f} GiB; {reasons}"
-    return (
-        f"{row:20} {side:9} {step * 1e3:7.1f} ms a step, {ROWS[row].tokens / step:,.0f} tokens/s, peak "
-        f"{found['peak_gib']:.1f} of {found['reserved_gib']:.1f} GiB, losses {found['losses']}{more}"
+    """Return Markdown: both sides of each pair at the baseline's peak."""
+    head = (
+        f"**4-bit LoRA at equal memory, {device_of(record)}, torch {record['versions']['torch']}.** fastpack is given "
+        "the peak of stock with its layers compiled (*stock compiled*), and may not be over it. On torch 2.11 such "
+        "layers do not compute again what the autograd function of a 4-bit layer made, checkpointing or not."
     )
+    columns = "model, row | >stock compiled, tokens/s | >fastpack (same memory) | >ratio | >peaks, GiB"
+    return f"{head}\n\n{grid(columns, [line for row in record['rows'] for line in _lines(row)])}"
+
+
+def _lines(row: Mapping[str, Any]) -> Iterator[list[str]]:
+    if row.get("skipped"):
+        yield [row["row"], row["skipped"], *["-"] * 3]
+    for pair in row["pairs"]:
+        base = pair["baseline"]
+        best = None if "failed" in base else best_of(base["peak_gib"], pair["tries"])
+        if best is None:
+            failed = [run["failed"] for run in (base, *pair["tries"]) if "failed" in run]
+            yield [row["row"], f"failed: {failed[-1]}" if failed else "no run within the peak", *["-"] * 3]
+            continue
+        tokens = ROWS[row["row"]].tokens
+        rates = [f"{tokens / median(run['step_seconds']):,.0f}" for run in (base, best)]
+        yield [row["row"], *rates, f"{pair['ratio']:.2f}", f"{base['peak_gib']:.1f} / {best['peak_gib']:.1f}"]
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -14,7 +14,8 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -26,12 +27,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from benchmarks.command import in_one_line, measured, parse
-from benchmarks.fp8_accuracy_tables import plot, table
+from benchmarks.command import CaseCommand
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, definitions, quantise
 from benchmarks.model_shapes import ModelShape, build_model
+from benchmarks.readme_cells import grid
+from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.result_file import ResultFile
+from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora, apply_lora
@@ -291,26 +294,93 @@ def measure(
         return record(True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks.fp8_accuracy``."""
+COLOURS = {"bf16": "#999999", "nf4": "#56B4E9", "fp8": "#D55E00"}
+NAMES = {"bf16": "bf16", "nf4": "NF4", "fp8": "FP8"}
+_MARKS = ("-", "--", ":")
+"""By seed."""
 
-    def options(parser: Any) -> None:
-        add = parser.add_argument
-        add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of adapters and order (default: %(default)s)")
-        add("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
-        add("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
 
-    args = parse("fp8_accuracy", __doc__, arguments, extra=options)
+def table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: the last held-out loss by side and seed, how far gradients are off, and whether FP8 passes."""
+    settings = record["settings"]
+    size = settings["pretraining"]["parameters"] / 1e6
+    head = (
+        f"**LoRA over a base in bf16, NF4 and FP8, {device_of(record)}.** {size:.0f} M parameters, {settings['steps']} "
+        f"steps of {settings['batch']} rows of {settings['row']:,} tokens; paired seeds."
+    )
+    lines, said = [], []
+    for row in record["rows"]:
+        judged = row["judged"]
+        for side, errors in row["errors"].items():
+            last = judged["last"][side].values() if judged else ()
+            mean = f"{judged['mean_apart'][side]:+.4f}" if judged and side in judged["mean_apart"] else "-"
+            ordered = sorted(errors)
+            off = f"{ordered[len(ordered) // 2]:.1%}, {ordered[-1]:.1%}"
+            values = ", ".join(f"{loss:.4f}" for loss in last) or "-"
+            lines.append([row["model"], side, values, mean, off])
+        if judged:
+            answer = "yes" if judged["passes"] else "no"
+            spread = f"{judged['spread']:.4f}"
+            said.append(f"{row['model']}: FP8 within the spread of bf16's seeds ({spread}) and of NF4: {answer}  ")
+    columns = "model | base | held-out loss by seed | >from bf16's, mean | gradients off: median, worst layer"
+    return "\n".join([head, "", grid(columns, lines), "", *said])
 
-    def measure_here(file: ResultFile | None) -> dict[str, Any]:
-        if not torch.cuda.is_available():
-            raise UserError("it trains in FP8: it needs a CUDA device from Ada or Hopper on")
-        plan = Plan(steps=args.steps, pretrain_seconds=args.pretrain_seconds)
-        save = (lambda found: None) if file is None else file.save
-        return measure(plan, seeds=args.seeds, device="cuda", seed=args.seed, seconds=args.seconds, save=save)
 
-    return measured(args, CASE, measure_here, table, plot)
+def plot(record: Mapping[str, Any], source: str = "") -> Figure:
+    """Draw held-out losses by step, the difference to bf16's of the same seed, and gradient errors by layer.
 
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    rows = record["rows"]
+    made, grid = new_figure(record, 2.2 * len(rows) + 1.2, source, nrows=len(rows), ncols=3, squeeze=False)
+    shown: dict[str, Any] = {}
+    for row, (losses, apart, errors) in zip(rows, grid, strict=True):
+        for side, seeds in row["curves"].items():
+            for mark, (seed, found) in zip(_MARKS, seeds.items(), strict=False):
+                steps, values = zip(*found["held_out"], strict=True)
+                (line,) = losses.plot(steps, values, mark, color=COLOURS[side])
+                shown.setdefault(f"base in {NAMES[side]}", line)
+                base = [loss for _, loss in row["curves"]["bf16"][seed]["held_out"]]
+                differences = [one - other for one, other in zip(values, base, strict=True)]
+                apart.plot(steps, differences, mark, color=COLOURS[side])
+        for side, found in row["errors"].items():
+            errors.plot([100 * error for error in found], color=COLOURS[side])
+        losses.set_ylabel(f"model {row['model']}")
+        errors.set_ylim(bottom=0)
+        errors.locator_params(axis="x", integer=True)
+    titles = ("held-out loss", "loss less that over bf16", "gradients off fp32's, %")
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    for axes, label in zip(grid[-1], ("step", "step", "layer"), strict=True):
+        axes.set_xlabel(label)
+    legend(made, shown)
+    return headed(
+        made,
+        f"LoRA over a frozen base in bf16, NF4 and FP8, {device_of(record)}",
+        "Solid, dashed, dotted: three seeds, the same ones over each base",
+    )
+
+
+def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise UserError("it trains in FP8: it needs a CUDA device from Ada or Hopper on")
+    plan = Plan(steps=args.steps, pretrain_seconds=args.pretrain_seconds)
+    save = (lambda found: None) if file is None else file.save
+    return measure(plan, seeds=args.seeds, device="cuda", seed=args.seed, seconds=args.seconds, save=save)
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the seeds, and how long is trained."""
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of adapters and order (default: %(default)s)")
+    add("--steps", type=int, default=Plan().steps, help="of LoRA (default: %(default)s)")
+    add("--pretrain-seconds", type=float, default=Plan().pretrain_seconds, help="default: %(default)s")
+
+
+COMMAND = CaseCommand(case=CASE, help=__doc__, record=_record, table=table, figure=plot, more=add_options)
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.fp8_accuracy", main))
+    raise SystemExit(COMMAND.start())

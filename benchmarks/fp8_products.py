@@ -11,9 +11,10 @@ float64, of some rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.cases import Run, time_calls
-from benchmarks.command import in_one_line, measured, parse
-from benchmarks.fp8_table import table
+from benchmarks.command import CaseCommand
 from benchmarks.model_shapes import ModelShape, shape_of
+from benchmarks.readme_cells import grid, ratio_cell
 from fastpack_trl.bench.result_file import ResultFile, RowTask
+from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.kernels.fp8 import (
     Quantised,
@@ -49,9 +51,7 @@ SMALL = "small"
 BF16 = "bf16"
 BLOCK = 128
 SHORT = 128
-"""Rows of a product for its error: not worth compiling for."""
-_SHAPES = 64
-"""Graphs of one compiled function at most: each shape has its own."""
+"""Rows of a product for its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Candidate:
     """One way to multiply in FP8."""
 
     scaling: str
-    """``row``: a scale per row of both operands; ``tensor``: one; ``block``: 1 x 128 of activations, 128 x 128 of W."""
+    """``row``: a scale per row of both operands; ``block``: per 1 x 128 of activations and 128 x 128 of W."""
     kept: bool
     """Whether the transposed weight is kept, or made per use."""
     fast: bool = True
@@ -70,8 +70,6 @@ CANDIDATES = {
     "row, both layouts": Candidate("row", True),
     "row, transposed per use": Candidate("row", False),
     "row, both layouts, fp32 sums": Candidate("row", True, fast=False),
-    "tensor, both layouts": Candidate("tensor", True),
-    "tensor, transposed per use": Candidate("tensor", False),
     "block, both layouts": Candidate("block", True, fast=False),
     "block, transposed per use": Candidate("block", False, fast=False),
 }
@@ -119,8 +117,7 @@ class Frozen:
 
     @classmethod
     def of(cls, weight: Tensor, candidate: Candidate) -> Frozen:
-        quantise = {"row": quantise_rows_torch, "tensor": quantise_tensor, "block": quantise_blocks}[candidate.scaling]
-        forward = quantise(weight)
+        forward = (quantise_rows_torch if candidate.scaling == "row" else quantise_blocks)(weight)
         factor = forward.scales.view(-1) if candidate.scaling == "row" else None
         made = cls(forward, None, factor)
         return cls(forward, made.across(), factor) if candidate.kept else made
@@ -139,12 +136,6 @@ class Frozen:
         return self.forward.nbytes + (0 if self.backward is None else self.backward.nbytes)
 
 
-def quantise_tensor(x: Tensor) -> Quantised:
-    """Quantise a matrix with one scale."""
-    scales, inverse = scales_of(magnitudes(x.float()).amax())
-    return Quantised(cast(x.float() * inverse), scales)
-
-
 def quantise_blocks(x: Tensor) -> Quantised:
     """Quantise a matrix, of multiples of 128, with a scale per block of 128 x 128."""
     blocks = x.float().view(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -154,19 +145,12 @@ def quantise_blocks(x: Tensor) -> Quantised:
 
 def activations(candidate: Candidate, x: Tensor, factor: Tensor | None = None) -> Quantised:
     """Quantise activations or gradients, (tokens, features), as a candidate does."""
-    if candidate.scaling == "tensor":
-        return _compiled_quantise_tensor()(x) if x.is_cuda and len(x) > SHORT else quantise_tensor(x)
     return quantise_rows(x, factor, BLOCK if candidate.scaling == "block" else None)
 
 
 def product(a: Quantised, b: Quantised, fast: bool) -> Tensor:
     """Return ``a b^T`` in bf16. Shapes: a (rows, inner), b (columns, inner)."""
     return scaled_product(a, b, torch.bfloat16, fast=fast)
-
-
-@cache
-def _compiled_quantise_tensor() -> Callable[[Tensor], Quantised]:
-    return torch.compile(quantise_tensor, dynamic=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +241,7 @@ def measure(run: Run, models: Mapping[str, ModelShape], *, tokens: Sequence[int]
         "models": list(models), "tokens": list(tokens), "worth": WORTH, "error_rows": SHORT,
         "outliers": {name: list(outlier) for name, outlier in OUTLIERS.items()},
     }  # fmt: skip
-    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        return run.record(CASE, tasks, settings)
+    return run.record(CASE, tasks, settings)
 
 
 def distinct(of: Sequence[Projection]) -> list[Projection]:
@@ -331,24 +314,80 @@ def error(found: Tensor, true: Tensor) -> dict[str, float]:
     return {"whole": float(apart.norm() / true.norm()), "worst_row": float(rows.max())}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks.fp8_products``."""
+def layers_table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: what is decided, and a table of layers."""
+    rows = _of_kind(record, "layer")
+    made_by = f"{device_of(record)}, torch {record['versions']['torch']}"
+    head = f"**FP8 products of frozen weights beside bf16's, {made_by}.**"
+    lines = [head, "", *(decision(row, record["settings"]["worth"]) for row in rows)]
+    if not record["complete"] or any(row.get("skipped") for row in record["rows"]):
+        lines.append("Seconds ran out: later rows are open.")
+    columns = "layer, forward and dX | side | >ms | >TFLOP/s | >over bf16 | >weights of all layers, GiB | by"
+    return "\n".join([*lines, "", grid(columns, [line for row in rows for line in _layer(row)])])
 
-    def options(parser: Any) -> None:
-        parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="default: %(default)s")
 
-    args = parse("fp8_products", __doc__, arguments, default_rows=MODELS, rounds=11, seconds=110.0, extra=options)
+def _of_kind(record: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if row["kind"] == kind and not row.get("skipped")]
 
-    def measure_here(file: ResultFile | None) -> dict[str, Any]:
-        models, run = {name: shape_of(name) for name in args.rows}, Run.of(args, file)
-        if run.device == "cpu" and set(models) != {SMALL}:
-            raise UserError(
-                f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU"
-            )
-        return measure(run, models, tokens=args.tokens)
 
-    return measured(args, CASE, measure_here, table)
+def table(record: Mapping[str, Any]) -> str:
+    """Return Markdown: what is decided, a table of layers and one of errors."""
+    errors = [line for row in _of_kind(record, "errors") for line in _errors(row)]
+    columns = "relative error, forward / dX | outliers | of | of the worst row"
+    return "\n".join([layers_table(record), "", grid(columns, errors)])
 
+
+def decision(row: Mapping[str, Any], worth: float) -> str:
+    """Return the line that says whether the products of a layer are worth a feature."""
+    found = max(row["ratios"].items(), key=lambda pair: pair[1]["median"], default=None)
+    if found is None:
+        return f"{row['setting']}: at least {worth:g}x: no (nothing ran)  "
+    side, ratio = found
+    answer = "yes" if ratio["median"] >= worth else "no"
+    return (
+        f"{row['setting']}: at least {worth:g}x: {answer} ({side}: {ratio['median']:.2f}, {ratio['low']:.2f} to "
+        f"{ratio['high']:.2f})  "
+    )
+
+
+def _layer(row: Mapping[str, Any]) -> Iterator[list[str]]:
+    for side, found in row["sides"].items():
+        if "failed" in found:
+            yield [row["setting"], side, found["failed"], *["-"] * 4]
+            continue
+        over = ratio_cell(row["ratios"][side]) if side in row["ratios"] else "-"
+        gib, milliseconds = found["bytes"] * row["layers"] / 2**30, found["seconds"]["median"] * 1e3
+        figures = [f"{milliseconds:.3f}", f"{found['tflops']:,.0f}", over, f"{gib:.1f}"]
+        yield [row["setting"], side, *figures, found["path"]]
+
+
+def _errors(row: Mapping[str, Any]) -> Iterator[list[str]]:
+    for side, by_outliers in row["errors"].items():
+        for outliers, ways in by_outliers.items():
+            cells = [
+                " / ".join(f"{ways[way][of]:.1e}" for way in ("forward", "backward")) for of in ("whole", "worst_row")
+            ]
+            yield [row["setting"], f"{side}, outliers {outliers}", *cells]
+
+
+def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
+    models, run = {name: shape_of(name) for name in args.rows}, Run.of(args, file)
+    if run.device == "cpu" and set(models) != {SMALL}:
+        raise UserError(f"torch sees no CUDA device, and these shapes are for one: give --model {SMALL}, or use a GPU")
+    return measure(run, models, tokens=args.tokens)
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the rows of activations."""
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="default: %(default)s")
+
+
+COMMAND = CaseCommand(
+    case=CASE, help=__doc__, default_rows=MODELS, rounds=11, seconds=110.0, record=_record, table=table,
+    more=add_options,
+)  # fmt: skip
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.fp8_products", main))
+    raise SystemExit(COMMAND.start())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import side_by_side
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.readme_cells import grid
 from benchmarks.side_table import Cell, cells, loss_difference, peak_cell
 from benchmarks.training_rows import ROWS

@@ -21,8 +21,14 @@ from benchmarks.cases import LEAST_ROUNDS, Run, count_launches, row_lengths, sec
 from benchmarks.command import known
 from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
 from benchmarks.model_shapes import PAD, shape_of
-from benchmarks.side_turns import SideTurns, largest_memory, measure_in_turns
-from benchmarks.steps import SteppedTrainer, document_tokens, side_figures
+from benchmarks.steps import (
+    SideTurns,
+    SteppedTrainer,
+    document_tokens,
+    largest_memory,
+    measure_in_turns,
+    side_figures,
+)  # fmt: skip
 from benchmarks.workload import OURS, SPARE_ROWS, STOCK, Setting, trainer_arguments, without_emptiest
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.baselines import (

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.caps_search import STEP
 from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, WORKLOADS
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from benchmarks.training_side import device_here
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.training_run import OwnProcess
@@ -35,37 +35,33 @@ DEFAULT_SIDES = ("stock", "stock_offload", OURS)
 LARGE = tuple(WORKLOADS)[:4]
 
 
-class CapsCommand(CaseCommand):
-    """The command of this case: a row is a model, whose sides are measured one after the other."""
+def measure(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
+    """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
 
-    def measure(self, args: Namespace, file: ResultFile | None = None, *, progress: bool = True) -> dict[str, Any]:
-        """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
+    Returns:
+        A record. A row has ``model`` and ``sides``, of each what `caps_side.measure_side` returns, or ``failed``.
 
-        Returns:
-            A record. A row has ``model`` and ``sides``, of each what `caps_side.measure_side` returns, or ``failed``.
-
-        Raises:
-            UserError: `file` holds another run.
-        """
-        head = make_record(
-            case=CASE, settings=self.settings(args), rows=(), complete=False, device=device_here(),
-            threads=torch.get_num_threads(), seed=args.seed,
-        )  # fmt: skip
-        done = {row["model"]: row for row in ([] if file is None else file.finished(head))}
-        record = {**head, "rows": list(done.values())}
-        for name in args.rows:
-            row = done.setdefault(name, {"model": name, "sides": {}})
-            for side in sorted(args.sides, key=list(SIDES).index):
-                if row["sides"].get(side, {}).get("complete"):
-                    continue
-                beside = largest_of(row["sides"].get("stock", {})) if side == OURS else {}
-                row["sides"][side] = measure_apart(name, side, args, beside)
-                record |= {"date": date_now(), "rows": list(done.values())}
-                if file is not None:
-                    file.save(record)
-                if progress:
-                    print("\n".join([f"{name}, {side}", *lines(row, only=side)]), flush=True)
-        return record | {"complete": True}
+    Raises:
+        UserError: `file` holds another run.
+    """
+    head = make_record(
+        case=CASE, settings=settings(args), rows=(), complete=False, device=device_here(),
+        threads=torch.get_num_threads(), seed=args.seed,
+    )  # fmt: skip
+    done = {row["model"]: row for row in ([] if file is None else file.finished(head))}
+    record = {**head, "rows": list(done.values())}
+    for name in args.rows:
+        row = done.setdefault(name, {"model": name, "sides": {}})
+        for side in sorted(args.sides, key=list(SIDES).index):
+            if row["sides"].get(side, {}).get("complete"):
+                continue
+            beside = largest_of(row["sides"].get("stock", {})) if side == OURS else {}
+            row["sides"][side] = measure_apart(name, side, args, beside)
+            record |= {"date": date_now(), "rows": list(done.values())}
+            if file is not None:
+                file.save(record)
+            print("\n".join([f"{name}, {side}", *lines(row, only=side)]), flush=True)
+    return record | {"complete": True}
 
 
 def settings(args: Namespace) -> dict[str, Any]:
@@ -166,9 +162,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--probes", type=int, nargs="+", default=list(PROBES), help="rows of the prediction, tokens")
 
 
-COMMAND = CapsCommand(
+COMMAND = CaseCommand(
     case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES, default_sides=DEFAULT_SIDES,
-    seconds=SECONDS, settings=settings, table=table, more=add_options,
+    seconds=SECONDS, record=measure, table=table, more=add_options,
 )  # fmt: skip
 
 main = COMMAND.main

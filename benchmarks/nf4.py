@@ -5,6 +5,7 @@ The sides take turns. On CUDA a call is a graph, replayed with a cold cache: the
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from benchmarks.cases import Run, time_calls
-from benchmarks.command import Record, in_one_line, measured, parse
+from benchmarks.command import CaseCommand, Record
+from benchmarks.readme_cells import ratio_cell
 from fastpack_trl.bench.result_file import ResultFile, RowTask
 from fastpack_trl.kernels.dequantise import dequantise_4bit
 from fastpack_trl.measure.intervals import ratio_summary, summary
@@ -99,28 +101,24 @@ def _line(row: Mapping[str, Any]) -> str:
         seconds = side["seconds"]["median"]
         rate = f", {row['bytes'] / seconds / 1e9:,.0f} GB/s" if not row["tokens"] else ""
         parts.append(f"{name} {seconds * 1e6:.1f} us{rate}")
-    ratio = row["ratios"][STOCK]
-    return (
-        f"{row['setting']:26} {what:24} {'; '.join(parts)}; {STOCK}/{OURS} {ratio['median']:.2f} "
-        f"({ratio['low']:.2f} to {ratio['high']:.2f})"
-    )
+    ratio = ratio_cell(row["ratios"][STOCK])
+    return f"{row['setting']:26} {what:24} {'; '.join(parts)}; {STOCK}/{OURS} {ratio}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks.nf4``."""
-
-    def options(parser: Any) -> None:
-        parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS), help="rows of the products")
-        parser.add_argument("--flat", action="store_true", help="scales in fp32 (default: quantised themselves)")
-
-    args = parse("nf4", __doc__, arguments, rows=list(SHAPES), rounds=15, extra=options)
+def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
     shapes = {name: SHAPES[name] for name in args.rows}
+    return measure(Run.of(args, file), shapes, tokens=args.tokens, nested=not args.flat)
 
-    def measure_here(file: ResultFile | None) -> dict[str, Any]:
-        return measure(Run.of(args, file), shapes, tokens=args.tokens, nested=not args.flat)
 
-    return measured(args, "nf4", measure_here, table)
+def add_options(parser: ArgumentParser) -> None:
+    """Add the rows of the products, and how scales are stored."""
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS), help="rows of the products")
+    parser.add_argument("--flat", action="store_true", help="scales in fp32 (default: quantised themselves)")
 
+
+COMMAND = CaseCommand(case="nf4", help=__doc__, rows=SHAPES, rounds=15, record=_record, table=table, more=add_options)
+
+main = COMMAND.main
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.nf4", main))
+    raise SystemExit(COMMAND.start())

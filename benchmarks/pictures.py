@@ -34,9 +34,9 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
     Raises:
         UserError: matplotlib is missing.
     """
-    from benchmarks.first_step_plot import figure as wall_times
-    from benchmarks.fp8_accuracy_tables import plot
-    from benchmarks.side_plot import figure as sides
+    from benchmarks.first_step import figure as wall_times
+    from benchmarks.fp8_accuracy import plot
+    from benchmarks.side_table import figure as sides
     from fastpack_trl.bench.canvas import save
     from fastpack_trl.bench.plots import FIGURES
     from fastpack_trl.bench.report import source_of

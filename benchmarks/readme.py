@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cuda_tests, fp8_accuracy_tables, fp8_steps, fp8_table, profile_table, side_table
+from benchmarks import cuda_tests, equal_memory, fp8_accuracy, fp8_products, fp8_steps, row_profile, side_table
 from benchmarks.arithmetic import SOUND, apart, published_checks
-from benchmarks.by_itself_table import step_gain
-from benchmarks.by_itself_table import table as by_itself_table
+from benchmarks.by_itself import GUIDE, PUBLISHED, ROWS, step_gain
+from benchmarks.by_itself import table as by_itself_table
 from benchmarks.case_tables import (
     activation_table,
     collator_table,
@@ -23,9 +23,8 @@ from benchmarks.case_tables import (
 )
 from benchmarks.open_list import open_list
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
-from benchmarks.published import GUIDE, PUBLISHED, ROWS
 from benchmarks.readme_cells import between, grid, made_by
-from benchmarks.readme_runs import equal_memory_table, first_step_table, glance, memory_caps_table, of_case
+from benchmarks.readme_runs import first_step_table, glance, memory_caps_table, of_case
 from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench.views import device_of, no_gain
 
@@ -139,15 +138,15 @@ def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[s
 
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "side_by_side": _made(side_table.table),
-    "row_profile": _made(profile_table.table),
+    "row_profile": _made(row_profile.table),
     "packed_attention": packed_attention_table,
     "lora": lora_table,
     "activation_memory": activation_table,
     "first_step": first_step_table,
-    "equal_memory": equal_memory_table,
-    "fp8_products": _made(fp8_table.layers_table),
+    "equal_memory": _made(equal_memory.table),
+    "fp8_products": _made(fp8_products.layers_table),
     "fp8_steps": _made(fp8_steps.table),
-    "fp8_accuracy": _made(fp8_accuracy_tables.table),
+    "fp8_accuracy": _made(fp8_accuracy.table),
     "moe": moe_table,
     "host_overhead": host_overhead_table,
     "collator": collator_table,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
-from benchmarks.first_step_plot import WallTimes, wall_times
+from benchmarks.first_step import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of
 from benchmarks.readme_cells import grid, made_by, record_of
 from benchmarks.side_table import cells, peak_cell, times, work
@@ -212,29 +211,6 @@ def _cap_row(side: Mapping[str, Any], cap: str, tokens: int | None, long: bool =
 def _beside(ours: Mapping[str, Any], cap: str, tokens: int | None) -> str:
     row = _cap_row(ours, cap, tokens, long=True)
     return f"{row['tokens_per_second']:,.0f}" if row else "-"
-
-
-def equal_memory_table(name: str, record: Mapping[str, Any]) -> str:
-    """Return both sides of 4-bit LoRA at the baseline's peak."""
-    head = (
-        f"**4-bit LoRA at equal memory, {device_of(record)}, torch {record['versions']['torch']}.** fastpack is given "
-        "the peak of stock with its layers compiled (*stock compiled*), and may not be over it. On torch 2.11 such "
-        "layers do not compute again what the autograd function of a 4-bit layer made, checkpointing or not."
-    )
-    columns = "model, row | >stock compiled, tokens/s | >fastpack (same memory) | >ratio | >peaks, GiB"
-    lines = []
-    for row in record["rows"]:
-        tokens = int(row["row"].split()[-1])
-        for pair in row["pairs"]:
-            base = pair["baseline"]
-            good = [run for run in pair["tries"] if "failed" not in run]
-            best = min(
-                good, key=lambda run: abs(median(base["step_seconds"]) / median(run["step_seconds"]) - pair["ratio"])
-            )
-            rates = [f"{tokens / median(run['step_seconds']):,.0f}" for run in (base, best)]
-            peaks = f"{base['peak_gib']:.1f} / {best['peak_gib']:.1f}"
-            lines.append([row["row"], *rates, f"{pair['ratio']:.2f}", peaks])
-    return f"{head}\n\n{grid(columns, lines)}\n\n{made_by(name, record)}"
 
 
 def of_case(results: Mapping[str, Mapping[str, Any]], case: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -52,10 +52,8 @@ def _packed_attention(record: Record) -> str:
 
 
 def _lora(record: Record) -> str:
-    liger = any("seconds" in row["sides"].get("tuned_liger", {}) for row in record["rows"])
     tokens = " ".join(str(row["tokens"]) for row in record["rows"])
-    rounds = f"--pairs {record['settings']['rounds']}{' --liger' if liger else ''}"
-    return f"{_device(record)} --model {_models(record)} --tokens {tokens} {rounds}"
+    return f"{_device(record)} --model {_models(record)} --tokens {tokens} --pairs {record['settings']['rounds']}"
 
 
 def _moe(record: Record) -> str:

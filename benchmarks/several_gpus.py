@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.case_command import CaseCommand
+from benchmarks.command import CaseCommand
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.errors import UserError
@@ -83,13 +83,7 @@ CASES = (
     Case("fsdp2 full accumulated", "qwen3-0.6b", 1024, "none", fsdp=True, budget=ROUNDED, micro_batches=8),
     Case("ddp full accumulated", "qwen3-0.6b", 1024, "none", budget=1e-3, micro_batches=8),
     Case(
-        "fsdp2 sharded checkpoints",
-        "qwen3-0.6b",
-        1024,
-        "none",
-        fsdp=True,
-        budget=ROUNDED,
-        layers=4,
+        "fsdp2 sharded checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, budget=ROUNDED, layers=4,
         checkpoints="sharded",
     ),
     Case("fsdp2 lora", "qwen3-0.6b", 4096, "linear", fsdp=True, budget=ROUNDED),

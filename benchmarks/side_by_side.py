@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import unsloth_run
-from benchmarks.case_command import CaseCommand
-from benchmarks.side_plot import figure
-from benchmarks.side_table import table
+from benchmarks.command import CaseCommand
+from benchmarks.side_table import figure, table
 from benchmarks.training_rows import FIRST, ROWS, layers_of
 from benchmarks.training_side import OURS, SIDES, train_side
 from fastpack_trl.bench.training_run import OwnProcess, TrainingRun, in_turn

@@ -1,19 +1,25 @@
-"""One training step of a trainer outside of its `train`, with a mark in time after each of its phases."""
+"""Training steps of a trainer outside of its `train`, marked in time after each phase, and those of several in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from trl import SFTTrainer
 
+from benchmarks.cases import loaded_turns
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
+from fastpack_trl.measure.device_memory import PeakMemory
+from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.rounds import Rounds
 from fastpack_trl.measure.timing import Clock, CudaClock
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -137,3 +143,57 @@ def document_tokens(steps: Sequence[Step]) -> dict[str, float] | None:
     """Return the shortest, median and longest document of the steps, in tokens; None where their batches do not say."""
     lengths = [length for step in steps for length in step.seq_lengths]
     return {"shortest": min(lengths), "median": median(lengths), "longest": max(lengths)} if lengths else None
+
+
+@dataclass(frozen=True, slots=True)
+class SideTurns:
+    """The steps of `measure_in_turns`.
+
+    Attributes:
+        sides: those that could be made, by name.
+        found: their steps with what each took of memory, and their seconds.
+        failed: the reason of each side that could not be made or broke off.
+        other_load: cores that other processes kept busy.
+    """
+
+    sides: dict[str, SteppedTrainer]
+    found: Rounds[tuple[Step, Any]]
+    failed: dict[str, str]
+    other_load: float | None
+
+
+def measure_in_turns(
+    names: Sequence[str], make: Callable[[str, SteppedTrainer | None], SteppedTrainer], *, weights: nn.Module,
+    device: str, **options: Any,
+) -> SideTurns:  # fmt: skip
+    """Make trainers and time their steps in turn; all of them train `weights`.
+
+    Args:
+        names: of the sides.
+        make: the side of a name, given the first one, whose optimizer it is to use.
+        weights: the module whose gradients are dropped when a side fails: a backward that broke off leaves some.
+        device: ``cpu`` or ``cuda``.
+        options: of `take_turns`.
+    """
+    sides: dict[str, SteppedTrainer] = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        side, failure = attempt(partial(make, name, next(iter(sides.values()), None)))
+        if side is None:
+            failed[name] = failure or ""
+        else:
+            sides[name] = side
+    calls = {name: partial(_step, side, device) for name, side in sides.items()}
+    found, load = loaded_turns(calls, device, dropped=weights.zero_grad, **options)
+    return SideTurns(sides, found, failed | found.failed, load)
+
+
+def largest_memory(steps: Sequence[tuple[Any, Any]]) -> dict[str, int] | None:
+    """Return the memory of the step with the highest peak, of steps with their `PeakMemory.read`; None on the CPU."""
+    memory: list[dict[str, int]] = [used for _, used in steps if used is not None]
+    return max(memory, key=lambda used: used["peak_bytes"]) if memory else None
+
+
+def _step(side: SteppedTrainer, device: str) -> tuple[Step, Any]:
+    memory = PeakMemory(device)
+    return side.step(), memory.read()

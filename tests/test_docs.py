@@ -281,7 +281,7 @@ def parsed(line: str) -> None:
     if program == "python":
         from argparse import ArgumentParser
 
-        from benchmarks.command import add_arguments
+        from benchmarks.__main__ import add_arguments
 
         parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
         add_arguments(parser)

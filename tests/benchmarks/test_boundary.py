@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.command import CASES, COMMANDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fastpack_trl"
 
@@ -29,8 +31,8 @@ def test_no_result_lies_in_the_package() -> None:
     assert [name for name in data if name.endswith((".json", ".png", ".csv"))] == []
 
 
-def test_the_benchmarks_run_from_a_checkout() -> None:
+def test_the_benchmarks_run_from_a_checkout_and_list_every_case() -> None:
     command = [sys.executable, "-m", "benchmarks", "--list"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert [line.split()[0] for line in ran.stdout.splitlines()][:2] == ["packed_attention", "attention"]
+    assert [line.split()[0] for line in ran.stdout.splitlines()] == [*CASES, *COMMANDS]

@@ -15,27 +15,25 @@ from benchmarks.arithmetic import (
     routing_saved,
     sound,
 )
-from benchmarks.by_itself import COMMAND, OPTIMISATIONS
+from benchmarks.by_itself import COMMAND, OPTIMISATIONS, PUBLISHED, ROWS, table
 from benchmarks.by_itself_row import Pass, row_of
-from benchmarks.by_itself_table import table
-from benchmarks.published import PUBLISHED, ROWS
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
 
-def test_metadata_is_made_once_instead_of_in_every_layer_and_its_recomputation() -> None:
-    assert metadata_saved(16, 2.0, recomputed=False) == Saved(30.0, 0.0)
-    assert metadata_saved(16, 2.0, recomputed=True) == Saved(30.0, 32.0)
-
-
-def test_a_reload_hides_behind_a_layer_as_far_as_that_lasts() -> None:
-    assert reload_saved(3, 100.0, 50.0, layer_backward=5.0) == Saved(0.0, 4.0)
-    assert reload_saved(3, 100.0, 50.0, layer_backward=0.5) == Saved(0.0, 1.0)
-
-
-def test_routing_saves_the_difference_of_the_dispatches_in_each_pass() -> None:
-    assert routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=False) == Saved(8.0, 10.0)
-    assert routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=True) == Saved(8.0, 18.0)
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (metadata_saved(16, 2.0, recomputed=False), Saved(30.0, 0.0)),
+        (metadata_saved(16, 2.0, recomputed=True), Saved(30.0, 32.0)),
+        (reload_saved(3, 100.0, 50.0, layer_backward=5.0), Saved(0.0, 4.0)),  # hidden behind a layer
+        (reload_saved(3, 100.0, 50.0, layer_backward=0.5), Saved(0.0, 1.0)),  # as far as that lasts
+        (routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=False), Saved(8.0, 10.0)),
+        (routing_saved(2, (5.0, 7.0), (1.0, 2.0), recomputed=True), Saved(8.0, 18.0)),
+    ],
+)
+def test_each_pass_is_spared_what_is_made_once_hidden_or_sorted_once(saved: Saved, expected: Saved) -> None:
+    assert saved == expected
 
 
 def test_the_arithmetic_predicts_what_others_have_published() -> None:

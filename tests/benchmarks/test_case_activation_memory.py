@@ -9,9 +9,9 @@ from pathlib import Path
 import forks
 import torch
 
+from benchmarks.__main__ import table
 from benchmarks.activation_memory import CHECKPOINT, OURS, SIDES, SINGLE, Batch, different, measure, side
 from benchmarks.cases import Run
-from benchmarks.command import table
 from benchmarks.lora_models import LoraModel, build, definitions
 from benchmarks.steps import SteppedTrainer
 from benchmarks.workload import Setting, trainer_arguments

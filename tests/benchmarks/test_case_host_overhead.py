@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import host_overhead, packed_attention
+from benchmarks.__main__ import table
 from benchmarks.cases import Run
-from benchmarks.command import table
 from benchmarks.host_overhead import ARITHMETIC, LoopSteps, Workload, measure
 from benchmarks.model_shapes import ModelShape
 from fastpack_trl.bench.environment import quiet
@@ -48,12 +48,8 @@ def test_a_step_is_its_arithmetic_and_its_overhead(miniature: dict[str, Any]) ->
             assert figures["tokens_per_second"]["median"] * figures["seconds"]["median"] <= 32 * row["micro_batches"]
         assert row["stock"]["losses"] == pytest.approx(row["fastpack"]["losses"], rel=1e-5)
     assert miniature["rows"][1]["features"]["merge_accumulation"].startswith("on")
-
-
-def test_the_record_is_json_and_a_table(miniature: dict[str, Any]) -> None:
     assert json.loads(json.dumps(miniature)) == miniature
-    text = table(miniature)
-    assert "2 micro-batches per step" in text
+    assert "2 micro-batches per step" in table(miniature)
 
 
 def test_overhead_is_what_the_arithmetic_leaves() -> None:

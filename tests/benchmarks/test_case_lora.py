@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora, side_turns
+from benchmarks import lora, steps
 from benchmarks.cases import Run
 from benchmarks.lora_models import MODELS
 from fastpack_trl.bench.environment import quiet
@@ -32,7 +32,7 @@ def test_every_side_trains_the_same_rows_and_is_timed() -> None:
 
 
 def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = side_turns._step
+    original = steps._step
 
     def step_of(side: Any, device: str) -> Any:
         if side.trainer.__class__.__name__ == "SFTTrainer":
@@ -41,7 +41,7 @@ def test_a_side_out_of_memory_is_a_row_and_leaves_no_gradients(monkeypatch: pyte
             raise torch.OutOfMemoryError("out of memory")
         return original(side, device)
 
-    monkeypatch.setattr(side_turns, "_step", step_of)
+    monkeypatch.setattr(steps, "_step", step_of)
     found = row(rounds=1)
     for name in ("stock", "tuned"):
         assert "out of memory" in found["sides"][name]["failed"]

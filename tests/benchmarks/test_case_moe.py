@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import command, moe, moe_sides, readme
+from benchmarks import __main__ as command
+from benchmarks import moe, moe_sides, readme
 from benchmarks.cases import Run
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.moe.layout import experts_modules

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_step import COMMAND, LONG, STEPS, Length, measure_run, runs
-from benchmarks.first_step_plot import wall_times
+from benchmarks.first_step import COMMAND, LONG, STEPS, Length, measure_run, runs, wall_times
 from benchmarks.training_rows import SMALL
 from fastpack_trl.measure.record import make_record
 

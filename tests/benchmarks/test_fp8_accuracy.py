@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks import fp8_accuracy
-from benchmarks.fp8_accuracy import Plan, gradient_errors, judged, measure, with_outliers
-from benchmarks.fp8_accuracy_tables import plot, table
+from benchmarks.fp8_accuracy import Plan, gradient_errors, judged, measure, plot, table, with_outliers
 from benchmarks.model_shapes import ModelShape, build_model
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.lora.linear import LoraLayer

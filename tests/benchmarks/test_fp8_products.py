@@ -10,8 +10,7 @@ import torch
 
 from benchmarks import fp8_products
 from benchmarks.cases import Run
-from benchmarks.fp8_products import BLOCK, quantise_blocks, quantise_tensor
-from benchmarks.fp8_table import table
+from benchmarks.fp8_products import BLOCK, quantise_blocks, table
 from benchmarks.model_shapes import MODELS, ModelShape
 from fastpack_trl.errors import UserError
 from fastpack_trl.kernels.fp8 import FP8, LARGEST, quantise_rows_torch
@@ -28,11 +27,10 @@ TINY = ModelShape(
 
 def test_groups_and_blocks_have_the_scale_of_their_largest_value() -> None:
     x = torch.randn(2 * BLOCK, 3 * BLOCK)
-    by_groups, by_blocks, by_tensor = quantise_rows_torch(x, None, BLOCK), quantise_blocks(x), quantise_tensor(x)
+    by_groups, by_blocks = quantise_rows_torch(x, None, BLOCK), quantise_blocks(x)
     assert torch.allclose(by_groups.scales * LARGEST, x.abs().view(-1, 3, BLOCK).amax(-1))
     assert torch.allclose(by_blocks.scales * LARGEST, x.abs().view(2, BLOCK, 3, BLOCK).amax((1, 3)))
-    assert torch.allclose(by_tensor.scales * LARGEST, x.abs().max())
-    for found in (by_groups, by_blocks, by_tensor):
+    for found in (by_groups, by_blocks):
         assert found.values.dtype == FP8
         assert (found.dense() - x).norm() < 0.04 * x.norm()
 
@@ -48,14 +46,14 @@ def test_a_miniature_run_times_layers_and_takes_errors(tmp_path: Path) -> None:
     weights = 4 * 128 * 128 + 3 * 128 * 256
     assert layer["flops"] == 4 * 48 * weights
     assert layer["sides"]["bf16"]["bytes"] == 2 * weights
-    assert layer["sides"]["tensor, transposed per use"]["bytes"] == weights + 7 * 4
-    assert layer["sides"]["tensor, both layouts"]["bytes"] == 2 * (weights + 7 * 4)
+    scales = 4 * weights // BLOCK**2
+    assert layer["sides"]["block, transposed per use"]["bytes"] == weights + scales
+    assert layer["sides"]["block, both layouts"]["bytes"] == 2 * (weights + scales)
     errors = record["rows"][2]["errors"]
     assert errors["bf16"]["none"]["forward"]["whole"] < 0.005
-    for side in ("row", "tensor", "block"):
+    for side in ("row", "block"):
         for way in ("forward", "backward"):
             assert 0.005 < errors[side]["none"][way]["whole"] < 0.06
-    assert errors["row"]["none"]["backward"]["worst_row"] < errors["tensor"]["none"]["backward"]["worst_row"]
     text = table(record)
     assert text.count("at least 1.35x: ") == 2
     file = tmp_path / "record.json"

@@ -12,10 +12,6 @@ from benchmarks.training_side import OURS, OURS_FP8, SIDES, train_side
 from fastpack_trl.lora import frozen_base
 
 
-def test_every_row_can_be_asked_for() -> None:
-    assert fp8_steps.COMMAND.arguments([]).rows == list(fp8_steps.DEFAULT_ROWS)
-
-
 def record_of(loaded: Any, fp8: Any) -> dict[str, Any]:
     rows = [
         {"row": "a row", "side": side, "round": 0, **found} for side, found in ((OURS, loaded), (OURS_FP8, fp8))

@@ -29,7 +29,6 @@ OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
         ("benchmarks.memory_caps nosuch", "there is no row 'nosuch'"),
         ("benchmarks.captured nosuch", "there is no row 'nosuch'"),
         ("benchmarks.first_step nosuch", "there is no row 'nosuch'"),
-        ("benchmarks.everyday nosuch", "there is no row 'nosuch'"),
         ("benchmarks.equal_memory", "it needs a CUDA device"),
         ("benchmarks.fp8_products --model nosuch", "there is no model 'nosuch'"),
         ("benchmarks.fp8_products", "torch sees no CUDA device, and these shapes are for one: give --model small"),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora, side_turns
+from benchmarks import cases, lora, steps
+from benchmarks.__main__ import main
 from benchmarks.cases import Run
-from benchmarks.command import main
 from benchmarks.lora_models import LoraModel
 from fastpack_trl.bench import baselines, result_file
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
@@ -169,19 +169,6 @@ def test_a_file_that_is_no_record_is_not_overwritten(tmp_path: Path, capsys: pyt
     assert file.read_text() == "[1]"
 
 
-def test_a_real_case_is_resumed_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "attention.json"
-    arguments = ["--case", "attention", "--device", "cpu", "--backends", "sdpa", "--pairs", "1", "--threads", "1"]
-    assert main([*arguments, "--tokens", "64", "--json", str(file)]) == 0
-    first = json.loads(file.read_text())
-    assert main([*arguments, "--tokens", "64", "128", "--json", str(file)]) == 0
-    second = json.loads(file.read_text())
-    assert {row["tokens"] for row in second["rows"]} == {64, 128}
-    old = [row for row in second["rows"] if row["tokens"] == 64]
-    assert old == first["rows"]
-    assert "finished row(s) taken over" in capsys.readouterr().out
-
-
 def test_the_load_is_that_of_the_timed_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -195,8 +182,8 @@ def test_the_load_is_that_of_the_timed_rounds(monkeypatch: pytest.MonkeyPatch) -
         def cores(self) -> float:
             return 0.5
 
-    monkeypatch.setattr(side_turns, "OtherLoad", Load)
-    turns = side_turns.measure_in_turns(
+    monkeypatch.setattr(cases, "OtherLoad", Load)
+    turns = steps.measure_in_turns(
         ["a"], lambda name, first: SimpleNamespace(step=lambda: seen.append(name)), weights=torch.nn.Linear(1, 1),
         device="cpu", rounds=1, warmup=1, least=1, seconds=60.0, clock=WallClock(),
     )  # fmt: skip

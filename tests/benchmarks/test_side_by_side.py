@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import profile_table, side_by_side, unsloth_run
+from benchmarks import row_profile, side_by_side, unsloth_run
 from benchmarks.kernel_kinds import (
     ATTENTION,
     BASE,
@@ -22,9 +22,8 @@ from benchmarks.kernel_kinds import (
     by_kind,
     launches_of,
 )
-from benchmarks.profile_table import ENOUGH
 from benchmarks.readme_runs import GLANCE, glance
-from benchmarks.row_profile import profile_of
+from benchmarks.row_profile import ENOUGH, profile_of
 from benchmarks.side_by_side import COMMAND
 from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table, work
 from benchmarks.step_bounds import Device, products_seconds
@@ -96,7 +95,7 @@ def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the
     launches = by_kind(launches_of(watch.events, "cpu"), Facts(int(trainer.model.config.vocab_size)))
     run = sum(products_seconds(launches[kind], one) for kind in (BASE, THIN)) / FEW["profiled"]
     assert run == pytest.approx(needed, rel=0.15)
-    assert "| kind | small lora 512 |" in profile_table.table(
+    assert "| kind | small lora 512 |" in row_profile.table(
         {**record_of([]), "settings": {"tflops": 790, "terabytes_per_second": 4.8},
          "rows": [{"row": "small lora 512", "side": "fastpack", **found}]}
     )  # fmt: skip
