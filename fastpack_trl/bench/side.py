@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,7 @@ class Side:
         self.steps: list[StepFigures] = []
         self.path = ""
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
-        self._memory: list[dict[str, int]] = []
-        self._marks: list[tuple[float, int]] = []
+        self.used: list[dict[str, int]] = []
         asked = {**plan.changes, **recipe.changes}
         set_seed(plan.seed)
         with self.memory.counted():
@@ -198,9 +197,7 @@ class Side:
             self._read_flops()
         if self.memory.peak is not None and self.device.type == "cuda":
             peaks = {"peak_bytes": self.memory.peak, "reserved_bytes": self.memory.reserved}
-            self._memory.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
-            others = torch.cuda.memory_allocated() - self.memory.resident
-            self._marks = [(at, allocated - others) for at, allocated in figures.memory]
+            self.used.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
         return figures
 
     def run_extras(self) -> None:
@@ -260,7 +257,7 @@ class Side:
         return dtype
 
     def result(self) -> dict[str, Any]:
-        """Return everything that was measured, as plain data: what `compare` makes a row of."""
+        """Return what the side was and what its extra steps found, as plain data."""
         report, path = getattr(self.trainer, "fastpack_report", None), self.path
         if report is not None:
             path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
@@ -268,9 +265,6 @@ class Side:
             "path": path,
             "report": None if report is None else report.to_dict(),
             "checkpointing": _checkpointing(self.trainer, report),
-            "steps": [asdict(step) for step in self.steps],
-            "memory": self._memory,
-            "memory_marks": [list(mark) for mark in self._marks],
             **self.extras,
         }
 

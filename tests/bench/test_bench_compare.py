@@ -279,7 +279,6 @@ def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None
         assert "failed" not in side, (name, side)
         memory = side["memory"]
         assert 0 < memory["before_bytes"] < memory["peak_bytes"] < 1 << 30
-        assert all(0 < used <= memory["peak_bytes"] for _, used in side["memory_marks"])
         assert side["launches"]["kernels"] > 50
         assert 0 <= side["idle_share"] < 1
         assert side["host_syncs"]["backend"] == "cuda"
