@@ -25,7 +25,7 @@ from benchmarks.training_rows import ROWS, SMALL
 from benchmarks.training_side import OURS, SIDES, train_side
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 
 CASE = "first_step"
 DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")

@@ -13,7 +13,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.measure.intervals import median_interval, summary
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.timing import Clock, CudaClock
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ none ran, and the phases of the step tell what was going on.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,17 +120,16 @@ def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, An
             "gaps": find_gaps(map(_span, kernels), [*map(_span, host)]),
             "operators": operators,
         }
-    threads: dict[int, list[Span]] = {}
-    for event in host:
-        if not _is_annotation(event):
-            threads.setdefault(event.thread, []).append(_span(event))
-    busiest: list[Span] = max(threads.values(), key=len, default=[])
-    phases = [span for span in map(_span, host) if span.name.startswith(LABEL)]
+    ran = [event for event in host if not _is_annotation(event)]
+    trains = Counter(event.thread for event in ran).most_common(1)
     return {
         "launches": None,
         "busy_seconds": None,
         "timeline": "operators of the thread that trains: nothing is launched on a CPU",
-        "gaps": find_gaps(busiest, phases),
+        "gaps": find_gaps(
+            [_span(event) for event in ran if event.thread == trains[0][0]],
+            [_span(event) for event in host if event.name.startswith(LABEL)],
+        ),
         "operators": operators,
     }
 

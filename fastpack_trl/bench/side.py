@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.timing import clock_of
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
@@ -121,13 +120,7 @@ def _pinned() -> int:
 
 
 class Side:
-    """A trainer of a `SideRecipe`.
-
-    Args:
-        name: of the side.
-        recipe: what it is.
-        build: makes the trainer.
-        plan: its `changes` are asked for, those of the recipe over them; its seed is set before.
+    """A trainer of a `SideRecipe`; `build` is asked for the changes of the plan, and for those of the recipe over them.
 
     Raises:
         UserError: `build` returned something else than it was asked for.
@@ -202,25 +195,25 @@ class Side:
 
     def run_extras(self) -> None:
         """Run untimed steps: one profiled, one with syncs counted. What fails is a note, the times stand."""
-        folder = self.plan.profile
-        profile = partial(self._profile, None if folder is None else folder / f"{self.name}.json")
-        for what, call in (("profile", profile), ("host syncs", self._count_syncs)):
+        for what, call in (("profile", self._profile), ("host syncs", self._count_syncs)):
             _, failure = attempt(call)
             if failure is not None:
                 self.extras["notes"].append(f"{what}: {failure}")
                 return  # its training has ended
 
-    def _profile(self, trace: Path | None) -> None:
+    def _profile(self) -> None:
         """Run one more step under the profiler; on the CPU only if a trace is asked for."""
-        if trace is None and self.device.type != "cuda":
+        folder = self.plan.profile
+        if folder is None and self.device.type != "cuda":
             return
         profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
         self.training.advance(self.watch.around_step(profiler))
         figures = self.watch.settle(self._counter, self._pad)
         self.extras["profile"] = step_profile(profiler, self.device.type, figures.micro_batches)
-        if trace is not None:
-            profiler.export_chrome_trace(str(trace))  # for chrome://tracing or https://ui.perfetto.dev
-            self.extras["profile"]["trace"] = trace.name
+        if folder is not None:
+            trace = f"{self.name}.json"
+            profiler.export_chrome_trace(str(folder / trace))  # for chrome://tracing or https://ui.perfetto.dev
+            self.extras["profile"]["trace"] = trace
 
     def _count_syncs(self) -> None:
         """Count the operations for which the host waits in one more step; the step before is not logged.

@@ -111,8 +111,7 @@ def test_the_load_of_a_warm_up_is_not_counted() -> None:
     load = OtherLoad()
     load._start = (0.0, 0.0, 0.0)
     load.restart()
-    before = load._read()
-    assert before is None or load._start[0] > 0.0
+    assert min(load._start) > 0.0
 
 
 def test_an_interrupt_is_no_failure() -> None:
