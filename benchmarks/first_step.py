@@ -27,7 +27,7 @@ from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.bench.views import device_of
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 
 CASE = "first_step"
 DEFAULT_ROWS = ("qwen3-0.6b lora 2048", "gpt-oss-20b experts 4096")

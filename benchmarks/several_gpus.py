@@ -117,7 +117,7 @@ def train(row: Mapping[str, Any], side: str, *, device: str, folder: str) -> dic
     from accelerate.utils import gather_object
 
     from fastpack_trl.bench.run_watch import RunWatch, peaks_gib
-    from fastpack_trl.measure.long_run import LONG_RUN
+    from fastpack_trl.measure.payback import LONG_RUN
 
     case = cases_of(device)[row["name"]]
     if device == "cuda":
@@ -191,13 +191,14 @@ def _resume(case: Case, side: str, device: str, folder: Path, losses: list[float
     from accelerate.utils import merge_fsdp_weights
     from transformers import AutoModelForCausalLM
 
-    from fastpack_trl.measure.long_run import LONG_RUN, EndsAfter
+    from fastpack_trl.bench.run_watch import RunWatch
+    from fastpack_trl.measure.payback import LONG_RUN
 
     half, run = STEPS // 2, folder / "saved"
     options = {"output_dir": str(run), "max_steps": LONG_RUN, "save_strategy": "steps", "save_steps": half}
-    saving = _trainer(case, side, device, options, [EndsAfter(half)])
+    saving = _trainer(case, side, device, options, [RunWatch(warmup=1, timed=half - 1)])  # ends it there
     saving.train()
-    resumed = _trainer(case, side, device, options, [EndsAfter(STEPS)], seed=1)
+    resumed = _trainer(case, side, device, options, [RunWatch(warmup=1, timed=STEPS - half - 1)], seed=1)
     resumed.train(resume_from_checkpoint=str(run / f"checkpoint-{half}"))
     after = _logged(resumed)["losses"][half:]
     last = run / f"checkpoint-{STEPS}"

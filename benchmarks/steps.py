@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import median_interval, summary
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.rounds import Rounds
 from fastpack_trl.measure.timing import Clock, CudaClock
 

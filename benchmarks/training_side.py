@@ -13,7 +13,7 @@ import torch
 from benchmarks.training_rows import Row, as_on_a_t4, material, scalable
 from fastpack_trl.bench.run_watch import RunWatch
 from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 
 OURS, OURS_FP8, SAME_MEMORY = "fastpack", "fastpack, base in FP8", "fastpack (same memory)"
 COMMON = {

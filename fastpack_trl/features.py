@@ -113,8 +113,8 @@ STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
     capture,  # replays what is left
 )
 """Passed by each micro-batch from first to last: each calls the next, the last one stock's own step. A part whose
-feature is off hands on at once. On other trainers merging needs the rows of a step, and retry the state to undo; merging
-and capture need the loss of SFT."""
+feature is off hands on at once. On other trainers merging needs the rows of a step, and retry the state to undo;
+merging and capture need the loss of SFT."""
 
 
 def micro_step(run: Run, stock: Callable[..., Tensor]) -> MicroStep:

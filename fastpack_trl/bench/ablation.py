@@ -52,8 +52,7 @@ def ablate(
     """Measure one row per feature, a `FastSFTTrainer` with it beside one without, in turn; then all together over none.
 
     Args:
-        build: see `compare`.
-        plan: how much, per row.
+        build, plan: see `compare`; a plan per row.
         configured: the user's own values, for the features that are on.
         save: given the rows so far after each.
 

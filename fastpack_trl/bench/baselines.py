@@ -12,7 +12,6 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.flash_attention import missing
-from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.model.patches import attribute_set
@@ -21,9 +20,6 @@ from fastpack_trl.trainer import FastSFTTrainer
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """Fields with which a side recomputes as `gradient_checkpointing` says, as stock does."""
-RECOMPILES = 64
-"""Graphs that torch keeps per function where compiled sides take turns, 8 by default: they share the functions, and at
-the limit all of them run eager."""
 
 
 def _as_built(trainer: Any) -> AbstractContextManager[str]:
@@ -94,7 +90,7 @@ def _tuned(trainer: Any) -> Iterator[str]:
         if best is not None and not _attention(trainer).startswith("flash"):
             trainer.model.set_attn_implementation(best)
     with compiled_regions(trainer):
-        yield compiled_path(f"{_attention(trainer)}, {liger_missing(device) or 'Liger'}")
+        yield f"{_attention(trainer)}, {liger_missing(device) or 'Liger'}, layers compiled by accelerate"
 
 
 @contextlib.contextmanager
@@ -116,18 +112,3 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
 
     with attribute_set(accelerator, "prepare_model", compiling):
         yield
-
-
-def whole_row_attention(model: Any, device: str) -> AbstractContextManager[PackedAttention]:
-    """Return the packed attention of a side that accelerate compiles: on CUDA one call per row, whatever its documents.
-
-    ``auto`` goes document by document where they are long; to a compiled layer each number of documents is another
-    graph, and after torch's limit of recompiles it runs eager.
-    """
-    implementation = "varlen" if device == "cuda" else "auto"
-    return packed_attention(model, implementation, compute_dtype=torch.bfloat16)
-
-
-def compiled_path(attention: str, backend: str = "inductor") -> str:
-    """Return the name of what a side with compiled layers runs."""
-    return f"{attention}, layers compiled by accelerate{'' if backend == 'inductor' else f' ({backend} backend)'}"

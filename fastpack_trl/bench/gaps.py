@@ -7,8 +7,8 @@ none ran, and the phases of the step tell what was going on.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.autograd import DeviceType
@@ -28,58 +28,29 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Nothing ran from `start` to `end` (microseconds).
+def find_gaps(timeline: Iterable[Span], host: Sequence[Span] = (), *, top: int = 10) -> list[dict[str, Any]]:
+    """Return the longest stretches between events of `timeline`, the longest first, as plain data for JSON.
 
-    Attributes:
-        before: the event that ended last before it; empty at the begin of the window.
-        after: the first one that follows; empty at the end of the window.
-        host: what the host did meanwhile, with microseconds, the longest first; their sum is the gap.
-    """
-
-    start: float
-    end: float
-    before: str
-    after: str
-    host: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def length(self) -> float:
-        """Return the length in microseconds."""
-        return self.end - self.start
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {**asdict(self), "host": [list(entry) for entry in self.host], "length": self.length}
-
-
-def find_gaps(
-    timeline: Iterable[Span], host: Sequence[Span] = (), *, window: tuple[float, float] | None = None, top: int = 10
-) -> list[Gap]:
-    """Return the longest stretches of `window` in which no event of `timeline` runs, the longest first.
-
-    ``[a: 0-2, b: 1-3, c: 7-8]`` has one gap, 3-7, after b and before c.
+    ``[a: 0-2, b: 1-3, c: 7-8]`` has one gap: ``{"start": 3, "end": 7, "before": "b", "after": "c", "host": [...],
+    "length": 4}``, where ``host`` has what the host did meanwhile, with microseconds; their sum is the gap.
 
     Args:
         timeline: may overlap (streams) and nest (operators), in any order.
         host: what names the host's work; overlapping and nested as well.
-        window: begin and end; default: of the timeline.
         top: gaps at most.
     """
-    ordered = sorted(timeline, key=lambda span: (span.start, span.end))
-    if window is None:
-        window = (ordered[0].start, max(span.end for span in ordered)) if ordered else (0.0, 0.0)
-    reached, finish = window
-    last = ""
-    gaps: list[Gap] = []
-    for span in [*ordered, Span("", finish, finish)]:
-        if span.start > reached and reached < finish:
-            gaps.append(Gap(reached, min(span.start, finish), last, span.name if span.start < finish else ""))
-        if span.end > reached:
-            reached, last = span.end, span.name
-    longest = sorted(gaps, key=lambda gap: -gap.length)[:top]
-    return [replace(gap, host=tuple(host_during(gap.start, gap.end, host).items())) for gap in longest]
+    gaps: list[dict[str, Any]] = []
+    last: Span | None = None  # of the events so far the one that ends last
+    for span in sorted(timeline, key=lambda span: (span.start, span.end)):
+        if last is not None and span.start > last.end:
+            gap = {"start": last.end, "end": span.start, "before": last.name, "after": span.name}
+            gaps.append({**gap, "length": span.start - last.end})
+        if last is None or span.end > last.end:
+            last = span
+    longest = sorted(gaps, key=lambda gap: -gap["length"])[:top]
+    return [
+        {**gap, "host": [[*item] for item in host_during(gap["start"], gap["end"], host).items()]} for gap in longest
+    ]
 
 
 def host_during(start: float, end: float, host: Iterable[Span]) -> dict[str, float]:
@@ -146,20 +117,19 @@ def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, An
             "launches": {"kernels": len(kernels) - copies, "copies": copies, "micro_batches": micro_batches},
             "busy_seconds": busy_seconds(kernels),
             "timeline": "device",
-            "gaps": [gap.to_dict() for gap in find_gaps(map(_span, kernels), [*map(_span, host)])],
+            "gaps": find_gaps(map(_span, kernels), [*map(_span, host)]),
             "operators": operators,
         }
-    threads: dict[int, list[Span]] = {}
-    for event in host:
-        if not _is_annotation(event):
-            threads.setdefault(event.thread, []).append(_span(event))
-    busiest: list[Span] = max(threads.values(), key=len, default=[])
-    phases = [span for span in map(_span, host) if span.name.startswith(LABEL)]
+    ran = [event for event in host if not _is_annotation(event)]
+    trains = Counter(event.thread for event in ran).most_common(1)
     return {
         "launches": None,
         "busy_seconds": None,
         "timeline": "operators of the thread that trains: nothing is launched on a CPU",
-        "gaps": [gap.to_dict() for gap in find_gaps(busiest, phases)],
+        "gaps": find_gaps(
+            [_span(event) for event in ran if event.thread == trains[0][0]],
+            [_span(event) for event in host if event.name.startswith(LABEL)],
+        ),
         "operators": operators,
     }
 
@@ -168,14 +138,14 @@ def _span(event: Any) -> Span:
     return Span(str(event.name), float(event.time_range.start), float(event.time_range.end))
 
 
-def gap_cells(gaps: Sequence[Mapping[str, Any]], *, shown: int = 2) -> list[list[str]]:
-    """Return a table's cells: length, neighbours, and the host's longest occupations; of gaps as `Gap.to_dict`."""
+def gap_cells(gaps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table's cells: length, neighbours, and the host's longest occupations."""
     cells = [["gap us", "after", "before", "the host meanwhile"]]
     for gap in gaps:
-        host = ", ".join(f"{name} {length:,.0f}" for name, length in gap["host"][:shown])
+        host = ", ".join(f"{name} {length:,.0f}" for name, length in gap["host"][:2])
         cells.append([f"{gap['length']:,.0f}", _cut(gap["before"]), _cut(gap["after"]), host])
     return cells
 
 
-def _cut(name: str, length: int = 40) -> str:
-    return (name if len(name) <= length else name[: length - 3] + "...") or "-"
+def _cut(name: str) -> str:
+    return name if len(name) <= 40 else name[:37] + "..."

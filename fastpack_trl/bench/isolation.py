@@ -44,14 +44,9 @@ def isolated(
     plan: RoundPlan,
     launcher: Launcher = OWN_PROCESS,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Compare as `compare` does, for a YAML; the gate is checked when a second side has its losses.
+    """Compare as `compare` does, for a YAML with the options of ``fastpack-trl sft`` that override it, in `flags`.
 
-    Args:
-        config: the YAML.
-        flags: options of ``fastpack-trl sft`` that override it.
-        sides: names; the order of the processes is that of `SIDES`.
-        plan: how much.
-        launcher: of `measure_side`.
+    The order of the processes is that of `SIDES`; the gate is checked when a second side has its losses.
 
     Returns:
         The row, none where no side was measured, and whether it is complete.

@@ -11,15 +11,16 @@ Needs matplotlib (the extra `plots`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
-from fastpack_trl.bench.canvas import Figure, legend, lines_of_labels, new_figure, room_for_labels, titled
+from fastpack_trl.bench.canvas import Figure, legend, lines_of_labels, room_for_labels, titled
 from fastpack_trl.bench.views import OURS, PLAN, RowView, SideView, rows_of
 
 GIB = 1 << 30
-_MOST_BARS, _MOST_PANELS = 40, 6
+_MOST_BARS = 40
 
 # Okabe and Ito's palette: told apart under every common colour vision deficiency.
 _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE, _GREY = (
@@ -32,8 +33,6 @@ PHASE_COLOURS = {
 _SIDES = {"stock": "#999999", "tuned": _SKY, OURS: _ORANGE, PLAN: _RED}
 """Colours of the usual sides, in every figure; of a record with one side of ours it has the colour of `PLAN`."""
 _SIDE_COLOURS = (_PURPLE, _GREEN, _BLUE, _YELLOW)
-_MARKERS = "osD^vPX*"
-_TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32)
 
 
 def figures(record: Mapping[str, Any], source: str = "") -> dict[str, Figure]:
@@ -48,9 +47,11 @@ def speed(record: Mapping[str, Any], source: str = "") -> Figure | None:
     if bars is None:
         return None
     figure, axes, places = bars
-    colours = _colours(row for row, _, _ in places)
+    keys = dict.fromkeys(side.key for _, side, _ in places)
+    usual = _SIDES if PLAN in keys else _SIDES | {OURS: _SIDES[PLAN]}
+    colours = dict(zip((key for key in keys if key not in usual), cycle(_SIDE_COLOURS), strict=False)) | usual
     for row, side, place in places:
-        axes.barh(place, side.rate, height=0.72, color=colours[side.key][0])
+        axes.barh(place, side.rate, height=0.72, color=colours[side.key])
         times = {ratio.by: f"  {ratio.median:.2f} x stock" for ratio in row.ratios_over("stock")}
         axes.annotate(f" {side.rate:,.0f}{times.get(side.key, '')}", (side.rate, place), va="center", fontsize=8)
     axes.set_xlabel("tokens per second (medians)")
@@ -113,10 +114,8 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
     axes.axvline(1.0, color="black", linewidth=0.9)
     low, high = min(ratio.low for ratio in drawn), max(ratio.high for ratio in drawn)
     if high / low > 4:
-        axes.set_xscale("log")
-        ticks = [tick for tick in _TICKS if low <= tick <= high]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.12)  # for the figures behind the intervals
     coverage = min(ratio.coverage for ratio in drawn)
     name = rows[0].named(drawn[0].by) if alone else "ours"
@@ -146,65 +145,30 @@ def memory(record: Mapping[str, Any], source: str = "") -> Figure | None:
     return titled(figure, record, "Peak memory, by side", speed=False)
 
 
-def memory_over_step(record: Mapping[str, Any], source: str = "") -> Figure | None:
-    """Draw the device memory at the ends of the phases of the last timed step; None if no side recorded it."""
-    rows = _with_sides(record, lambda side: bool(side.memory_marks))[:_MOST_PANELS]
-    if not rows:
-        return None
-    figure, panels = new_figure(record, 2.5 * len(rows) + 1.0, source, nrows=len(rows), squeeze=False)
-    colours = _colours(rows)
-    shown: dict[str, Any] = {}
-    for row, axes in zip(rows, panels.flat, strict=True):
-        axes.set_title(row.label, fontsize=8, wrap=True)
-        axes.set_ylabel("GiB allocated")
-        axes.set_xlabel("milliseconds since the start of the step")
-        for side in row.sides:
-            at, used = zip(*side.memory_marks, strict=True)
-            colour, marker = colours[side.key]
-            gib = [allocated / GIB for allocated in used]
-            (shown[side.name],) = axes.plot(at, gib, marker=marker, markersize=3.5, color=colour)
-    legend(figure, shown)
-    return titled(figure, record, "Memory over a step", speed=False)
-
-
 FIGURES: dict[str, Callable[[Mapping[str, Any], str], Figure | None]] = {
     "speed": speed,
     "memory": memory,
     "breakdown": breakdown,
     "ratios": ratios,
-    "memory_over_step": memory_over_step,
 }
 """By the name that the report gives to the file."""
-
-
-def _with_sides(record: Mapping[str, Any], keep: Callable[[SideView], bool]) -> list[RowView]:
-    """Return the rows with the sides for which `keep` holds; no more bars than a page has room for."""
-    found, bars = [], 0
-    for row in rows_of(record):
-        sides = tuple(side for side in row.sides if keep(side))
-        bars += len(sides)
-        if sides and bars <= _MOST_BARS:
-            found.append(replace(row, sides=sides))
-    return found
 
 
 def _bars(
     record: Mapping[str, Any], source: str, keep: Callable[[SideView], bool]
 ) -> tuple[Figure, Any, list[tuple[RowView, SideView, float]]] | None:
-    """Return a figure, its axes, and row, side and place of each bar; None where no side has what `keep` asks for."""
-    rows = _with_sides(record, keep)
+    """Return a figure, its axes, and row, side and place of each bar; None where no side has what `keep` asks for.
+
+    Rows that a page has no room for are left out.
+    """
+    drawn: list[tuple[RowView, SideView]] = []
+    rows = []
+    for row in rows_of(record):
+        sides = tuple(side for side in row.sides if keep(side))
+        if sides and len(drawn) + len(sides) <= _MOST_BARS:
+            rows.append(replace(row, sides=sides))
+            drawn += [(row, side) for side in sides]
     if not rows or record["case"] == "attention":
         return None
     figure, axes, places = lines_of_labels(record, rows, [[side.name for side in row.sides] for row in rows], source)
-    drawn = [(row, side) for row in rows for side in row.sides]
     return figure, axes, [(row, side, place) for (row, side), place in zip(drawn, places, strict=True)]
-
-
-def _colours(rows: Iterable[RowView]) -> dict[str, tuple[str, str]]:
-    """Return a colour and a marker per key of a side; the usual sides have theirs in every figure."""
-    keys = list(dict.fromkeys(side.key for row in rows for side in row.sides))
-    usual = _SIDES if PLAN in keys else _SIDES | {OURS: _SIDES[PLAN]}
-    others = [key for key in keys if key not in usual]
-    colours = usual | {key: _SIDE_COLOURS[index % len(_SIDE_COLOURS)] for index, key in enumerate(others)}
-    places = [*usual, *others]
-    return {key: (colours[key], _MARKERS[places.index(key) % len(_MARKERS)]) for key in keys}

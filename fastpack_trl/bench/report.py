@@ -14,7 +14,11 @@ from fastpack_trl.bench.views import Ratio, RowView, SideView, device_of, headli
 from fastpack_trl.errors import UserError
 
 DEFAULT_FOLDER = "bench-report"
-_APART = 0.02  # of a ratio and the quotient of two columns: less than that needs no explanation
+_OF_PAIRS = (
+    "*Times as fast* is the median over rounds of (seconds of the other side / seconds of fastpack in the same "
+    "round), with its interval and how surely that covers the true median: what slows a round slows both sides. "
+    "The quotient of the two medians in the table is another number where rounds differ."
+)
 HASH_KEY, SOURCE_KEY = "Source-SHA256", "Source"
 """Text chunks of a PNG: sha256 of the JSON file that it was drawn from, and its name."""
 
@@ -120,12 +124,11 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (),
     ]
     notes = dict.fromkeys(f"- {row.label}: {note}" for row in rows for note in row.notes)
     weak = [f"- {weak_line(row, row_ratio)}" for row, row_ratio in no_gain(record)]
-    parts = [f"## {headline(record)}", "\n".join(facts), *more, table_of(rows), *_of_pairs(rows)]
+    parts = [f"## {headline(record)}", "\n".join(facts), *more, table_of(rows)]
+    parts += [_OF_PAIRS] if any(row.ratios for row in rows) else []
     parts += ["No gain, or none that the interval shows:\n\n" + "\n".join(weak)] if weak else []
     parts += ["Not measured:\n\n" + "\n".join(notes)] if notes else []
     parts += [f"![{record['case']}]({picture})" for picture in pictures]
-    if any(row.sides for row in rows) and not any(side.memory_marks for row in rows for side in row.sides):
-        parts.append("Memory over a step: not in this file (it is recorded on CUDA).")
     return "\n\n".join(parts)
 
 
@@ -133,26 +136,6 @@ def weak_line(row: RowView, ratio: Ratio) -> str:
     """Return ``setting, tokens: fastpack over stock compiled 0.87 (0.84 to 0.89, 96.1%): slower``."""
     pair = f"{row.named(ratio.by)} over {row.named(ratio.over)}"
     return f"{row.label}: {pair} {ratio}: {'slower' if ratio.slower else 'not told apart'}"
-
-
-def _of_pairs(rows: Sequence[RowView]) -> list[str]:
-    """Explain the ratios that are not the quotient of the table's columns; empty where all are."""
-    others = []
-    for row in rows:
-        seconds = {side.key: side.seconds for side in row.sides}
-        for ratio in row.ratios:
-            over, by = seconds.get(ratio.over), seconds.get(ratio.by)
-            if over and by and abs(over / by / ratio.median - 1) >= _APART:
-                pair = f"{row.named(ratio.by)} over {row.named(ratio.over)}"
-                others.append(f"- {row.label}: {pair} {ratio.median:.2f}, the columns' quotient {over / by:.2f}")
-    if not others:
-        return []
-    why = (
-        "*Times as fast* is the median over rounds of (seconds of the other side / seconds of fastpack in the same "
-        "round), with its interval and how surely that covers the true median: what slows a round slows both sides. "
-        "The quotient of the two medians in the table is another number where rounds differ:"
-    )
-    return ["\n".join([why, "", *others])]
 
 
 def table_of(rows: Sequence[RowView]) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm.auto import tqdm
 
+from fastpack_trl.bench.training_run import TrainingRun
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
@@ -99,29 +100,22 @@ def _difference(before: Any, now: Any, name: str = "") -> str | None:
     return None if before == now else f"{name}: {str(before)[:_SHOWN]} there, {str(now)[:_SHOWN]} here"
 
 
-class Task(Protocol):
-    """A row that `run_rows` is to measure: a `RowTask` or a `TrainingRun`.
-
-    Its `label` is what the row begins with (its name or ``setting``, ...): a row of the file with the same is the same.
-    `empty` has the keys that a row without a measurement still has. `measure` is given seconds that it may take (it may
-    need more), and returns the rest of the row.
-    """
-
-    @property
-    def label(self) -> Mapping[str, Any]: ...
-    @property
-    def empty(self) -> Mapping[str, Any]: ...
-    @property
-    def measure(self) -> Callable[[float], dict[str, Any]]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowTask:
-    """A `Task` that is measured in this process: ``RowTask({"setting": "qwen3-8b", "tokens": 8192}, measure)``."""
+    """A row that is measured in this process: ``RowTask({"setting": "qwen3-8b", "tokens": 8192}, measure)``.
+
+    Attributes:
+        label: what the row begins with: a row of the file with the same is the same.
+        measure: given seconds that it may take (it may need more), returns the rest of the row.
+        empty: keys that a row without a measurement still has.
+    """
 
     label: Mapping[str, Any]
     measure: Callable[[float], dict[str, Any]]
     empty: Mapping[str, Any] = field(default_factory=lambda: {"sides": {}})
+
+
+Task = RowTask | TrainingRun
 
 
 def run_rows(

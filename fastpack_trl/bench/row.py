@@ -10,7 +10,7 @@ import torch
 from trl.trainer.utils import get_peak_flops
 
 from fastpack_trl.bench.side import Side
-from fastpack_trl.bench.step_watch import PHASES
+from fastpack_trl.bench.step_watch import PHASES, StepFigures
 from fastpack_trl.measure.flops import ModelFlops
 from fastpack_trl.measure.intervals import median_interval, ratio_summary, summary
 
@@ -19,15 +19,15 @@ RATES = ("loss", "nonpad", "capacity")
 
 def part_of(side: Side, rounds: int) -> dict[str, Any]:
     """Return one side's part of a row as plain data: of its first `rounds` steps the timed ones."""
+    steps, memory = side.steps[side.plan.untimed : rounds], side.used[side.plan.untimed : rounds]
     result = side.result()
-    steps, memory = (result.pop(name)[side.plan.untimed : rounds] for name in ("steps", "memory"))
     dtype = str(side.dtype).removeprefix("torch.")
     device = side.device.type if side.device.type != "cuda" else torch.cuda.get_device_name(side.device)
     peak = side.plan.peak_flops or get_peak_flops(device, dtype)  # None for a CPU, fp32, or a device TRL does not know
-    lengths = sorted(length for step in steps for length in step["documents"])
+    lengths = sorted(length for step in steps for length in step.documents)
     shared = {
-        "tokens": int(median(count for step in steps for count in step["batch_tokens"])),
-        "micro_batches": int(median(step["micro_batches"] for step in steps)),
+        "tokens": int(median(count for step in steps for count in step.batch_tokens)),
+        "micro_batches": int(median(step.micro_batches for step in steps)),
         "documents": {
             "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
         },
@@ -40,20 +40,20 @@ def part_of(side: Side, rounds: int) -> dict[str, Any]:
 
 
 def _figures(
-    steps: Sequence[Mapping[str, Any]],
+    steps: Sequence[StepFigures],
     memory: Sequence[Mapping[str, int]],
     flops: ModelFlops | None,
     peak: float | None,
     profile: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the figures of the timed steps of a side."""
-    seconds = [step["seconds"] for step in steps]
-    spent = {name: [step["phases"][name] for step in steps] for name in PHASES}
+    seconds = [step.seconds for step in steps]
+    spent = {name: [step.phases[name] for step in steps] for name in PHASES}
     if not any(spent["captured"]):
         del spent["captured"]
     rates: dict[str, dict[str, float] | None] = {}
     for name in RATES:
-        counts = [step["tokens"][name] for step in steps]
+        counts = [step.tokens[name] for step in steps]
         per_second = [n / s for n, s in zip(counts, seconds, strict=True)] if None not in counts else []
         rates[name] = median_interval(per_second).to_dict() if per_second else None
     busy = profile["busy_seconds"] if profile is not None else None
@@ -67,20 +67,18 @@ def _figures(
         "memory": max(memory, key=lambda used: used["peak_bytes"], default=None),
         "idle_share": None if busy is None else max(0.0, 1 - busy / median(seconds)),
         "launches": profile["launches"] if profile is not None else None,
-        "losses": [step["loss"] for step in steps],
-        "gradient_norms": [step["gradient_norm"] for step in steps],
+        "losses": [step.loss for step in steps],
+        "gradient_norms": [step.gradient_norm for step in steps],
     }
 
 
-def _utilisation(
-    steps: Sequence[Mapping[str, Any]], flops: ModelFlops | None, peak: float | None
-) -> dict[str, float | None]:
+def _utilisation(steps: Sequence[StepFigures], flops: ModelFlops | None, peak: float | None) -> dict[str, float | None]:
     """Return ``mfu`` and ``hfu`` as shares of `peak`, as `ThroughputCallback` counts them; medians over the steps."""
     if flops is None or peak is None:
         return {"mfu": None, "hfu": None}
     model, hardware = [], []
     for step in steps:
-        tokens, available = step["tokens"], step["seconds"] * peak
+        tokens, available = step.tokens, step.seconds * peak
         pairs, scored = tokens["pairs"], tokens["scored"]
         model.append(flops.count(tokens["nonpad"], pairs, scored).model / available)
         done = flops.count(tokens["capacity"], pairs, scored, twice=scored - tokens["scored_once"])

@@ -26,24 +26,17 @@ class RunWatch(TrainerCallback):
     ```
 
     Args:
-        warmup: steps that are left out, at least; the first always is.
+        warmup: steps that are left out, at least; the first always is. The attribute: those that were, 0 until then.
         timed: steps after them.
-        span: of these, steps between two points at which the host waits for the device.
+        span: of these, steps between two points at which the host waits for the device; `seconds` has their mean.
         profiled: steps under torch.profiler after the timed ones; it is for a GPU, or asked for by `shapes`.
         shapes: whether the profile has the shapes of operators' inputs.
         ready: returns whether all that pays back in a long run is decided; the warm-up lasts until then.
         settling: steps of the warm-up after that: in the first ones graphs are made for rows of other lengths.
         longest_warmup: steps after which it ends in any case; default: none.
         multiple: the warm-up ends at a multiple of it, at which the trainer logs: the tokens are then of timed steps.
-        marks: steps at whose ends the seconds since the begin are noted.
+        marks: steps at whose ends the seconds since the begin are noted. The attribute: the seconds, by step.
         peaks_from: step from whose end on the memory is watched; 0: from the begin.
-
-    Attributes:
-        seconds: of each timed step; with a `span` the mean of its steps.
-        first_step: seconds from the begin of the run to the end of its first step.
-        marks: the seconds, by step.
-        warmup: steps that were left out; 0 until they are.
-        events: of the profile.
     """
 
     def __init__(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.timing import clock_of
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
@@ -121,13 +120,7 @@ def _pinned() -> int:
 
 
 class Side:
-    """A trainer of a `SideRecipe`.
-
-    Args:
-        name: of the side.
-        recipe: what it is.
-        build: makes the trainer.
-        plan: its `changes` are asked for, those of the recipe over them; its seed is set before.
+    """A trainer of a `SideRecipe`; `build` is asked for the changes of the plan, and for those of the recipe over them.
 
     Raises:
         UserError: `build` returned something else than it was asked for.
@@ -139,8 +132,7 @@ class Side:
         self.steps: list[StepFigures] = []
         self.path = ""
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
-        self._memory: list[dict[str, int]] = []
-        self._marks: list[tuple[float, int]] = []
+        self.used: list[dict[str, int]] = []
         asked = {**plan.changes, **recipe.changes}
         set_seed(plan.seed)
         with self.memory.counted():
@@ -198,32 +190,30 @@ class Side:
             self._read_flops()
         if self.memory.peak is not None and self.device.type == "cuda":
             peaks = {"peak_bytes": self.memory.peak, "reserved_bytes": self.memory.reserved}
-            self._memory.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
-            others = torch.cuda.memory_allocated() - self.memory.resident
-            self._marks = [(at, allocated - others) for at, allocated in figures.memory]
+            self.used.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
         return figures
 
     def run_extras(self) -> None:
         """Run untimed steps: one profiled, one with syncs counted. What fails is a note, the times stand."""
-        folder = self.plan.profile
-        profile = partial(self._profile, None if folder is None else folder / f"{self.name}.json")
-        for what, call in (("profile", profile), ("host syncs", self._count_syncs)):
+        for what, call in (("profile", self._profile), ("host syncs", self._count_syncs)):
             _, failure = attempt(call)
             if failure is not None:
                 self.extras["notes"].append(f"{what}: {failure}")
                 return  # its training has ended
 
-    def _profile(self, trace: Path | None) -> None:
+    def _profile(self) -> None:
         """Run one more step under the profiler; on the CPU only if a trace is asked for."""
-        if trace is None and self.device.type != "cuda":
+        folder = self.plan.profile
+        if folder is None and self.device.type != "cuda":
             return
         profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
         self.training.advance(self.watch.around_step(profiler))
         figures = self.watch.settle(self._counter, self._pad)
         self.extras["profile"] = step_profile(profiler, self.device.type, figures.micro_batches)
-        if trace is not None:
-            profiler.export_chrome_trace(str(trace))  # for chrome://tracing or https://ui.perfetto.dev
-            self.extras["profile"]["trace"] = trace.name
+        if folder is not None:
+            trace = f"{self.name}.json"
+            profiler.export_chrome_trace(str(folder / trace))  # for chrome://tracing or https://ui.perfetto.dev
+            self.extras["profile"]["trace"] = trace
 
     def _count_syncs(self) -> None:
         """Count the operations for which the host waits in one more step; the step before is not logged.
@@ -260,7 +250,7 @@ class Side:
         return dtype
 
     def result(self) -> dict[str, Any]:
-        """Return everything that was measured, as plain data: what `compare` makes a row of."""
+        """Return what the side was and what its extra steps found, as plain data."""
         report, path = getattr(self.trainer, "fastpack_report", None), self.path
         if report is not None:
             path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
@@ -268,9 +258,6 @@ class Side:
             "path": path,
             "report": None if report is None else report.to_dict(),
             "checkpointing": _checkpointing(self.trainer, report),
-            "steps": [asdict(step) for step in self.steps],
-            "memory": self._memory,
-            "memory_marks": [list(mark) for mark in self._marks],
             **self.extras,
         }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from fastpack_trl.bench.gaps import LABEL
-from fastpack_trl.measure.timing import Clock, CudaClock
+from fastpack_trl.measure.timing import Clock
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -30,7 +30,7 @@ callbacks."""
 class RawStep:
     """One step as it was seen; marks are in the clock's unit, tensors stay where they are.
 
-    `calls` has the keywords of each call of the model, `memory` marks with the bytes allocated on the device then.
+    `calls` has the keywords of each call of the model.
     """
 
     start: Any = None
@@ -40,7 +40,6 @@ class RawStep:
     batches: list[Mapping[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     gradient_norm: Any = None
-    memory: list[tuple[Any, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ class StepFigures:
         documents: tokens of each document.
         digest: of the tokens of all micro-batches, in order, without padding.
         tokens: `TokenSums` as plain data.
-        memory: (milliseconds since the start, bytes allocated on the device) at the ends of phases; empty on the CPU.
     """
 
     seconds: float
@@ -69,15 +67,10 @@ class StepFigures:
     documents: list[int]
     digest: str
     tokens: dict[str, Any]
-    memory: list[tuple[float, int]]
 
 
 class StepWatch(TrainerCallback):
-    """Fills a `RawStep` while a trainer trains. It asks the device nothing; `settle` does, between two steps.
-
-    Args:
-        clock: of the marks.
-    """
+    """Fills a `RawStep` while a trainer trains. It does not synchronise; `settle` does, between two steps."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -85,13 +78,6 @@ class StepWatch(TrainerCallback):
         self._labelled = False
         self._forward_end: Any = None
         self._clipping: Any = None
-
-    def _end(self) -> Any:
-        """Mark the end of a phase."""
-        now = self.clock.mark()
-        if isinstance(self.clock, CudaClock):
-            self.step.memory.append((now, torch.cuda.memory_allocated()))  # the allocator's own count: no sync
-        return now
 
     @contextlib.contextmanager
     def around_step(self, profiler: Any = None) -> Iterator[None]:
@@ -117,7 +103,7 @@ class StepWatch(TrainerCallback):
             start = mark()
             with self._label("data"):
                 found, items = batches(*args, **kwargs)
-            self.step.spans["data"].append((start, self._end()))
+            self.step.spans["data"].append((start, mark()))
             self.step.batches = list(found)
             return found, items
 
@@ -127,9 +113,9 @@ class StepWatch(TrainerCallback):
                 loss: Tensor = training_step(*args, **kwargs)
             if self._forward_end is not None:  # not where the micro-batch runs later, merged with others
                 self.step.spans["forward"].append((start, self._forward_end))
-                self.step.spans["backward"].append((self._forward_end, self._end()))
+                self.step.spans["backward"].append((self._forward_end, mark()))
             elif len(self.step.calls) > calls:
-                self.step.spans["captured"].append((start, self._end()))
+                self.step.spans["captured"].append((start, mark()))
             self.step.losses.append(loss.detach())
             return loss
 
@@ -137,7 +123,7 @@ class StepWatch(TrainerCallback):
             with self._label("forward"):
                 loss = compute_loss(*args, **kwargs)
             if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):  # a mark would be recorded
-                self._forward_end = self._end()
+                self._forward_end = mark()
             return loss
 
         def watched_clip(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +165,7 @@ class StepWatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark the end of the optimizer: the gradients are gone."""
-        self.step.spans["optimizer"].append((self._clipping, self._end()))
+        self.step.spans["optimizer"].append((self._clipping, self.clock.mark()))
         self._clipping = None
 
     def settle(self, counter: TokenCounter, pad_token_id: int | None = None) -> StepFigures:
@@ -209,7 +195,6 @@ class StepWatch(TrainerCallback):
             documents=[length for _, lengths in documents for length in lengths],
             digest=digest_of([tokens for tokens, _ in documents]),
             tokens=asdict(counter.take()),
-            memory=[(self.clock.seconds(step.start, mark) * 1000, used) for mark, used in step.memory],
         )
 
 

@@ -4,10 +4,10 @@ A row says what is trained, a side how, a launcher where. In ``benchmarks/mine.p
 
 ```python
 def measure_side(row, side, *, seed):  # in the run's own process
-    timer = StepTimer(warmup=6, timed=12)
-    trainer = make_trainer(row["row"], side, seed, callbacks=[timer])  # max_steps=LONG_RUN: the timer ends it
+    watch = RunWatch(warmup=6, timed=12)
+    trainer = make_trainer(row["row"], side, seed, callbacks=[watch])  # max_steps=LONG_RUN: the watch ends it
     trainer.train()
-    return timer.figures(trainer)
+    return watch.figures(trainer)
 
 
 launcher = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout=400)
@@ -133,7 +133,8 @@ class OwnProcess:
             asked, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
             call = {"function": self.function, "row": row, "side": side, "options": self.options, "notes": self.notes}
             write_json(asked, call)
-            failed = self._wait([*self._start(), "-m", __name__, str(asked), str(answer)], log)
+            start = self.command or [self.python or sys.executable]
+            failed = self._wait([*start, "-m", __name__, str(asked), str(answer)], log)
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         if "error" in found:
@@ -144,9 +145,6 @@ class OwnProcess:
         last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         reason = found.pop("failed", None) or failed or f"its process ended: {last}"
         return {"failed": reason, "last_lines": lines[-_LAST_LINES:], **found}
-
-    def _start(self) -> Sequence[str]:
-        return self.command or [self.python or sys.executable]
 
     def _wait(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command to its end, its output into `log`; return why it has no answer, None where it may have one."""

@@ -58,9 +58,8 @@ class Training(TrainerCallback):
 
     A step lasts from the end of one to the end of the next, so that logging, fetching and callbacks belong to it.
 
-    Args:
-        trainer: not yet trained; its ``max_steps`` must be enough.
-        around: entered in the training's thread before `train`, left after it, also after an exception.
+    The trainer's ``max_steps`` must be enough. `around` is entered in the training's thread before `train`, and left
+    after it, also after an exception.
     """
 
     def __init__(self, trainer: Any, around: Around = contextlib.nullcontext) -> None:

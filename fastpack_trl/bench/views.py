@@ -67,7 +67,6 @@ class SideView:
         rate: tokens per second.
         peak_bytes, before_bytes: device memory that torch held at most (allocated, in records that know no more), and
             what was allocated before the step; None on the CPU.
-        memory_marks: ``((milliseconds, allocated bytes), ...)`` at the ends of the phases; empty where not recorded.
     """
 
     key: str
@@ -77,7 +76,6 @@ class SideView:
     rate: float
     peak_bytes: int | None
     before_bytes: int | None
-    memory_marks: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,6 @@ def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView
         float(rate),
         memory.get("reserved_bytes", memory.get("peak_bytes")),
         memory.get("before_bytes"),
-        tuple((float(at), int(used)) for at, used in side.get("memory_marks") or ()),
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+LONG_RUN = 10_000
+"""``max_steps`` of a run that is measured: what pays back in a long run is on in its first steps."""
+
 
 class StartUpCost(NamedTuple):
     """Something done once that makes each later step shorter: ``StartUpCost(seconds=0.4, saving=0.055)``."""

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.code_hash import code_hashes
 
@@ -164,22 +166,18 @@ class OtherLoad:
         self._start = self._read()
 
     def cores(self) -> float | None:
-        """Return the average number of cores since construction or `restart`; None if the system does not tell."""
+        """Return the average number of cores since construction or `restart`; None where no time has passed."""
         end = self._read()
-        if self._start is None or end is None or end[0] <= self._start[0]:
+        if end[0] <= self._start[0]:
             return None
         passed, busy, own = (b - a for a, b in zip(self._start, end, strict=True))
         return max(0.0, (busy - own) / passed)
 
     @staticmethod
-    def _read() -> tuple[float, float, float] | None:
+    def _read() -> tuple[float, float, float]:
         """Return seconds: passed, busy on all cores together, spent by this process."""
-        statistics = Path("/proc/stat")
-        if not statistics.is_file():
-            return None
-        first = statistics.read_text(encoding="ascii").partition("\n")[0]
-        user, nice, system, _idle, _io_wait, irq, soft_irq = map(int, first.split()[1:8])
-        busy = (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+        spent = psutil.cpu_times()._asdict()
+        busy = sum(spent.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq"))
         return time.perf_counter(), busy, time.process_time()
 
 

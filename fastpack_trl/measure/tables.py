@@ -35,11 +35,6 @@ def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def skipped(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line per row that was not measured, with the reason."""
-    return [f"{row['tokens']:,} tokens: skipped: {row['skipped']}" for row in rows if row.get("skipped")]
-
-
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of columns of one width each; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

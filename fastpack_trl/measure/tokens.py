@@ -76,19 +76,25 @@ class TokenCounter:
             batch = None  # what arrived was cut or edited since: counted as it is
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         mask = mask if mask is not None and mask.dim() == 2 else None
-        real, pairs = None, None
+        real: Tensor | None = None
+        pairs: list[Tensor | None] = [None] * len(self.windows)
         if batch is not None or (mask is None and positions is None):
             lengths = batch.seq_lengths if batch is not None else [ids.shape[1]] * ids.shape[0]
             host.nonpad += sum(lengths)
             for window in self.windows:
                 host.pairs[window] += attention_pairs(lengths, window)
         else:
-            real = mask.bool() if mask is not None else None
+            real = None if mask is None else mask.bool().sum()
             host.nonpad += ids.numel() if real is None else 0
-            pairs = self._pairs(mask, positions)
+            pairs = [*self._pairs(mask, positions)]
         if batch is None or batch.loss_positions is None or not batch.counts(labels) or host.loss is None:
-            loss = _loss_tokens(inputs, labels)
-            self._on_device(ids.device, loss=loss, scored=at_loss, once=ours, real=real, pairs=pairs)
+            loss, device = _loss_tokens(inputs, labels), ids.device
+            if loss is None:
+                host.loss = None
+            counted = [loss, loss if at_loss else None, loss if ours else None, real, *pairs]
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            sums = torch.stack([zero if value is None else value.to(torch.int64) for value in counted])
+            self._device[device] = self._device[device] + sums if device in self._device else sums
             return
         count = batch.loss_positions.numel()
         host.loss += count
@@ -104,25 +110,6 @@ class TokenCounter:
         # The i-th token of a document sees min(i, window) keys; a half less while the window is not full.
         doubled = [2 * place - 1 if w is None else 2 * place.clamp(max=w) - place.le(w).long() for w in self.windows]
         return [(pairs if mask is None else pairs * mask.bool()).sum() for pairs in doubled]
-
-    def _on_device(
-        self,
-        device: torch.device,
-        *,
-        loss: Tensor | None,
-        scored: bool,
-        once: bool,
-        real: Tensor | None = None,
-        pairs: list[Tensor] | None = None,
-    ) -> None:
-        if loss is None:
-            self._host.loss = None
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        loss = loss if loss is not None else zero
-        row = [loss, loss if scored else zero, loss if once else zero, real.sum() if real is not None else zero]
-        row += pairs if pairs is not None else [zero] * len(self.windows)
-        sums = torch.stack([value.to(torch.int64) for value in row])
-        self._device[device] = self._device[device] + sums if device in self._device else sums
 
     def take(self) -> TokenSums:
         """Return the sums since the last call. One device sync: call it where the trainer reads its loss anyway."""

@@ -21,7 +21,8 @@ class StepServices:
         seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
             it or in the second.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
-            for want of memory when training began; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
+            for want of memory when training began; None without such a plan. Copies of frozen weights take of it, then
+            CUDA graphs.
         activation_bytes: what activations take in a step by that plan: a CUDA graph holds as much once more.
         offloads: layer inputs go to host memory.
     """

@@ -17,7 +17,6 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl.bench import compare as module
 from fastpack_trl.bench.compare import compare, table
 from fastpack_trl.bench.parity import LossParityError, check_loss, tolerance, without_dropout
 from fastpack_trl.bench.step_watch import PHASES
@@ -265,7 +264,6 @@ def test_a_training_leaves_its_trainer_as_it_was(tmp_path: Path) -> None:
     assert trainer.state.global_step == 1
     assert trainer.callback_handler.callbacks == callbacks
     assert vars(trainer).get("training_step") is step
-    assert module.CASE == "config"
 
 
 @pytest.mark.cuda
@@ -279,7 +277,6 @@ def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None
         assert "failed" not in side, (name, side)
         memory = side["memory"]
         assert 0 < memory["before_bytes"] < memory["peak_bytes"] < 1 << 30
-        assert all(0 < used <= memory["peak_bytes"] for _, used in side["memory_marks"])
         assert side["launches"]["kernels"] > 50
         assert 0 <= side["idle_share"] < 1
         assert side["host_syncs"]["backend"] == "cuda"

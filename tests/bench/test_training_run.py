@@ -13,7 +13,7 @@ from fastpack_trl.bench.result_file import ResultFile, run_rows
 from fastpack_trl.bench.run_watch import RunWatch
 from fastpack_trl.bench.training_run import OwnProcess, TrainingRun, in_turn, torchrun
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.long_run import LONG_RUN
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.testing import tiny_model
 
 ROW = {"row": "tiny", "tokens": 24}

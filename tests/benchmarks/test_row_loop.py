@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from benchmarks import cases, lora, steps
 from benchmarks.__main__ import main
 from benchmarks.cases import Run
 from benchmarks.lora_models import LoraModel
-from fastpack_trl.bench import baselines, result_file
+from fastpack_trl.bench import result_file
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
@@ -202,11 +203,14 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     before = torch._dynamo.config.recompile_limit
     with pytest.raises(KeyboardInterrupt):
         lora.row_task(Run(rounds=1), LoraModel("small", "fp32"), 64, 1, False).measure(60.0)
-    assert limits == [baselines.RECOMPILES]
+    assert limits == [lora.RECOMPILES]
     assert torch._dynamo.config.recompile_limit == before
 
-    asked: list[str] = []
-    monkeypatch.setattr(baselines, "packed_attention", lambda model, path, **options: asked.append(path))
-    for device in ("cuda", "cpu"):
-        baselines.whole_row_attention(None, device)
-    assert asked == ["varlen", "auto"]
+    def attention(model: Any, path: str, **options: Any) -> Any:
+        return contextlib.nullcontext(SimpleNamespace(path=path))
+
+    monkeypatch.setattr(lora, "packed_attention", attention)
+    for device, path in (("cuda", "varlen"), ("cpu", "auto")):
+        trainer = SimpleNamespace(model=None, args=SimpleNamespace(device=torch.device(device)))
+        with lora._installed(lora.COMPILED, trainer) as found:
+            assert found == f"{path}, layers compiled by accelerate"

@@ -1,16 +1,13 @@
-"""Medians with intervals, and the clocks whose values they are made of."""
+"""Medians with intervals."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fastpack_trl.measure.intervals import median_interval
-from fastpack_trl.measure.timing import CudaClock, WallClock
 
 
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (100, 39)])
@@ -35,30 +32,3 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 def test_no_value_has_no_median() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         median_interval([])
-
-
-def test_wall_clock_measures_what_passes() -> None:
-    clock = WallClock()
-    start = clock.mark()
-    clock.synchronise()
-    assert 0 <= clock.seconds(start, clock.mark()) < 10
-
-
-def test_cuda_clock_reads_events_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: str) -> None:
-            self.stream = stream
-
-        def elapsed_time(self, other: Any) -> float:
-            return 2500.0
-
-    synchronised: list[Any] = []
-    fake = SimpleNamespace(Event=Event, current_stream=lambda device: "stream", synchronize=synchronised.append)
-    clock = CudaClock("cuda")
-    monkeypatch.setattr(clock, "_torch", SimpleNamespace(cuda=fake))
-    start, end = clock.mark(), clock.mark()
-    clock.synchronise()
-    assert (start.stream, synchronised, clock.seconds(start, end)) == ("stream", ["cuda"], 2.5)

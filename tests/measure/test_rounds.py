@@ -71,9 +71,6 @@ def test_every_side_comes_first_in_its_turn() -> None:
     sides = {name: clock.always(seconds) for name, seconds in {"a": 1.0, "b": 2.0, "c": 4.0}.items()}
     found = take_turns(sides, rounds=6, clock=clock)
     assert found.seconds == {"a": [1.0] * 6, "b": [2.0] * 6, "c": [4.0] * 6}
-    assert found.results == found.seconds
-    assert found.ratio("c", "a")["median"] == 4.0
-    assert found.time("b").median == 2.0
     turns = [found.order[start : start + 3] for start in range(0, 18, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert {turn[0] for turn in turns} == {"a", "b", "c"}
@@ -111,22 +108,18 @@ def test_the_load_of_a_warm_up_is_not_counted() -> None:
     load = OtherLoad()
     load._start = (0.0, 0.0, 0.0)
     load.restart()
-    before = load._read()
-    assert before is None or load._start[0] > 0.0
+    assert min(load._start) > 0.0
 
 
-def test_an_interrupt_is_no_failure() -> None:
+def test_an_interrupt_is_no_failure_and_an_error_that_is_loud_is_raised() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        attempt(interrupted)
-
-
-def test_an_error_that_is_loud_is_raised() -> None:
     def fails() -> None:
         raise LookupError("not here")
 
+    with pytest.raises(KeyboardInterrupt):
+        attempt(interrupted)
     assert take_turns({"bad": fails, "good": float}, rounds=1).failed == {"bad": "LookupError: not here"}
     with pytest.raises(LookupError):
         take_turns({"bad": fails, "good": float}, rounds=1, loud=(LookupError,))
