@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from ranks import fork_ranks
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, make_dataset, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.testing import tiny_model
 
 SCRIPT = Path(__file__).with_name("uneven_ranks.py")
 ALONE = """
@@ -34,14 +33,9 @@ with ranks.together(0.5):
 IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
-def _trained(cls: Any, folder: Path, resume: str = "", **more: Any) -> Any:
-    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"} | more
-    trainer = cls(
-        tiny_model("qwen3"), args=SFTConfig(**settings(folder, **options)), train_dataset=make_dataset("text", 40),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
-    return trainer
+def _trained(cls: Any, folder: Path, **more: Any) -> Any:
+    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+    return train(cls, folder, data=make_dataset("text", 40), **options | more)
 
 
 def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer_processes(tmp_path: Path) -> None:
@@ -49,7 +43,8 @@ def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer
         _trained(cls, tmp_path / f"one_{cls.__name__}", max_steps=2, save_strategy="steps", save_steps=2)
     fork_ranks(SCRIPT, str(tmp_path), "uneven", imports=IMPORTS)
     ours, stock = (
-        _trained(cls, tmp_path / cls.__name__, "checkpoint-2", max_steps=6) for cls in (FastSFTTrainer, SFTTrainer)
+        _trained(cls, tmp_path / cls.__name__, resume="checkpoint-2", max_steps=6)
+        for cls in (FastSFTTrainer, SFTTrainer)
     )
     assert_same_log(ours, stock)
     assert ours.state.global_step == 6

@@ -13,12 +13,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, figures, make_tokenizer, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
@@ -133,17 +133,9 @@ def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypa
 def test_resuming_in_the_middle_gives_the_same_run(tmp_path: Path) -> None:
     options = SMALL | {"max_steps": 6, "eval_strategy": "no"}
     whole = train(FastSFTTrainer, tmp_path / "whole", fast=MERGED, **options)
-    first = settings(tmp_path / "first", **(options | {"save_strategy": "steps", "save_steps": 3}))
-
-    def make() -> FastSFTTrainer:
-        return FastSFTTrainer(
-            tiny_model("qwen3"), args=FastSFTConfig(**first, **MERGED), train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )  # fmt: skip
-
-    make().train()
-    resumed = make()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    train(FastSFTTrainer, tmp_path / "first", fast=MERGED, **options)
+    resumed = train(FastSFTTrainer, tmp_path / "first", resume="checkpoint-3", fast=MERGED, **options)
     keys = ("loss", "grad_norm", "entropy", "step", "epoch")  # stock counts `num_tokens` from 0 again
     rows = [[row.get(key) for key in keys] for row in figures(whole) if "loss" in row]
     assert [[row.get(key) for key in keys] for row in figures(resumed) if "loss" in row] == [
@@ -184,19 +176,13 @@ def test_eight_micro_batches_of_512_tokens_take_four_times_fewer_kernels(tmp_pat
 
     def kernels(fast: dict[str, Any]) -> int:
         counted = _CountKernels()
-        options = settings(
-            tmp_path, max_length=512, packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8,
-            max_steps=2, eval_strategy="no", logging_steps=100,
+        adapters = LoraConfig(target_modules="all-linear", r=4) if lora else None
+        train(
+            FastSFTTrainer, tmp_path, model=tiny_model("qwen3", max_position_embeddings=512),
+            data=Dataset.from_list(rows), trainer={"callbacks": [counted], "peft_config": adapters}, fast=fast,
+            max_length=512, packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=2,
+            eval_strategy="no", logging_steps=100,
         )  # fmt: skip
-        trainer = FastSFTTrainer(
-            tiny_model("qwen3", max_position_embeddings=512),
-            args=FastSFTConfig(**options, **fast),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=make_tokenizer(),
-            callbacks=[counted],
-            peft_config=LoraConfig(target_modules="all-linear", r=4) if lora else None,
-        )
-        trainer.train()
         return counted.mode.count
 
     merged, alone = kernels({"sync_free": "auto"}), kernels(ONE_BY_ONE)
