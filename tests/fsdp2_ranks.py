@@ -1,4 +1,4 @@
-"""Trains stock and ours under FSDP 2 on two ranks, for `test_fsdp2.py`: whole runs of `train`."""
+"""Trains stock and ours under FSDP 2 on two ranks, for `test_ranks.py`: whole runs of `train`."""
 
 from __future__ import annotations
 

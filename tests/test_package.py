@@ -50,6 +50,7 @@ assert not {"triton", "bitsandbytes"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_import_patches_nothing_and_needs_neither_triton_nor_bitsandbytes() -> None:
     run = subprocess.run([sys.executable, "-c", IMPORT_ALONE + IMPORT_ALL], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
@@ -147,6 +148,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
 def test_what_is_built_installs_and_works_in_an_empty_folder(built: Path, tmp_path: Path, kind: str) -> None:
     (file,) = built.glob(f"*.{kind}")

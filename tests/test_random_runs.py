@@ -16,7 +16,7 @@ def values(numbers: Iterable[int]) -> set[tuple[str, str]]:
     found = set()
     for number in numbers:
         setting = draw(number)
-        options = setting | setting.pop("stock") | setting.pop("fast")
+        options = {**setting.pop("stock"), **setting.pop("fast"), **setting}
         found |= {(name, str(value)) for name, value in options.items() if name not in ("number", "family", "seed")}
     return found
 

@@ -1,4 +1,4 @@
-"""Batches that two ranks share out unevenly, and a rank that raises, for `test_uneven_ranks.py`."""
+"""Batches that two ranks share out unevenly, and a rank that raises, for `test_ranks.py`."""
 
 from __future__ import annotations
 

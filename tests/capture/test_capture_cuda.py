@@ -10,6 +10,7 @@ import pytest
 import torch
 from captured_material import At, disable, evaluate_mode, freeze, generate, merge, raise_the_rate, swap_data
 from datasets import Dataset
+from out_of_memory import calling_in_backward
 from peft import LoraConfig
 from quantised_material import quantised
 from trainer_material import build, make_dataset
@@ -317,23 +318,10 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
 def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_path: Path) -> None:
     failed: list[int] = []
 
-    class TooMuch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if trainer.state.global_step == 15 and not failed:
-                failed.append(1)
-                torch.empty(1 << 50, dtype=torch.uint8, device=grad.device)
-            return grad
-
-    kind = type(tiny_model("qwen3").get_decoder().layers[0])
-
-    class Layer(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(TooMuch.apply(hidden), *args, **kwargs)
+    def ask_too_much(gradient: torch.Tensor) -> None:
+        if trainer.state.global_step == 15 and not failed:
+            failed.append(1)
+            torch.empty(1 << 50, dtype=torch.uint8, device=gradient.device)
 
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -342,9 +330,7 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
                 assert captured.replayed
                 captured._is_ordinary = lambda *_: False
 
-    model = tiny_model("qwen3")
-    model.get_decoder().layers[0].__class__ = Layer
-    given = {"callbacks": [Odd()]}
+    model, given = calling_in_backward(ask_too_much), {"callbacks": [Odd()]}
     trainer = made(tmp_path, model=model, fast={"layer_compile": "off"}, max_steps=18, trainer=given)
     trainer.train()
     assert failed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -337,16 +338,8 @@ def test_a_hook_that_is_there_before_the_run_keeps_the_micro_batches(tmp_path: P
     assert trainer.fastpack_report["merge_accumulation"].status == "on"
 
 
-class _Refuse(torch.autograd.Function):
-    """Runs out of memory in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+def _full(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
@@ -360,8 +353,9 @@ def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
         if not torch.is_grad_enabled() or not limit(hidden.shape[1]):
             return output
         if not in_backward:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return (_Refuse.apply(hidden), *output[1:]) if isinstance(output, tuple) else _Refuse.apply(hidden)
+            _full()
+        hidden = InBackward.apply(hidden, _full)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     layer.forward = refuse
     return model

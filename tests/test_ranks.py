@@ -1,4 +1,4 @@
-"""Two ranks that are given different amounts of work, or of which one fails: nobody waits longer than under stock."""
+"""Two ranks: sharded models train as under stock, and with uneven work, or where one fails, nobody waits longer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 
-SCRIPT = Path(__file__).with_name("uneven_ranks.py")
+HERE = Path(__file__).parent
+UNEVEN = HERE / "uneven_ranks.py"
 ALONE = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
 from fastpack_trl.model.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))
@@ -30,7 +33,16 @@ with ranks.together(0.5):
         raise ValueError("alone")
     dist.barrier()
 """
-IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
+
+
+def test_models_that_are_sharded_step_as_those_of_torch_and_of_stock(tmp_path: Path) -> None:
+    """Packed rows, losses, norms, gradients, weights and state: see `shard_ranks.py`."""
+    fork_ranks(HERE / "shard_ranks.py", str(tmp_path))
+
+
+def test_two_ranks_train_under_fsdp2_as_stock(tmp_path: Path) -> None:
+    """Compiled layers, plans, offload, proof, experts, merged micro-batches: see `fsdp2_ranks.py`."""
+    fork_ranks(HERE / "fsdp2_ranks.py", str(tmp_path), timeout=900)
 
 
 def _trained(cls: Any, folder: Path, **more: Any) -> Any:
@@ -41,7 +53,7 @@ def _trained(cls: Any, folder: Path, **more: Any) -> Any:
 def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer_processes(tmp_path: Path) -> None:
     for cls in (FastSFTTrainer, SFTTrainer):
         _trained(cls, tmp_path / f"one_{cls.__name__}", max_steps=2, save_strategy="steps", save_steps=2)
-    fork_ranks(SCRIPT, str(tmp_path), "uneven", imports=IMPORTS)
+    fork_ranks(UNEVEN, str(tmp_path), "uneven")
     ours, stock = (
         _trained(cls, tmp_path / cls.__name__, resume="checkpoint-2", max_steps=6)
         for cls in (FastSFTTrainer, SFTTrainer)
@@ -51,7 +63,7 @@ def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer
 
 
 def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
-    fork_ranks(SCRIPT, str(tmp_path), "one reason", imports=IMPORTS)
+    fork_ranks(UNEVEN, str(tmp_path), "one reason")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +79,7 @@ def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
 def test_one_rank_that_fails_ends_all_with_its_reason(where: str, said: list[str], tmp_path: Path) -> None:
     """Inside of the proof, the plan and the first step under FSDP 2; out of memory, or in a loader, under DDP."""
     with pytest.raises(AssertionError):  # not a timeout
-        fork_ranks(SCRIPT, str(tmp_path), where, imports=IMPORTS, timeout=60)
+        fork_ranks(UNEVEN, str(tmp_path), where, timeout=60)
     text = (tmp_path / f"said{int(where != 'dispatched')}").read_text(encoding="utf-8")
     assert [words for words in said if words not in text] == [], text
 
@@ -77,7 +89,7 @@ def test_a_process_that_gives_up_waiting_ends_at_once_whatever_the_timeout_of_th
     command = [sys.executable, "-c", ALONE]
     where = (tmp_path / "store").as_uri()
     ranks = [
-        subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE, text=True, cwd=SCRIPT.parents[1])
+        subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE, text=True, cwd=HERE.parent)
         for rank in range(2)
     ]
     try:
