@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastpack_trl.packing.masks import dense_mask
 from torch import Tensor, nn
 
 from benchmarks.cases import Run, row_lengths, seconds_of
 from benchmarks.command import known
 from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.measure.device_memory import PeakMemory

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from attention_material import make_row, separate, snapshot
-from fastpack_trl.packing.masks import dense_mask
 from torch import Tensor
 
 from benchmarks import attention, command
 from benchmarks.attention import Configuration, Grid, Heads, Layer
 from benchmarks.cases import Run
+from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model

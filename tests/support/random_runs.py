@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 import warnings
@@ -33,10 +34,10 @@ COUNT = 300
 RTOL, ATOL = 1e-4, 2e-5
 """Of logged figures and of weights: fp32, up to six steps of AdamW or SGD."""
 
-UNPACKED = {"gpt_oss", "opt", "afmoe", "falcon", "bloom", "qwen3_next"}
-"""Families whose packed documents see each other in stock, or which it refuses to pack without a CUDA kernel."""
-REFUSED = {"granitemoehybrid": "granite", "llama4_text": "llama"}
-"""Families that stock cannot train in any setting -> the one that stands in."""
+TRAINED = tuple(family for family in FAMILIES if family not in ("granitemoehybrid", "qwen3_next", "llama4_text"))
+"""All but those that stock refuses to train: without kernels for recurrent layers, or with LoRA."""
+STOCK_LEAKS = {"gpt_oss", "opt", "afmoe", "falcon", "bloom"}
+"""Families whose packed documents see each other in stock: their runs are not packed, so that stock's are right."""
 
 
 class InTheMiddle(TrainerCallback):
@@ -82,9 +83,8 @@ def draw(number: int) -> dict[str, Any]:
     chosen = random.Random(f"run {number}")
     pick = chosen.choice
     data = pick(["text", "text", "prompt_completion", "conversational", "ids"])
-    family = pick(list(FAMILIES))
-    family = REFUSED.get(family, family)
-    packing = pick([True, True, False]) and family not in UNPACKED
+    family = pick(TRAINED)
+    packing = pick([True, True, False]) and family not in STOCK_LEAKS
     stock: dict[str, Any] = {
         "packing": packing,
         "per_device_train_batch_size": pick([1, 1, 2, 3]),
@@ -180,6 +180,8 @@ def difference(ours: SFTTrainer, stock: SFTTrainer) -> str:
     if weights(ours).keys() != after.keys():
         return "other parameters train"
     for name, weight in weights(ours).items():
+        if name.endswith("k_proj.bias"):
+            continue  # shifts all scores of a query alike: its gradient is rounding, which adafactor scales up
         if not torch.allclose(weight, after[name], rtol=RTOL, atol=10 * ATOL, equal_nan=True):
             return f"{name}: weights differ by up to {(weight - after[name]).abs().max():.2g}"
     return ""
@@ -196,7 +198,9 @@ def compare(number: int) -> dict[str, Any]:
             except Exception as error:  # noqa: BLE001  (of stock too: compared)
                 ends.append(f"{type(error).__name__}: {error}")
         stock, ours = ends
-        if isinstance(stock, str) or isinstance(ours, str):
+        if isinstance(ours, str) and "packed_attention='sdpa' cannot be used here" in ours:
+            differs = ""  # asked for by name, and it would be wrong for the family: refused
+        elif isinstance(stock, str) or isinstance(ours, str):
             alike = isinstance(stock, str) and isinstance(ours, str) and stock.split(":")[0] == ours.split(":")[0]
             differs = "" if alike else f"stock: {str(stock)[:200]}; ours: {str(ours)[:200]}"
         else:
@@ -216,8 +220,15 @@ def _quiet() -> None:
 
 
 def is_other(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Return whether a run of ours has another log, to the bit, or another report than it had before."""
-    return any(json.loads(json.dumps(now[name])) != before[name] for name in ("log", "report"))
+    """Return whether a run of ours has another log, by more than rounding, or another report than it had before."""
+    reports = [
+        {name: re.sub(r"of [\d.]+ GiB", "", line) for name, line in one["report"].items()} for one in (now, before)
+    ]
+    logs = [[(name, value) for row in one["log"] for name, value in row.items()] for one in (now, before)]
+    if reports[0] != reports[1] or [name for name, _ in logs[0]] != [name for name, _ in logs[1]]:
+        return True
+    pairs = [(value, old) for (_, value), (_, old) in zip(*logs, strict=True) if value == value or old == old]
+    return any(abs(value - old) > 1e-6 * max(1.0, abs(old)) for value, old in pairs)
 
 
 def main() -> int:
