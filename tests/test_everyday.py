@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_material import assert_same_log, both, build, make_dataset, train
+from trainer_material import assert_same_log, both, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -76,19 +76,6 @@ def test_documents_longer_than_a_merged_row_run_by_themselves(tmp_path: Path, mo
     ours, stock = both(tmp_path, **ONE_BY_ONE, data=make_dataset("text", 40))
     assert_same_log(ours, stock)
     assert ours.fastpack_report["merge_accumulation"].path == "rows of up to 20 tokens"
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
-        ({"neftune_noise_alpha": 5.0}, "NEFTune"),
-    ],
-)
-def test_what_asks_for_stocks_rows_has_them_named(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
-    trainer = build(FastSFTTrainer, tmp_path, **ONE_BY_ONE, **options)
-    line = trainer.fastpack_report["batches"]
-    assert (line.path, reason in line.reason) == ("stock", True), line
 
 
 @pytest.mark.parametrize("options", [ONE_BY_ONE, {"per_device_train_batch_size": 2}, ONE_BY_ONE | {"packing": True}],

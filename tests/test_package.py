@@ -72,19 +72,6 @@ def test_everything_public_is_documented() -> None:
             assert (value.__doc__ or "").strip(), name
 
 
-def test_every_field_of_the_config_has_a_help_text_and_is_in_its_page() -> None:
-    from dataclasses import fields
-
-    from trl import SFTConfig
-
-    page = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-    stock = {field.name for field in fields(SFTConfig)}
-    for field in fields(fastpack_trl.FastSFTConfig):
-        if field.name not in stock:
-            assert field.metadata["help"]
-            assert f"`{field.name}`" in page, field.name
-
-
 def test_tested_versions_are_within_the_promised_ranges() -> None:
     from packaging.requirements import Requirement
     from packaging.version import Version

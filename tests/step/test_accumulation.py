@@ -14,7 +14,7 @@ from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_material import assert_same_log, figures, make_tokenizer, train
+from trainer_material import assert_same_log, both, figures, make_tokenizer, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
@@ -72,15 +72,8 @@ def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(
 @pytest.mark.parametrize(("family", "data"), [("qwen3", "prompt_completion"), ("qwen3_moe", "text")])
 def test_the_log_is_that_of_stock_with_evaluation_in_between(tmp_path: Path, family: str, data: str) -> None:
     # 22 rows or so: the last optimizer step of an epoch has fewer micro-batches.
-    options = SMALL | {
-        "family": family,
-        "data": data,
-        "max_steps": 9,
-        "eval_steps": 3,
-        "include_num_input_tokens_seen": "all",
-    }
-    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
-    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    options = SMALL | {"max_steps": 9, "eval_steps": 3, "include_num_input_tokens_seen": "all"}
+    ours, stock = both(tmp_path, family=family, data=data, fast=MERGED, **options)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen > 0
     assert ours.state.total_flos == stock.state.total_flos
@@ -88,9 +81,7 @@ def test_the_log_is_that_of_stock_with_evaluation_in_between(tmp_path: Path, fam
 
 
 def test_padding_is_dropped_and_still_counted_as_stock_counts_it(tmp_path: Path) -> None:
-    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3}
-    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
-    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    ours, stock = both(tmp_path, fast=MERGED, **SMALL, pad_to_multiple_of=32, max_steps=3)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
 
 
