@@ -52,7 +52,7 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
         (
             {"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no",
-             "gradient_checkpointing": False},
+             "gradient_checkpointing": False, "per_device_train_batch_size": 1, "pad_to_multiple_of": 48},
             "stock",
         ),
     ],
