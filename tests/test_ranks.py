@@ -14,6 +14,8 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 UNEVEN = HERE / "uneven_ranks.py"
 ALONE = """
@@ -21,8 +23,6 @@ import sys
 from datetime import timedelta
 import torch.distributed as dist
 from fastpack_trl.model.ranks import Ranks
-
-pytestmark = pytest.mark.slow
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))
