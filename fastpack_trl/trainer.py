@@ -123,7 +123,8 @@ class FastSFTTrainer(SFTTrainer):
         if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
             return super()._prepare_dataset(*given)
         run = self.fastpack_run
-        count = run.facts is None and dataset_name == "train"  # an evaluation set may have that name too
+        # An evaluation set may have that name too, and be given in the middle of a run.
+        count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
         if facts is not None:
             run.facts = facts

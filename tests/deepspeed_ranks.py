@@ -10,13 +10,13 @@ import torch
 import transformers.training_args
 from compile_material import Counting
 from peft import LoraConfig
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log
+from trainer_material import train as trained
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
-from fastpack_trl.testing import tiny_model
 
 FOLDER, STAGE, BF16 = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "bf16"
 MICRO_BATCHES = 1 if STAGE == 1 else 2
@@ -29,15 +29,12 @@ transformers.training_args.is_torch_bf16_gpu_available = lambda: BF16
 def train(cls: Any, *, family: str = "qwen3", lora: bool = False, fast: dict[str, Any], **more: Any) -> Any:
     # accelerate starts several processes of DeepSpeed on a CPU where the backend is named.
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3} | more
-    args = settings(FOLDER, **base) | {"use_cpu": False, "ddp_backend": "gloo", "bf16": BF16}
-    config = FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args)
+    base |= {"use_cpu": False, "ddp_backend": "gloo", "bf16": BF16}
     torch.manual_seed(0)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer = cls(
-        tiny_model(family), args=config, train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-        peft_config=adapters if lora else None,
-    )  # fmt: skip
-    trainer.train()
+    given = {"peft_config": adapters} if lora else {}
+    fast = fast if cls is FastSFTTrainer else None
+    trainer = trained(cls, FOLDER, family=family, fast=fast, trainer=given, **base)
     assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
     assert trainer.accelerator.num_processes == 2
     return trainer

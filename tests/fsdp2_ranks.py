@@ -1,4 +1,4 @@
-"""Trains stock and ours under FSDP 2 on two ranks, for `test_fsdp2.py`: whole runs of `train`."""
+"""Trains stock and ours under FSDP 2 on two ranks, for `test_ranks.py`: whole runs of `train`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from compile_material import Counting, one_step, row, stop
 from fsdp2 import fsdp2
 from peft import LoraConfig
 from ranks import leave
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, build
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
@@ -42,25 +42,18 @@ GRAPHS = Counting(differentiate=True)
 
 
 def make(
-    cls: Any,
-    *,
-    family: str = "qwen3",
-    lora: dict[str, Any] | None = None,
-    tied: bool = False,
-    callbacks: Sequence[Any] = (),
-    fast: dict[str, Any],
-    **more: Any,
-) -> Any:
+    cls: Any, *, family: str = "qwen3", lora: dict[str, Any] | None = None, tied: bool = False,
+    callbacks: Sequence[Any] = (), fast: dict[str, Any], **more: Any,
+) -> Any:  # fmt: skip
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
     base |= {"gradient_checkpointing": False}
-    args = settings(Path(FOLDER), **base | more)
     torch.manual_seed(0)
     adapters = None if lora is None else LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
-    config = FastSFTConfig(**args, **fast) if cls is FastSFTTrainer else SFTConfig(**args)
-    return cls(
-        tiny_model(family, tie_word_embeddings=tied), args=config, train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(), peft_config=adapters, callbacks=[one() for one in callbacks],
-    )  # fmt: skip
+    given = {"peft_config": adapters, "callbacks": [one() for one in callbacks]}
+    model = tiny_model(family, tie_word_embeddings=tied)
+    return build(
+        cls, Path(FOLDER), model=model, trainer=given, fast=fast if cls is FastSFTTrainer else None, **base | more
+    )
 
 
 def both(*, plugin: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from moe_material import moe_model
 from peft import LoraConfig
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, build
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.testing import tiny_model
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl")
 
@@ -54,14 +53,9 @@ def changed(before: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
 def make(cls: type[SFTTrainer], folder: Path, family: str, *, lora: bool = False, **more: Any) -> SFTTrainer:
     # Padded rows: stock counts the padding in its auxiliary loss, ours does not.
     options = {"packing": True, "pad_to_multiple_of": 64, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
-    args = settings(folder, **options, **more)
-    return cls(
-        moe_model(family, vocab_size=96) if family.endswith("moe") else tiny_model(family),
-        args=SFTConfig(**args),
-        train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
-    )
+    adapters = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+    model = moe_model(family, vocab_size=96) if family.endswith("moe") else None
+    return build(cls, folder, family=family, model=model, trainer=adapters, **options, **more)
 
 
 class Inside(TrainerCallback):

@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[1]
     [
         ("lora", "nonsense", "lora='nonsense' is not available: use one of auto, on, off"),
         ("packed_attention", "varlne", "did you mean"),
+        ("packed_attention", "flahs", r"packed_attention='flahs'.*use one of"),
         ("padded_rows_limit", -3, r"padded_rows_limit=-3\.0 is below 1"),
+        ("padded_rows_limit", 0.5, r"padded_rows_limit=0\.5 is below 1"),
+        ("padded_rows_limit", "four", "padded_rows_limit='four' is not a number"),
         ("activation_memory_gib", 0, r"activation_memory_gib=0\.0 must be above 0"),
         ("offload_budget_gib", "much", "offload_budget_gib='much' is not a number"),
         ("keep_last_layers", -1, "keep_last_layers=-1 is no number of layers"),

@@ -19,6 +19,7 @@ from ranks import HERE, free_port
 SCRIPT = Path(__file__).with_name("deepspeed_ranks.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "no"), (2, "no"), (3, "no"), (2, "bf16")])
 def test_losses_and_gradients_of_a_stage_are_those_of_stock(stage: int, dtype: str, tmp_path: Path) -> None:

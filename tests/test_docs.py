@@ -9,12 +9,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
+import torch
 import yaml
 from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, free_names, inline_commands, sides
 from sft_material import make_tokenizer as byte_tokenizer
@@ -219,9 +220,10 @@ def test_a_python_block_runs(block: Block, here: Path, capsys: pytest.CaptureFix
     if "bitsandbytes" in block.text:
         pytest.importorskip("bitsandbytes")
     if block.text.startswith(ALONE):
-        subprocess.run([sys.executable, "-c", block.text], check=True, timeout=120)
+        subprocess.run([forks.python(), "-c", block.text], check=True, timeout=120)
     elif elsewhere is None:
-        run_python(block.text, block.name)
+        with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles its operators for a minute
+            run_python(block.text, block.name)
     else:
         assert Path(block.page).name in (ROOT / elsewhere).read_text(encoding="utf-8")
 

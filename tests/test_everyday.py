@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, both, make_dataset, train
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
 from fastpack_trl.testing import tiny_model
 
@@ -78,25 +78,6 @@ def test_documents_longer_than_a_merged_row_run_by_themselves(tmp_path: Path, mo
     assert ours.fastpack_report["merge_accumulation"].path == "rows of up to 20 tokens"
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
-        ({"neftune_noise_alpha": 5.0}, "NEFTune"),
-    ],
-)
-def test_what_asks_for_stocks_rows_has_them_named(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3"),
-        args=FastSFTConfig(**settings(tmp_path, **ONE_BY_ONE, **options)),
-        train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8),
-        processing_class=make_tokenizer(),
-    )
-    line = trainer.fastpack_report["batches"]
-    assert (line.path, reason in line.reason) == ("stock", True), line
-
-
 @pytest.mark.parametrize("options", [ONE_BY_ONE, {"per_device_train_batch_size": 2}, ONE_BY_ONE | {"packing": True}],
                          ids=["accumulated", "two documents", "packed"])  # fmt: skip
 def test_an_adapter_that_is_invoked_once_per_row_has_the_rows_of_stock(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -113,11 +94,7 @@ def test_an_adapter_that_is_invoked_once_per_row_has_the_rows_of_stock(tmp_path:
 
 def test_what_a_merged_row_draws_otherwise_is_named(tmp_path: Path) -> None:
     def line(model: Any) -> Any:
-        trainer = FastSFTTrainer(
-            model, args=FastSFTConfig(**settings(tmp_path, **ONE_BY_ONE, max_steps=1, eval_strategy="no")),
-            train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-        )  # fmt: skip
-        trainer.train()
+        trainer = train(FastSFTTrainer, tmp_path, model=model, **ONE_BY_ONE, max_steps=1, eval_strategy="no")
         return trainer.fastpack_report["merge_accumulation"]
 
     dropped = tiny_model("qwen3")
@@ -157,10 +134,8 @@ def test_a_step_of_small_batches_launches_several_times_fewer_operations(tmp_pat
     for cls in (FastSFTTrainer, SFTTrainer):
         last = LastStep()
         torch.manual_seed(0)
-        args = settings(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8, eval_strategy="no")
-        cls(
-            tiny_model("qwen3"), args=FastSFTConfig(**args), train_dataset=make_dataset("text"), callbacks=[last],
-            processing_class=make_tokenizer(), peft_config=LoraConfig(r=4, target_modules="all-linear"),
-        ).train()  # fmt: skip
+        given = {"callbacks": [last], "peft_config": LoraConfig(r=4, target_modules="all-linear")}
+        options = ONE_BY_ONE | {"gradient_accumulation_steps": 8, "eval_strategy": "no"}
+        train(cls, tmp_path, trainer=given, **options)
         calls.append(last.counts.calls)
     assert 3 * calls[0] < calls[1], calls

@@ -21,6 +21,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_arguments_folder_environment_files_and_exit_code_are_those_of_a_process(tmp_path: Path) -> None:
     environment = {**os.environ, "GIVEN": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     both = [

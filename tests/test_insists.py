@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from lora_material import adapted
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import build, make_dataset
 from transformers import TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.testing import tiny_model
 
@@ -97,14 +97,11 @@ HOLD = {
 
 
 def make(folder: Path, case: Case, **fast: Any) -> FastSFTTrainer:
-    given = dict(case.given)
+    given = {"eval_dataset": make_dataset("text", 2)} | case.given
     model = given.pop("model", lambda: tiny_model("llama"))()
     options = {"packing": True, "max_steps": 1, "eval_strategy": "no", **case.options}
-    return FastSFTTrainer(
-        model, args=FastSFTConfig(**settings(folder, **options), **{"padded_rows_limit": 50} | case.fast | fast),
-        train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 2), processing_class=make_tokenizer(),
-        **given,
-    )  # fmt: skip
+    fast = {"padded_rows_limit": 50} | case.fast | fast
+    return build(FastSFTTrainer, folder, model=model, fast=fast, trainer=given, **options)
 
 
 def test_every_value_of_every_field_has_a_case() -> None:

@@ -143,6 +143,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return execute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
     import nbformat
@@ -157,6 +158,7 @@ def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
     assert pictures(done), "shows no figure"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", ["assert 1 + 1 == 3", "%%bash\nfastpack-trl stf", "import sys\nassert sys.executable == ''"]
 )
@@ -169,6 +171,7 @@ def test_a_wrong_cell_fails_the_run(wrong: str, run: Run) -> None:
         run(notebook)
 
 
+@pytest.mark.slow
 def test_the_kernel_is_this_interpreter_with_this_package(run: Run) -> None:
     import nbformat
 

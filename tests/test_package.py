@@ -50,6 +50,7 @@ assert not {"triton", "bitsandbytes"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_import_patches_nothing_and_needs_neither_triton_nor_bitsandbytes() -> None:
     run = subprocess.run([sys.executable, "-c", IMPORT_ALONE + IMPORT_ALL], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
@@ -69,19 +70,6 @@ def test_everything_public_is_documented() -> None:
         value = getattr(fastpack_trl, name)
         if callable(value):
             assert (value.__doc__ or "").strip(), name
-
-
-def test_every_field_of_the_config_has_a_help_text_and_is_in_its_page() -> None:
-    from dataclasses import fields
-
-    from trl import SFTConfig
-
-    page = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-    stock = {field.name for field in fields(SFTConfig)}
-    for field in fields(fastpack_trl.FastSFTConfig):
-        if field.name not in stock:
-            assert field.metadata["help"]
-            assert f"`{field.name}`" in page, field.name
 
 
 def test_tested_versions_are_within_the_promised_ranges() -> None:
@@ -147,6 +135,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
 def test_what_is_built_installs_and_works_in_an_empty_folder(built: Path, tmp_path: Path, kind: str) -> None:
     (file,) = built.glob(f"*.{kind}")

@@ -9,23 +9,17 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from trainer_material import figures, make_dataset, make_tokenizer, sentences, settings
-from trl import SFTConfig, SFTTrainer
+from trainer_material import figures, make_dataset, sentences, train
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.callbacks.resumed_data import CHANGED, KEY
 from fastpack_trl.packing.dataset import rows_digest
-from fastpack_trl.testing import tiny_model
 
 
 def _train(cls: Any, folder: Path, data: Any, resume: str = "", **more: Any) -> Any:
     options = {"packing": True, "eval_strategy": "no", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    trainer = cls(
-        tiny_model("qwen3"), args=SFTConfig(**settings(folder, **options | more)), train_dataset=data,
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
-    return trainer
+    return train(cls, folder, data=data, resume=resume, **options | more)
 
 
 def _losses(trainer: Any) -> list[float]:
@@ -53,12 +47,9 @@ def test_another_data_set_is_noticed_on_resume(packing: bool, tmp_path: Path, ca
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
     assert set(state["stateful_callbacks"]) >= {"TrainerControl"}
     assert KEY in state["stateful_callbacks"]
-    off = tmp_path / "off"
-    args = FastSFTConfig(
-        **settings(off, max_steps=1, save_strategy="steps", save_steps=1, eval_strategy="no"), save_report=False
-    )
-    FastSFTTrainer(tiny_model("qwen3"), args=args, train_dataset=data, processing_class=make_tokenizer()).train()
-    assert KEY not in (off / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8")
+    off = {"max_steps": 1, "save_steps": 1, "packing": False, "fast": {"save_report": False}}
+    _train(FastSFTTrainer, tmp_path / "off", data, **off)
+    assert KEY not in (tmp_path / "off" / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8")
 
 
 def test_streamed_data_resumes_exactly_and_without_a_digest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from trainer_material import make_dataset, make_tokenizer, settings, train
+from trainer_material import build, train
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -22,10 +22,8 @@ SWITCHED = [name for name in NAMES if name in NEEDS and name != "frozen_base"]
 
 
 def make(folder: Path, kind: Any = FastSFTConfig, family: str = "qwen3", **fast: Any) -> FastSFTTrainer:
-    return FastSFTTrainer(
-        tiny_model(family), args=kind(**settings(folder, packing=True, max_steps=2, eval_strategy="no"), **fast),
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    fields = None if kind is SFTConfig else fast
+    return build(FastSFTTrainer, folder, family=family, fast=fields, packing=True, max_steps=2, eval_strategy="no")
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, FastSFTConfig])
@@ -155,10 +153,6 @@ def test_rows_of_one_document_without_windows_are_not_proven_unless_asked(
     tmp_path: Path, family: str, options: dict[str, Any], fast: dict[str, Any], path: str
 ) -> None:
     given = {"per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 1} | options
-    trainer = FastSFTTrainer(
-        tiny_model(family), args=FastSFTConfig(**settings(tmp_path, **given), **fast),
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-        eval_dataset=make_dataset("text", 8) if given["eval_strategy"] != "no" else None,
-    )  # fmt: skip
-    trainer.train()
+    evaluates = {} if given["eval_strategy"] != "no" else {"eval_dataset": None}
+    trainer = train(FastSFTTrainer, tmp_path, family=family, fast=fast, trainer=evaluates, **given)
     assert trainer.fastpack_report["verify_packing"].path == path

@@ -23,8 +23,6 @@ BATCHES = {
     "evaluation": "packed",
     "formatting": "packed",
     "lora": "packed",
-    "plain_text": "packed",
-    "prompt_completion": "packed",
     "qlora": "packed",
     "resume": "packed",
     "streaming": "packed",
@@ -57,7 +55,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kinds: dict[str, list[dict[str, Any]]] = {
         "text": [{"text": answer} for _, answer in pairs],
         "messages": [{"messages": both} for both in turns],
-        "prompt_completion": [{"prompt": f"{question} ", "completion": answer} for question, answer in pairs],
         "prompt_completion_messages": [{"prompt": both[:1], "completion": both[1:]} for both in turns],
         "instructions": [{"instruction": question, "output": answer} for question, answer in pairs],
     }

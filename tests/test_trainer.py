@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
-from trainer_material import assert_same_log, both, figures, make_dataset, make_tokenizer, settings, train
-from transformers import BertConfig, BertModel
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, both, build, figures, make_dataset, make_tokenizer, train
+from transformers import BertConfig, BertModel, TrainerCallback
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention import feature
@@ -52,7 +52,7 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
         (
             {"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no",
-             "gradient_checkpointing": False},
+             "gradient_checkpointing": False, "per_device_train_batch_size": 1, "pad_to_multiple_of": 48},
             "stock",
         ),
     ],
@@ -80,7 +80,7 @@ def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: 
 def test_padded_batches_of_stock_stay_where_they_are_counted(
     tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
-    line = make_trainer(tmp_path, make_dataset("tokens"), args=options).fastpack_report["batches"]
+    line = make_trainer(tmp_path, make_dataset("tokens"), **options).fastpack_report["batches"]
     assert line.path == "stock"
     assert reason in line.reason
 
@@ -106,20 +106,10 @@ def test_trained_weights_and_saved_files_are_those_of_stock(tmp_path: Path) -> N
 def test_resumes_a_checkpoint_of_stock_and_stock_resumes_ours(tmp_path: Path) -> None:
     _, stock = both(tmp_path, packing=True, save_strategy="steps", save_steps=2)
 
-    def resume(cls: type[SFTTrainer], checkpoint: Path) -> list[dict[str, float]]:
-        runner = cls(
-            tiny_model("qwen3", seed=5),
-            args=SFTConfig(**settings(tmp_path / "resumed", packing=True)),
-            train_dataset=make_dataset("text"),
-            eval_dataset=make_dataset("text", 8, seed=7),
-            processing_class=make_tokenizer(),
-        )
-        runner.train(resume_from_checkpoint=str(checkpoint))
-        return figures(runner)
-
     for cls, folder in ((FastSFTTrainer, "stock"), (SFTTrainer, "ours")):
-        resumed = resume(cls, tmp_path / folder / "checkpoint-2")
-        last = [row for row in resumed if "loss" in row][-1]
+        model = tiny_model("qwen3", seed=5)
+        resumed = train(cls, tmp_path / folder, resume="checkpoint-2", model=model, packing=True)
+        last = [row for row in figures(resumed) if "loss" in row][-1]
         expected = [row for row in figures(stock) if "loss" in row][-1]
         assert last["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
@@ -132,7 +122,8 @@ def test_lora_and_qlora(tmp_path: Path) -> None:
     assert_same_log(*both(tmp_path, packing=True, trainer={"peft_config": config}), rtol=5e-5)
 
 
-def test_nf4_qlora_through_the_name_of_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [None, {"lora": "off"}], ids=str)
+def test_nf4_qlora_through_the_name_of_a_model(fast: dict[str, Any] | None, tmp_path: Path) -> None:
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
@@ -145,9 +136,10 @@ def test_nf4_qlora_through_the_name_of_a_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"packing": True, "trainer": trainer, "model": str(tmp_path / "model")}
     options["model_init_kwargs"] = {"dtype": "float32"}
     # On the CPU an evaluation of bitsandbytes' 4-bit layers breaks the gradients of the steps after it, also in stock.
-    ours, stock = both(tmp_path, eval_strategy="no", **options)
+    ours, stock = both(tmp_path, eval_strategy="no", fast=fast, **options)
     assert_same_log(ours, stock, rtol=2**-7, atol=2**-7)  # TRL holds the adapters in bf16
     assert ours.fastpack_report["packed_attention"].path == "per_document"
+    assert ours.fastpack_report["sync_free"].path == "loss, metrics, host work"
 
 
 def test_gradients_of_one_step_are_those_of_stock(tmp_path: Path) -> None:
@@ -199,8 +191,6 @@ def test_model_is_as_stock_made_it_after_training_and_after_an_exception(tmp_pat
     stock = train(SFTTrainer, tmp_path / "stock", packing=True)
     ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
     assert _model_state(ours.model) == _model_state(stock.model)
-
-    from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -272,20 +262,9 @@ def test_compute_metrics_and_predict_get_stocks_padded_batches(tmp_path: Path) -
 
 
 def test_streaming_with_max_steps(tmp_path: Path) -> None:
-    def run(cls: type[SFTTrainer]) -> SFTTrainer:
-        runner = cls(
-            tiny_model("qwen3"),
-            args=SFTConfig(**settings(tmp_path, packing=True, eval_strategy="no")),
-            train_dataset=make_dataset("text").to_iterable_dataset(),
-            processing_class=make_tokenizer(),
-        )
-        runner.train()
-        return runner
-
-    ours, stock = run(FastSFTTrainer), run(SFTTrainer)
+    ours, stock = both(tmp_path, data=make_dataset("text").to_iterable_dataset(), packing=True, eval_strategy="no")
     assert isinstance(ours.train_dataset, IterableDataset)
     assert_same_log(ours, stock)
-    assert isinstance(ours, FastSFTTrainer)
     assert ours.fastpack_report["batches"].path == "packed"
     assert "unknown" in ours.fastpack_report.facts["truncated tokens"]
 
@@ -313,24 +292,12 @@ def test_off_is_stock_and_custom_collators_are_kept(tmp_path: Path) -> None:
 
 
 def test_collator_and_context_manager_serve_the_stock_trainer(tmp_path: Path) -> None:
-    def run(packed: bool) -> SFTTrainer:
-        runner = SFTTrainer(
-            tiny_model("qwen3"),
-            args=SFTConfig(**settings(tmp_path, packing=True)),
-            train_dataset=make_dataset("text"),
-            eval_dataset=make_dataset("text", 8, seed=7),
-            processing_class=make_tokenizer(),
-        )
-        if packed:
-            runner.data_collator = PackingCollator(pad_token_id=0)
-            with seam.packed_attention(runner.model) as attention:
-                runner.train()
-            assert attention.path == "per_document"
-        else:
-            runner.train()
-        return runner
-
-    assert_same_log(run(packed=True), run(packed=False))
+    packed = build(SFTTrainer, tmp_path, packing=True)
+    packed.data_collator = PackingCollator(pad_token_id=0)
+    with seam.packed_attention(packed.model) as attention:
+        packed.train()
+    assert attention.path == "per_document"
+    assert_same_log(packed, train(SFTTrainer, tmp_path, packing=True))
 
 
 def test_a_collator_set_after_construction_is_used(tmp_path: Path) -> None:
@@ -344,7 +311,7 @@ def test_a_collator_set_after_construction_is_used(tmp_path: Path) -> None:
             calls.append(len(examples))
             return super().torch_call(examples)
 
-    trainer = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True, "max_steps": 2})
+    trainer = make_trainer(tmp_path, make_dataset("tokens"), packing=True, max_steps=2)
     trainer.data_collator = Masking(pad_token_id=0, padding_free=True)
     trainer.train()
     assert calls
@@ -405,11 +372,11 @@ def test_data_that_only_stock_can_train_on_is_left_to_it(tmp_path: Path) -> None
     fixed = Dataset.from_dict(
         {"input_ids": [[5, 6, 7, 8]] * 8}, features=Features({"input_ids": List(Value("int64"), length=4)})
     )
-    make_trainer(tmp_path, fixed, args={"max_steps": 1}).train()
+    make_trainer(tmp_path, fixed, max_steps=1).train()
     first_label = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "labels": [[-1, 6, 7]] * 4})
-    make_trainer(tmp_path, first_label, args={"max_steps": 1, "packing": True}).train()
+    make_trainer(tmp_path, first_label, max_steps=1, packing=True).train()
     with pytest.raises(ValueError, match="No columns in the dataset match"):
-        trainer = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True, "max_steps": 1})
+        trainer = make_trainer(tmp_path, make_dataset("tokens"), packing=True, max_steps=1)
         trainer.predict(make_dataset("text"))
 
 
@@ -424,20 +391,33 @@ def test_lengths_of_a_row_are_read_only_where_stock_reads_them(tmp_path: Path) -
     """Without packing, stock takes a row as one document, whatever a column `seq_lengths` says."""
     rows = Dataset.from_dict({"input_ids": [list(range(3, 43))] * 8, "seq_lengths": [[20, 20]] * 8})
 
-    def run(cls: type[SFTTrainer]) -> SFTTrainer:
-        args = SFTConfig(**settings(tmp_path, eval_strategy="no"))
-        runner = cls(tiny_model("qwen3"), args=args, train_dataset=rows, processing_class=make_tokenizer())
-        runner.train()
-        return runner
+    assert_same_log(*both(tmp_path, data=rows, eval_strategy="no"))
 
-    assert_same_log(run(FastSFTTrainer), run(SFTTrainer))
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_any_data_set_is_evaluated_before_in_the_middle_of_and_after_training(packing: bool, tmp_path: Path) -> None:
+    class Evaluates(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.trainer.evaluate(make_dataset("text", 6, seed=3))
+
+    logs = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        callback = Evaluates()
+        trainer = callback.trainer = build(cls, tmp_path, packing=packing, trainer={"callbacks": [callback]})
+        trainer.evaluate({"train": make_dataset("text", 6, seed=4)})
+        trainer.train()
+        trainer.evaluate(make_dataset("text", 6, seed=5))
+        logs.append(trainer)
+    assert_same_log(*logs)
 
 
 def test_data_without_a_loss_is_named(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"input_ids": [[5], [6], [7], [8]]})
-    trainer = make_trainer(tmp_path, rows, args={"packing": True})
+    trainer = make_trainer(tmp_path, rows, packing=True)
     assert trainer.fastpack_report.facts["loss tokens"].startswith("none")
-    counted = make_trainer(tmp_path, make_dataset("tokens"), args={"packing": True})
+    counted = make_trainer(tmp_path, make_dataset("tokens"), packing=True)
     assert "loss tokens" not in counted.fastpack_report.facts
     expected = sum(len(row) - 1 for row in make_dataset("tokens")["input_ids"])
     assert counted.fastpack_run.facts is not None
@@ -486,9 +466,8 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrainer:
-    config = FastSFTConfig(**settings(folder, eval_strategy="no", **options.pop("args", {})), **options.pop("fast", {}))
-    model = options.pop("model", None) or tiny_model("qwen3")
-    return FastSFTTrainer(model, args=config, train_dataset=dataset, processing_class=make_tokenizer())
+    given = {"train_dataset": dataset, "eval_dataset": None}
+    return build(FastSFTTrainer, folder, data="tokens", trainer=given, eval_strategy="no", **options)
 
 
 @pytest.mark.parametrize(
@@ -506,32 +485,26 @@ def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrain
 )
 def test_bad_data_is_named_before_the_first_step(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, Dataset.from_dict(rows), args={"packing": True}).train()
+        make_trainer(tmp_path, Dataset.from_dict(rows), packing=True).train()
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
     rows = [[5, 6, 7], [], [8, 9], [], [10]]
-    trainer = make_trainer(tmp_path, Dataset.from_dict({"input_ids": rows}), args={"packing": True, "max_steps": 1})
+    trainer = make_trainer(tmp_path, Dataset.from_dict({"input_ids": rows}), packing=True, max_steps=1)
     assert trainer.fastpack_report.facts["skipped empty documents"] == 2
     trainer.train()
 
 
-def test_attention_dropout_and_wrong_choices(tmp_path: Path) -> None:
+def test_a_model_or_length_that_cannot_train_is_refused(tmp_path: Path) -> None:
     data = make_dataset("tokens")
     with pytest.raises(ValueError, match=r"attention dropout is 0\.1"):
         make_trainer(
             tmp_path, data, model=tiny_model("qwen3", attention_dropout=0.1), fast={"packed_attention": "per_document"}
         )
-    with pytest.raises(ValueError, match=r"packed_attention='flahs'.*use one of"):
-        make_trainer(tmp_path, data, fast={"packed_attention": "flahs"})
-    with pytest.raises(ValueError, match="padded_rows_limit='four' is not a number"):
-        make_trainer(tmp_path, data, fast={"padded_rows_limit": "four"})
     with pytest.raises(ValueError, match="max_length=0 is below 1"):
-        make_trainer(tmp_path, data, args={"max_length": 0})
+        make_trainer(tmp_path, data, max_length=0)
     with pytest.raises(ValueError, match="BertModel cannot generate"):
         make_trainer(tmp_path, data, model=BertModel(BertConfig(hidden_size=8, num_attention_heads=1, vocab_size=96)))
-    with pytest.raises(ValueError, match=r"padded_rows_limit=0\.5 is below 1"):
-        make_trainer(tmp_path, data, fast={"padded_rows_limit": 0.5})
 
 
 @pytest.mark.parametrize(

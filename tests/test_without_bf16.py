@@ -12,11 +12,11 @@ from attention_material import prepared
 from lora_material import adapted
 from old_device import T4, add_scaler, forced_capability
 from quantised_material import quantised
-from trainer_material import figures, make_dataset, make_tokenizer, settings
+from trainer_material import build, figures, make_dataset
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel
 from fastpack_trl.attention.reference import NO_WINDOW
@@ -55,13 +55,9 @@ class Overflows(TrainerCallback):
 def run(cls: type[SFTTrainer], folder: Path, model: Any, *, device: str = "cpu", **more: Any) -> tuple[Any, Overflows]:
     """Six steps of which the fourth overflows; the scale goes back to what it was."""
     watch = Overflows(after=3)
-    fields = settings(
-        folder, fp16=True, max_steps=6, eval_strategy="no", use_cpu=device == "cpu", warmup_steps=0, **more
-    )
-    trainer = cls(
-        model.to(device), args=(FastSFTConfig if cls is FastSFTTrainer else SFTConfig)(**fields), callbacks=[watch],
-        train_dataset=make_dataset("text", 120), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    fields = {"fp16": True, "max_steps": 6, "eval_strategy": "no", "use_cpu": device == "cpu", "warmup_steps": 0} | more
+    data, given = make_dataset("text", 120), {"callbacks": [watch]}
+    trainer = build(cls, folder, model=model.to(device), data=data, trainer=given, **fields)
     options = {"init_scale": 2.0**12, "backoff_factor": 2.0**-28}
     if device == "cpu":
         add_scaler(trainer, **options)
@@ -158,10 +154,7 @@ def test_graphs_and_kernels_of_triton_are_for_capability_8_on() -> None:
 
 
 def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3_moe"), args=FastSFTConfig(**settings(tmp_path, eval_strategy="no")),
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    trainer = build(FastSFTTrainer, tmp_path, family="qwen3_moe", eval_strategy="no")
     fast = trainer.fastpack_run
     fast.training = True
     monkeypatch.setattr(Run, "device", property(lambda self: CUDA))
@@ -188,11 +181,8 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
 def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = settings(tmp_path, fp16=True, eval_strategy="no")
-    trainer = FastSFTTrainer(
-        quantised("nf4", compute=torch.float16), args=FastSFTConfig(**fields), train_dataset=make_dataset("text"),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    model = quantised("nf4", compute=torch.float16)
+    trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
     adapters = [p for p in trainer.model.parameters() if p.requires_grad]
     assert {p.dtype for p in adapters} == {torch.bfloat16}  # TRL's
     assert fit_precision(trainer) == {}  # no scaler on a CPU
@@ -231,12 +221,9 @@ def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[
 @pytest.mark.cuda
 def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_path: Path) -> None:
     assert not unscales_bf16(CUDA), "torch has the kernel now: `fit_precision` need not cast any more"
-    for cls, config in ((SFTTrainer, SFTConfig), (FastSFTTrainer, FastSFTConfig)):
-        fields = settings(tmp_path, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)
-        trainer = cls(
-            quantised("nf4", dtype=torch.float16).to("cuda"), args=config(**fields), train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )  # fmt: skip
+    for cls in (SFTTrainer, FastSFTTrainer):
+        model = quantised("nf4", dtype=torch.float16).to("cuda")
+        trainer = build(cls, tmp_path, model=model, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)
         if cls is SFTTrainer:
             with pytest.raises(NotImplementedError, match="BFloat16"):
                 trainer.train()

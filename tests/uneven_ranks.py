@@ -1,4 +1,4 @@
-"""Batches that two ranks share out unevenly, and a rank that raises, for `test_uneven_ranks.py`."""
+"""Batches that two ranks share out unevenly, and a rank that raises, for `test_ranks.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from fsdp2 import fsdp2
 from ranks import leave
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, build, make_dataset
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.run import run as runs
-from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1])
 OWN_BATCHES = {"accelerator_config": {"dispatch_batches": False}}
@@ -32,11 +31,8 @@ def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, 
     data: Any = make_dataset("text", 40)
     if streamed:
         data = data.to_iterable_dataset(num_shards=streamed)
-    args = settings(FOLDER / cls.__name__, **base | more)
-    return cls(
-        tiny_model("qwen3"), args=FastSFTConfig(**args, **fast) if fast else SFTConfig(**args), train_dataset=data,
-        processing_class=make_tokenizer(), callbacks=list(callbacks),
-    )  # fmt: skip
+    given = {"callbacks": list(callbacks)}
+    return build(cls, FOLDER / cls.__name__, data=data, fast=fast, trainer=given, **base | more)
 
 
 def run(cls: Any, resume: str = "", **options: Any) -> Any:

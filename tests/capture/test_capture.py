@@ -93,14 +93,7 @@ def test_evaluation_and_figures_of_throughput_between_replays_are_those_of_eager
             tokens = totals.tokens
             return {"capacity": tokens.capacity, "nonpad": tokens.nonpad, "counted": tokens.loss}
 
-    logs = []
-    for number, setting in enumerate(("on", "off")):
-        trainer = build(
-            FastSFTTrainer, tmp_path / str(number), devices, fast={"cuda_graph": setting}, callbacks=[Rates()],
-            eval_strategy="steps", eval_steps=2,
-        )  # fmt: skip
-        trainer.train()
-        logs.append(trainer)
+    logs = both(tmp_path, devices, callbacks=[Rates()], eval_strategy="steps", eval_steps=2)
     assert devices.made[0].log.count("replay") >= 2
     assert_same_run(*logs)
     ours, eager = ([row.get("nonpad") for row in figures(trainer)] for trainer in logs)

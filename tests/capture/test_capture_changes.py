@@ -11,6 +11,7 @@ from captured_material import (
     CHANGES,
     At,
     assert_same_run,
+    both,
     build,
     disable,
     edit_frozen,
@@ -39,20 +40,14 @@ from fastpack_trl.testing import tiny_model
 def test_what_a_callback_does_in_the_middle_counts_from_then_on(
     tmp_path: Path, devices: Any, act: Any, step: int
 ) -> None:
-    runs = []
-    for setting in ("on", "off"):
-        trainer = build(
-            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, callbacks=[At(step, act)],
-            max_steps=14, max_grad_norm=0.0, weight_decay=0.1,
-        )  # fmt: skip
-        trainer.train()
-        runs.append(trainer)
+    options = {"callbacks": [At(step, act)], "max_steps": 14, "max_grad_norm": 0.0, "weight_decay": 0.1}
+    ours, eager = both(tmp_path, devices, **options)
     log = devices.made[0].log
     assert "replay" in log
     if step == 7:
         dropped = log.index("reset") < log.index("together")
         assert dropped == (act in CHANGES), log
-    assert_same_run(*runs)
+    assert_same_run(ours, eager)
 
 
 def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Path, devices: Any) -> None:
@@ -67,32 +62,21 @@ def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Pa
 
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     texts = [" ".join(words[(i + k) % 10] for k in range(3 if i in (12, 13, 14) else 20)) for i in range(60)]
-    runs = []
-    for setting in ("on", "off"):
-        trainer = build(
-            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, packing=False, max_steps=20,
-            data=Dataset.from_dict({"text": texts}), callbacks=[Looks(), At(12, freeze)], weight_decay=0.1,
-            per_device_train_batch_size=1, shuffle_dataset=False, train_sampling_strategy="sequential",
-        )  # fmt: skip
-        trainer.train()
-        runs.append(trainer)
+    ours, eager = both(
+        tmp_path, devices, packing=False, max_steps=20, data=Dataset.from_dict({"text": texts}), weight_decay=0.1,
+        callbacks=[Looks(), At(12, freeze)], per_device_train_batch_size=1, shuffle_dataset=False,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
     assert devices.made[0].log.count("replay") >= 4
     assert not seen
-    assert_same_run(*runs)
+    assert_same_run(ours, eager)
 
 
 @pytest.mark.parametrize("act", [merge, disable])
 def test_adapters_may_be_merged_and_switched_off_in_the_middle(tmp_path: Path, devices: Any, act: Any) -> None:
-    runs = []
-    for setting in ("on", "off"):
-        trainer = build(
-            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, callbacks=[At(7, act)],
-            max_steps=12, lora=True,
-        )  # fmt: skip
-        trainer.train()
-        runs.append(trainer)
+    ours, eager = both(tmp_path, devices, callbacks=[At(7, act)], max_steps=12, lora=True)
     assert devices.made[0].log.count("replay") >= 4
-    assert_same_run(*runs)
+    assert_same_run(ours, eager)
 
 
 def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices: Any) -> None:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from captured_material import (
-    At,
-    disable,
-    evaluate_mode,
-    freeze,
-    generate,
-    merge,
-    raise_the_rate,
-    swap_data,
-)
+from captured_material import At, disable, evaluate_mode, freeze, generate, merge, raise_the_rate, swap_data
 from datasets import Dataset
+from out_of_memory import calling_in_backward
 from peft import LoraConfig
 from quantised_material import quantised
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import build, make_dataset
 from transformers import TrainerCallback
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
 from fastpack_trl.testing import count_host_syncs, tiny_model
 
@@ -45,26 +38,48 @@ class Gradients(TrainerCallback):
             self.kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def made(folder: Path, *, fast: dict[str, Any] | None = None, trainer: Any = None, **more: Any) -> FastSFTTrainer:
+    """A trainer in bf16 on the device, with the graph asked for by name."""
+    options = {
+        "data": make_dataset("text", 300), "packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True,
+        "max_steps": STEPS, **more,
+    }  # fmt: skip
+    given = {"eval_dataset": make_dataset("text", 8, seed=7)} | (trainer or {})
+    found: FastSFTTrainer = build(
+        FastSFTTrainer, folder, fast={"cuda_graph": "on"} | (fast or {}), trainer=given, **options
+    )
+    return found
+
+
+def waiting_norm(then: Callable[[Any], None] = lambda hidden: None) -> Any:
+    """A model whose last norm asks the device in each pass, then calls `then` with its input."""
+    model = tiny_model("qwen3")
+    norm = model.get_decoder().norm
+
+    class Waits(type(norm)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden.sum().item()
+            if self.training:
+                then(hidden)
+            return super().forward(hidden)
+
+    norm.__class__ = Waits
+    return model
+
+
 def run(
     folder: Path, family: str, kind: str, *, fast: dict[str, Any] | None = None, callbacks: Any = (),
     lora: dict[str, Any] | None = None, data: Any = None, **more: Any,
 ) -> Any:  # fmt: skip
     """Train in bf16 on the device; return the losses of each step, the last gradients, and the line of the report."""
-    options = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True, "max_steps": STEPS, **more}
     torch.manual_seed(0)
     model = quantised("nf4", nested=True).cuda() if kind == "nf4" else tiny_model(family)
     if family in ("qwen3_moe", "gpt_oss"):
         model = model.to(torch.bfloat16)  # as their checkpoints; torch's grouped product of fp32 waits for its sizes
     seen = Gradients()
-    trainer = FastSFTTrainer(
-        model,
-        args=FastSFTConfig(**settings(folder, **options), **({"cuda_graph": "on"} | (fast or {}))),
-        train_dataset=data or make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-        eval_dataset=make_dataset("text", 8, seed=7),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", **(lora or {})) if kind == "lora" else None,
-        callbacks=[seen, *callbacks],
-    )
+    adapters = LoraConfig(r=4, target_modules="all-linear", **(lora or {})) if kind == "lora" else None
+    given = {"peft_config": adapters, "callbacks": [seen, *callbacks]}
+    trainer = made(folder, model=model, data=data or make_dataset("text", 300), fast=fast, trainer=given, **more)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return losses, seen.kept, trainer.fastpack_report["cuda_graph"]
@@ -118,18 +133,7 @@ def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp
                 names = [event.name for event in self.profile.events()]
                 launches.append(sum(name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")) for name in names))
 
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3"),
-        args=FastSFTConfig(
-            **settings(
-                tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=26, logging_steps=50
-            ),
-            cuda_graph="on",
-        ),
-        train_dataset=make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-        callbacks=[Late()],
-    )
+    trainer = made(tmp_path, max_steps=26, logging_steps=50, trainer={"callbacks": [Late()]})
     trainer.train()
     assert trainer.fastpack_report["cuda_graph"].path == "captured"
     assert waits[0].total == 0, waits[0]
@@ -153,25 +157,7 @@ def test_merged_rows_are_captured(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_waits_for_the_device_is_named_and_training_goes_on(tmp_path: Path) -> None:
-    model = tiny_model("qwen3")
-    norm = model.get_decoder().norm
-    forward = type(norm).forward
-
-    class Waits(type(norm)):  # type: ignore[misc]
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden.sum().item()
-            return forward(self, hidden)
-
-    norm.__class__ = Waits
-    trainer = FastSFTTrainer(
-        model,
-        args=FastSFTConfig(
-            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=12),
-            cuda_graph="on", layer_compile="off",
-        ),
-        train_dataset=make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    trainer = made(tmp_path, model=waiting_norm(), fast={"layer_compile": "off"}, max_steps=12)
     trainer.train()
     line = trainer.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager")
@@ -187,29 +173,13 @@ def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             torch.cuda.empty_cache()
 
-    model = tiny_model("qwen3")
-    norm = model.get_decoder().norm
-    forward = type(norm).forward
+    def lack(hidden: torch.Tensor) -> None:
+        if trainer.state.global_step == 15 and not lacked:
+            lacked.append(1)
+            torch.empty(1 << 50, dtype=torch.uint8, device=hidden.device)
 
-    class Waits(type(norm)):  # type: ignore[misc]
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden.sum().item()
-            if trainer.state.global_step == 15 and self.training and not lacked:
-                lacked.append(1)
-                torch.empty(1 << 50, dtype=torch.uint8, device=hidden.device)
-            return forward(self, hidden)
-
-    norm.__class__ = Waits
-    trainer = FastSFTTrainer(
-        model,
-        args=FastSFTConfig(
-            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=18),
-            cuda_graph="on", layer_compile="off",
-        ),
-        train_dataset=make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-        callbacks=[Empties()],
-    )  # fmt: skip
+    fast = {"layer_compile": "off"}
+    trainer = made(tmp_path, model=waiting_norm(lack), fast=fast, max_steps=18, trainer={"callbacks": [Empties()]})
     trainer.train()
     assert "cannot be recorded" in trainer.fastpack_report["cuda_graph"].reason
     assert lacked
@@ -225,16 +195,7 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
                 assert captured.replayed
                 assert trainer.fastpack_run.step.reclaim_memory()
 
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3"),
-        args=FastSFTConfig(
-            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=18),
-            cuda_graph="on",
-        ),
-        train_dataset=make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-        callbacks=[Lacks()],
-    )
+    trainer = made(tmp_path, max_steps=18, trainer={"callbacks": [Lacks()]})
     trainer.train()
     assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
     assert trainer.state.global_step == 18
@@ -343,22 +304,13 @@ def test_a_nan_in_a_replay_is_filtered_from_the_log(tmp_path: Path) -> None:
 
 
 def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path) -> None:
-    class Waits(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            norm = model.get_decoder().norm
-            forward = type(norm).forward
-
-            class Asks(type(norm)):  # type: ignore[misc]
-                def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-                    hidden.sum().item()
-                    return forward(self, hidden)
-
-            norm.__class__ = Asks
-
-    losses, _, line = run(
-        tmp_path, "qwen3", "lora", lora={"lora_dropout": 0.1}, callbacks=[Waits()],
-        gradient_checkpointing=False, fast={"layer_compile": "off"},
+    adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    trainer = made(
+        tmp_path, model=waiting_norm(), trainer={"peft_config": adapters}, gradient_checkpointing=False,
+        fast={"layer_compile": "off"},
     )  # fmt: skip
+    trainer.train()
+    line, losses = trainer.fastpack_report["cuda_graph"], [row for row in trainer.state.log_history if "loss" in row]
     assert (line.status, "cannot be recorded" in line.reason) == ("off", True), line
     assert len(losses) == STEPS
 
@@ -366,23 +318,10 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
 def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_path: Path) -> None:
     failed: list[int] = []
 
-    class TooMuch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if trainer.state.global_step == 15 and not failed:
-                failed.append(1)
-                torch.empty(1 << 50, dtype=torch.uint8, device=grad.device)
-            return grad
-
-    kind = type(tiny_model("qwen3").get_decoder().layers[0])
-
-    class Layer(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(TooMuch.apply(hidden), *args, **kwargs)
+    def ask_too_much(gradient: torch.Tensor) -> None:
+        if trainer.state.global_step == 15 and not failed:
+            failed.append(1)
+            torch.empty(1 << 50, dtype=torch.uint8, device=gradient.device)
 
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -391,18 +330,8 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
                 assert captured.replayed
                 captured._is_ordinary = lambda *_: False
 
-    model = tiny_model("qwen3")
-    model.get_decoder().layers[0].__class__ = Layer
-    trainer = FastSFTTrainer(
-        model,
-        args=FastSFTConfig(
-            **settings(tmp_path, packing=True, eval_strategy="no", use_cpu=False, bf16=True, max_steps=18),
-            cuda_graph="on", layer_compile="off",
-        ),
-        train_dataset=make_dataset("text", 300),
-        processing_class=make_tokenizer(),
-        callbacks=[Odd()],
-    )  # fmt: skip
+    model, given = calling_in_backward(ask_too_much), {"callbacks": [Odd()]}
+    trainer = made(tmp_path, model=model, fast={"layer_compile": "off"}, max_steps=18, trainer=given)
     trainer.train()
     assert failed
     assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import (
-    Clock,
-    assert_same_run,
-    build,
-)
+from captured_material import Clock, assert_same_run, build
 from old_device import forced_capability
+from out_of_memory import calling_in_backward
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -154,32 +151,17 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
                 graphs = trainer.fastpack_run.part(StepGraphs)
                 graphs._is_ordinary = lambda *_: False  # every row of this step is out of the ordinary
 
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if trainer.state.global_step == 9 and not failed:
-                failed.append(1)
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-            return grad
-
-    kind = type(tiny_model("qwen3").get_decoder().layers[0])
-
-    class Layer(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(Once.apply(hidden), *args, **kwargs)
+    def fail_once(_gradient: torch.Tensor) -> None:
+        if trainer.state.global_step == 9 and not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     runs = []
     for setting in ("on", "off"):
-        model = tiny_model("qwen3")
-        model.get_decoder().layers[0].__class__ = Layer
         trainer = build(
             FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting, "merge_accumulation": "off"},
-            model=model, max_steps=12, gradient_accumulation_steps=accumulation, per_device_train_batch_size=2,
-            callbacks=[Fails()] if setting == "on" else [],
+            model=calling_in_backward(fail_once), max_steps=12, gradient_accumulation_steps=accumulation,
+            per_device_train_batch_size=2, callbacks=[Fails()] if setting == "on" else [],
         )  # fmt: skip
         failed[:] = [] if setting == "on" else [1]
         trainer.train()

@@ -391,6 +391,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")

@@ -340,6 +340,7 @@ def test_the_model_card_says_that_what_is_computed_differs(tmp_path: Path) -> No
     assert "a product is off by" in card
 
 
+@pytest.mark.slow
 def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
     script = Path(__file__).with_name("fp8_ranks.py")
     fork_ranks(script, str(tmp_path), imports="torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer")

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, both, figures, make_tokenizer, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
@@ -71,15 +72,8 @@ def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(
 @pytest.mark.parametrize(("family", "data"), [("qwen3", "prompt_completion"), ("qwen3_moe", "text")])
 def test_the_log_is_that_of_stock_with_evaluation_in_between(tmp_path: Path, family: str, data: str) -> None:
     # 22 rows or so: the last optimizer step of an epoch has fewer micro-batches.
-    options = SMALL | {
-        "family": family,
-        "data": data,
-        "max_steps": 9,
-        "eval_steps": 3,
-        "include_num_input_tokens_seen": "all",
-    }
-    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
-    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    options = SMALL | {"max_steps": 9, "eval_steps": 3, "include_num_input_tokens_seen": "all"}
+    ours, stock = both(tmp_path, family=family, data=data, fast=MERGED, **options)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen > 0
     assert ours.state.total_flos == stock.state.total_flos
@@ -87,9 +81,7 @@ def test_the_log_is_that_of_stock_with_evaluation_in_between(tmp_path: Path, fam
 
 
 def test_padding_is_dropped_and_still_counted_as_stock_counts_it(tmp_path: Path) -> None:
-    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3}
-    ours = train(FastSFTTrainer, tmp_path / "ours", fast=MERGED, **options)
-    stock = train(SFTTrainer, tmp_path / "stock", **options)
+    ours, stock = both(tmp_path, fast=MERGED, **SMALL, pad_to_multiple_of=32, max_steps=3)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
 
 
@@ -133,17 +125,9 @@ def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypa
 def test_resuming_in_the_middle_gives_the_same_run(tmp_path: Path) -> None:
     options = SMALL | {"max_steps": 6, "eval_strategy": "no"}
     whole = train(FastSFTTrainer, tmp_path / "whole", fast=MERGED, **options)
-    first = settings(tmp_path / "first", **(options | {"save_strategy": "steps", "save_steps": 3}))
-
-    def make() -> FastSFTTrainer:
-        return FastSFTTrainer(
-            tiny_model("qwen3"), args=FastSFTConfig(**first, **MERGED), train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )  # fmt: skip
-
-    make().train()
-    resumed = make()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    train(FastSFTTrainer, tmp_path / "first", fast=MERGED, **options)
+    resumed = train(FastSFTTrainer, tmp_path / "first", resume="checkpoint-3", fast=MERGED, **options)
     keys = ("loss", "grad_norm", "entropy", "step", "epoch")  # stock counts `num_tokens` from 0 again
     rows = [[row.get(key) for key in keys] for row in figures(whole) if "loss" in row]
     assert [[row.get(key) for key in keys] for row in figures(resumed) if "loss" in row] == [
@@ -184,19 +168,13 @@ def test_eight_micro_batches_of_512_tokens_take_four_times_fewer_kernels(tmp_pat
 
     def kernels(fast: dict[str, Any]) -> int:
         counted = _CountKernels()
-        options = settings(
-            tmp_path, max_length=512, packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8,
-            max_steps=2, eval_strategy="no", logging_steps=100,
+        adapters = LoraConfig(target_modules="all-linear", r=4) if lora else None
+        train(
+            FastSFTTrainer, tmp_path, model=tiny_model("qwen3", max_position_embeddings=512),
+            data=Dataset.from_list(rows), trainer={"callbacks": [counted], "peft_config": adapters}, fast=fast,
+            max_length=512, packing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=2,
+            eval_strategy="no", logging_steps=100,
         )  # fmt: skip
-        trainer = FastSFTTrainer(
-            tiny_model("qwen3", max_position_embeddings=512),
-            args=FastSFTConfig(**options, **fast),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=make_tokenizer(),
-            callbacks=[counted],
-            peft_config=LoraConfig(target_modules="all-linear", r=4) if lora else None,
-        )
-        trainer.train()
         return counted.mode.count
 
     merged, alone = kernels({"sync_free": "auto"}), kernels(ONE_BY_ONE)
@@ -351,16 +329,8 @@ def test_a_hook_that_is_there_before_the_run_keeps_the_micro_batches(tmp_path: P
     assert trainer.fastpack_report["merge_accumulation"].status == "on"
 
 
-class _Refuse(torch.autograd.Function):
-    """Runs out of memory in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+def _full(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
@@ -374,8 +344,9 @@ def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
         if not torch.is_grad_enabled() or not limit(hidden.shape[1]):
             return output
         if not in_backward:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return (_Refuse.apply(hidden), *output[1:]) if isinstance(output, tuple) else _Refuse.apply(hidden)
+            _full()
+        hidden = InBackward.apply(hidden, _full)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     layer.forward = refuse
     return model

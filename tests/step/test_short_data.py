@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import make_dataset, train
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.errors import UserError
-from fastpack_trl.testing import tiny_model
 
 
 class Epochs(TrainerCallback):
@@ -30,12 +29,7 @@ class Epochs(TrainerCallback):
 
 def run(cls: Any, folder: Path, data: Any, epochs: Epochs, **more: Any) -> Any:
     args = {"packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, **more}
-    trainer = cls(
-        tiny_model("qwen3"), args=SFTConfig(**settings(folder, eval_strategy="no", **args)), train_dataset=data,
-        processing_class=make_tokenizer(), callbacks=[epochs],
-    )  # fmt: skip
-    trainer.train()
-    return trainer
+    return train(cls, folder, data=data, trainer={"callbacks": [epochs]}, eval_strategy="no", **args)
 
 
 def stream(count: int = 20) -> IterableDataset:

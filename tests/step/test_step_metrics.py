@@ -28,6 +28,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return logs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -42,6 +43,7 @@ def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_r
     same(ours, stock)
 
 
+@pytest.mark.slow
 def test_one_rank_may_log_on_its_own(two_ranks: dict[str, Any]) -> None:
     rows = two_ranks["alone"]
     assert sum("alone" in row for row in rows) == 4

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_material import assert_same_log, both, make_dataset, make_tokenizer, settings, train
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, both, build, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.testing import tiny_model
 
 OUTPUTS = "loss and metrics as stock where compute_loss is called with return_outputs=True"
 PADDED = "evaluation of padded batches, or with predictions, runs as stock"
@@ -91,10 +90,7 @@ def test_evaluation_with_predictions_is_named_once_whether_it_was_known_or_not(
     reason = ours.fastpack_report["sync_free"].reason
     assert reason.count("evaluation with compute_metrics runs as stock") == 1
     assert PADDED not in reason
-    trainer = FastSFTTrainer(
-        tiny_model("qwen3"), args=SFTConfig(**settings(tmp_path, eval_strategy="no")),
-        train_dataset=make_dataset("text"), processing_class=make_tokenizer(),
-    )  # fmt: skip
+    trainer = build(FastSFTTrainer, tmp_path, eval_strategy="no")
     with caplog.at_level(logging.WARNING):
         trainer.predict(trainer.train_dataset)
     assert PADDED in trainer.fastpack_report["sync_free"].reason

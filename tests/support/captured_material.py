@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trainer_material
 from peft import LoraConfig
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, make_dataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.testing import tiny_model
+from fastpack_trl import FastSFTTrainer
 
 STEPS = 8
 CAPTURED: dict[str, Any] = {"packed_attention": "varlen", "cuda_graph": "on"}
@@ -25,19 +25,11 @@ def build(
 ) -> Any:  # fmt: skip
     """A trainer in float32 on the CPU; `lora` may be a dict of options."""
     options = {"packing": True, "max_steps": STEPS, "eval_strategy": "no", **more}
-    args = settings(folder, **options)
-    model = tiny_model(family) if model is None else model
-    made = cls(
-        model,
-        args=FastSFTConfig(**args, **(CAPTURED | (fast or {}))),
-        train_dataset=make_dataset(data) if isinstance(data, str) else data,
-        eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", **(lora if isinstance(lora, dict) else {}))
-        if lora
-        else None,
-        callbacks=list(callbacks),
-        **(trainer or {}),
+    adapters = LoraConfig(r=4, target_modules="all-linear", **(lora if isinstance(lora, dict) else {}))
+    given = {"eval_dataset": make_dataset("text", 8, seed=7), "callbacks": list(callbacks), **(trainer or {})}
+    given |= {"peft_config": adapters} if lora else {}
+    made = trainer_material.build(
+        cls, folder, family=family, model=model, data=data, fast=CAPTURED | (fast or {}), trainer=given, **options
     )
     if issubclass(cls, FastSFTTrainer):
         devices.options["model"] = made.model
@@ -46,12 +38,18 @@ def build(
 
 def both(folder: Path, devices: Any, **options: Any) -> tuple[Any, Any]:
     """The same run captured, and not."""
-    ours = build(FastSFTTrainer, folder / "ours", devices, **options)
-    ours.train()
-    fast = {**(options.pop("fast", None) or {}), "cuda_graph": "off"}
-    eager = build(FastSFTTrainer, folder / "eager", devices, fast=fast, **options)
-    eager.train()
+    ours, eager = (
+        train(folder / setting, devices, **options | {"fast": {"cuda_graph": setting} | options.get("fast", {})})
+        for setting in ("on", "off")
+    )
     return ours, eager
+
+
+def train(folder: Path, devices: Any, **options: Any) -> Any:
+    """A run of `build`'s trainer."""
+    made = build(FastSFTTrainer, folder, devices, **options)
+    made.train()
+    return made
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:

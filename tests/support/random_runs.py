@@ -2,7 +2,7 @@
 
 Each number is one setting, the same at all times: a family, what trains, the kind of data, rows, accumulation, what a
 callback does in the middle, a run that is resumed. Both trainers begin with the same weights; log and weights are
-compared. A sample of the numbers is tested in CI.
+compared. `test_random_runs.py` has a sample of the numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from fastpack_trl.testing import FAMILIES, tiny_model
 COUNT = 300
 RTOL, ATOL = 1e-4, 2e-5
 """Of logged figures and of weights: fp32, up to six steps of AdamW or SGD."""
-
 
 TRAINED = tuple(family for family in FAMILIES if family not in ("granitemoehybrid", "qwen3_next", "llama4_text"))
 """All but those that stock refuses to train: without kernels for recurrent layers, or with LoRA."""
@@ -190,9 +189,6 @@ def difference(ours: SFTTrainer, stock: SFTTrainer) -> str:
 
 def compare(number: int) -> dict[str, Any]:
     """Run one setting on both sides; an error of stock's has to be one of ours, by its class."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     chosen = draw(number)
     ends: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +211,12 @@ def compare(number: int) -> dict[str, Any]:
         "report": {line.feature: str(line) for line in ours.fastpack_report} if ran else {},
         "log": figures(ours) if ran else [], "setting": chosen,
     }  # fmt: skip
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 def is_other(now: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -241,7 +243,7 @@ def main() -> int:
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.count)
     done: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), initializer=_quiet) as pool:
         for found in pool.map(compare, numbers):
             done.append(found)
             if found["differs"]:

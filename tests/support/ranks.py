@@ -16,6 +16,7 @@ from typing import NoReturn
 import forks
 
 HERE = Path(__file__).parent
+IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
 def torchrun(*command: str, timeout: float = 400) -> None:
@@ -27,7 +28,7 @@ def torchrun(*command: str, timeout: float = 400) -> None:
     _run(sys.executable, *launcher, *command, timeout=timeout)
 
 
-def fork_ranks(script: Path, *arguments: str, imports: str, timeout: float = 400) -> None:
+def fork_ranks(script: Path, *arguments: str, imports: str = IMPORTS, timeout: float = 400) -> None:
     """Run two processes of a script as torchrun does, forked from one that has imported the modules `imports`.
 
     They take most of the time of a short run; torchrun would import them in each process.

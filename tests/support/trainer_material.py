@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
 )
 # Figures of time are not figures of training; total_flos counts what ran, and rows without padding are fewer tokens.
-TIMES = ("runtime", "per_second", "total_flos")
+TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -67,34 +67,36 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def build(
-    cls: type[SFTTrainer],
-    folder: Path,
-    *,
-    family: str = "qwen3",
-    data: str | Dataset = "text",
-    fast: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    model: Any = None,
-    **more: Any,
-) -> SFTTrainer:
-    """A trainer for a short run; `fast` are fields of `FastSFTConfig`, `more` those of `SFTConfig`."""
+    cls: type[SFTTrainer], folder: Path, *, family: str = "qwen3", model: Any = None, data: Any = "text",
+    fast: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """A trainer for a short run.
+
+    Args:
+        data: a kind of `make_dataset`, or a data set; a finite one is evaluated too.
+        fast: fields of `FastSFTConfig`; `None` for a plain `SFTConfig`.
+        trainer: arguments of the trainer.
+        model: None for a tiny one of `family`.
+        more: fields of `SFTConfig`.
+    """
     args = settings(folder, **more)
+    evaluated = make_dataset(data, 8, seed=7) if isinstance(data, str) else data
+    given = {
+        "train_dataset": make_dataset(data) if isinstance(data, str) else data,
+        "eval_dataset": None if isinstance(data, IterableDataset) else evaluated,
+    }
     return cls(
-        model if model is not None else tiny_model(family),
-        args=FastSFTConfig(**args, **fast) if fast else SFTConfig(**args),
+        tiny_model(family) if model is None else model,
+        args=SFTConfig(**args) if fast is None else FastSFTConfig(**args, **fast),
         processing_class=make_tokenizer(),
-        **{
-            "train_dataset": data if isinstance(data, Dataset) else make_dataset(data),
-            "eval_dataset": data if isinstance(data, Dataset) else make_dataset(data, 8, seed=7),
-        }
-        | (trainer or {}),
+        **given | (trainer or {}),
     )
 
 
-def train(cls: type[SFTTrainer], folder: Path, **options: Any) -> SFTTrainer:
-    """A short run of `build`'s trainer."""
+def train(cls: type[SFTTrainer], folder: Path, *, resume: str = "", **options: Any) -> Any:
+    """A short run of `build`'s trainer; `resume` names a checkpoint in `folder`."""
     runner = build(cls, folder, **options)
-    runner.train()
+    runner.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     return runner
 
 

@@ -1,4 +1,4 @@
-"""Two ranks that are given different amounts of work, or of which one fails: nobody waits longer than under stock."""
+"""Two ranks: sharded models train as under stock, and with uneven work, or where one fails, nobody waits longer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from ranks import fork_ranks
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
-from trl import SFTConfig, SFTTrainer
+from trainer_material import assert_same_log, make_dataset, train
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.testing import tiny_model
 
-SCRIPT = Path(__file__).with_name("uneven_ranks.py")
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+UNEVEN = HERE / "uneven_ranks.py"
 ALONE = """
 import sys
 from datetime import timedelta
@@ -31,32 +33,37 @@ with ranks.together(0.5):
         raise ValueError("alone")
     dist.barrier()
 """
-IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
-def _trained(cls: Any, folder: Path, resume: str = "", **more: Any) -> Any:
-    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"} | more
-    trainer = cls(
-        tiny_model("qwen3"), args=SFTConfig(**settings(folder, **options)), train_dataset=make_dataset("text", 40),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
-    return trainer
+def test_models_that_are_sharded_step_as_those_of_torch_and_of_stock(tmp_path: Path) -> None:
+    """Packed rows, losses, norms, gradients, weights and state: see `shard_ranks.py`."""
+    fork_ranks(HERE / "shard_ranks.py", str(tmp_path))
+
+
+def test_two_ranks_train_under_fsdp2_as_stock(tmp_path: Path) -> None:
+    """Compiled layers, plans, offload, proof, experts, merged micro-batches: see `fsdp2_ranks.py`."""
+    fork_ranks(HERE / "fsdp2_ranks.py", str(tmp_path), timeout=900)
+
+
+def _trained(cls: Any, folder: Path, **more: Any) -> Any:
+    options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+    return train(cls, folder, data=make_dataset("text", 40), **options | more)
 
 
 def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer_processes(tmp_path: Path) -> None:
     for cls in (FastSFTTrainer, SFTTrainer):
         _trained(cls, tmp_path / f"one_{cls.__name__}", max_steps=2, save_strategy="steps", save_steps=2)
-    fork_ranks(SCRIPT, str(tmp_path), "uneven", imports=IMPORTS)
+    fork_ranks(UNEVEN, str(tmp_path), "uneven")
     ours, stock = (
-        _trained(cls, tmp_path / cls.__name__, "checkpoint-2", max_steps=6) for cls in (FastSFTTrainer, SFTTrainer)
+        _trained(cls, tmp_path / cls.__name__, resume="checkpoint-2", max_steps=6)
+        for cls in (FastSFTTrainer, SFTTrainer)
     )
     assert_same_log(ours, stock)
     assert ours.state.global_step == 6
 
 
 def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
-    fork_ranks(SCRIPT, str(tmp_path), "one reason", imports=IMPORTS)
+    fork_ranks(UNEVEN, str(tmp_path), "one reason")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
 def test_one_rank_that_fails_ends_all_with_its_reason(where: str, said: list[str], tmp_path: Path) -> None:
     """Inside of the proof, the plan and the first step under FSDP 2; out of memory, or in a loader, under DDP."""
     with pytest.raises(AssertionError):  # not a timeout
-        fork_ranks(SCRIPT, str(tmp_path), where, imports=IMPORTS, timeout=60)
+        fork_ranks(UNEVEN, str(tmp_path), where, timeout=60)
     text = (tmp_path / f"said{int(where != 'dispatched')}").read_text(encoding="utf-8")
     assert [words for words in said if words not in text] == [], text
 
@@ -82,7 +89,7 @@ def test_a_process_that_gives_up_waiting_ends_at_once_whatever_the_timeout_of_th
     command = [sys.executable, "-c", ALONE]
     where = (tmp_path / "store").as_uri()
     ranks = [
-        subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE, text=True, cwd=SCRIPT.parents[1])
+        subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE, text=True, cwd=HERE.parent)
         for rank in range(2)
     ]
     try:
