@@ -48,6 +48,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 )
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
+BUDGETS: dict[str, int] = {}
+"""Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
+TOTALS: dict[str, int] = {}
+
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
     "report.py", "features.py",
@@ -136,6 +140,36 @@ def test_no_module_needs_itself() -> None:
         TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_benchmark_needs_itself() -> None:
+    folder = ROOT / "benchmarks"
+    needs: dict[str, set[str]] = {}
+    for path in folder.glob("*.py"):
+        found = needs[path.stem] = set[str]()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "benchmarks":
+                names = [alias.name for alias in node.names] if node.module == "benchmarks" else [node.module[11:]]
+                found |= {name for name in names if (folder / f"{name}.py").exists()} - {path.stem}
+    assert sum(map(len, needs.values())) > 50
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def test_every_room_keeps_to_its_budget() -> None:
+    over = {room: lines_of(PACKAGE / room) for room, most in BUDGETS.items() if lines_of(PACKAGE / room) > most}
+    assert not over
+    assert set(BUDGETS) == {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    whole = {folder: lines_of(ROOT / folder) for folder in TOTALS}
+    assert all(whole[folder] <= most for folder, most in TOTALS.items()), whole
+    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").glob("*.json"))
+    assert records <= 1_500_000
 
 
 def test_the_graph_sees_every_kind_of_import(tmp_path: Path) -> None:

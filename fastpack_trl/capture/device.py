@@ -1,75 +1,15 @@
-"""Recording and replaying of device work, as the captured step asks for it, behind one small protocol."""
+"""Recording, replaying and timing of device work, as the captured step asks for it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.upstream import found
-
-
-class Graph(Protocol):
-    """Recorded work of a device."""
-
-    def replay(self) -> None:
-        """Run it again on the present contents of the tensors that it read."""
-        ...
-
-    def reset(self) -> None:
-        """Give its memory back."""
-        ...
-
-
-class Mark(Protocol):
-    """A point in the queue of a device."""
-
-    def until(self, later: Any) -> float | None:
-        """Return the seconds to a later mark, or None as long as the device has not come that far; never waits."""
-        ...
-
-
-class GraphDevice(Protocol):
-    """Where graphs are recorded."""
-
-    def prepare(self) -> None:
-        """Make room for graphs, once for all that are recorded next."""
-        ...
-
-    def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Record what `work` queues, without running it; return the graph and the result of `work`."""
-        ...
-
-    def run_apart(self) -> contextlib.AbstractContextManager[None]:
-        """Queue everything in this context where recording is possible."""
-        ...
-
-    def steps_in_order(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Order the steps of an optimizer that launches on the default stream with what is queued here."""
-        ...
-
-    def mark(self) -> Mark:
-        """Mark the present end of the queue."""
-        ...
-
-    def bytes_held(self) -> int:
-        """Return the bytes that graphs of this object hold."""
-        ...
-
-    def bytes_free(self) -> int:
-        """Return the bytes that can be allocated beside them."""
-        ...
-
-    def lacks_room(self) -> str:
-        """Return why a graph would leave too little memory for an eager row or an evaluation beside it, or ``""``."""
-        ...
-
-    def forget(self) -> None:
-        """Say that no graph is left."""
-        ...
 
 
 class CudaMark:
@@ -80,7 +20,7 @@ class CudaMark:
         self._event.record()
 
     def until(self, later: CudaMark) -> float | None:
-        """Return the seconds to a later mark, None before the device has passed that."""
+        """Return the seconds to a later mark, None as long as the device has not come that far; never waits."""
         return self._event.elapsed_time(later._event) / 1e3 if later._event.query() else None
 
 
@@ -101,8 +41,8 @@ class CudaGraphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def record(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Record `work` on the current stream, which `run_apart` has set.
+    def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Record what `work` queues on the current stream, which `run_apart` has set, without running it.
 
         Raises:
             RuntimeError: the work waited for the device, or used memory or a stream that cannot be recorded.
@@ -143,7 +83,7 @@ class CudaGraphs:
                 release(index, self._pool)
 
     @contextlib.contextmanager
-    def run_apart(self) -> Any:
+    def run_apart(self) -> Iterator[None]:
         """Make a side stream the current one.
 
         Autograd's nodes that add to gradients belong to the stream that they were made on, and live as long as a graph
@@ -183,7 +123,7 @@ class CudaGraphs:
             for hook in hooks:
                 hook.remove()
 
-    def mark(self) -> Mark:
+    def mark(self) -> CudaMark:
         """Mark the present end of the queue."""
         return CudaMark()
 

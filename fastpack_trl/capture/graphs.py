@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from fastpack_trl.capture.buckets import RowBuckets
-from fastpack_trl.capture.device import Graph, GraphDevice
+from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.capture.times import LEAST_PAIRS, StepTurns, least_gain
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
@@ -48,7 +48,7 @@ MOST_CHANGES = 3
 
 
 class _Recorded(NamedTuple):
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     loss: Tensor
     table: Tensor
 
@@ -72,7 +72,7 @@ class StepGraphs(TrainerCallback):
         asked: recording was asked for by name: it is neither timed nor weighed against the steps that are left.
     """
 
-    def __init__(self, run: Run, device: GraphDevice, why_not: Callable[[], str], *, asked: bool) -> None:
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
         step = run.part(SyncFreeStep)
         assert step is not None
         self._run, self._step, self._device, self._asked = run, step, device, asked

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from fastpack_trl.capture.device import GraphDevice, Mark
+from fastpack_trl.capture.device import CudaGraphs, CudaMark
 from fastpack_trl.measure.intervals import Interval, median_interval
 
 ENOUGH = 3
@@ -65,8 +65,8 @@ def judge(pairs: Sequence[tuple[float, float]], least: float) -> Verdict | None:
 
 
 class _Step(NamedTuple):
-    start: Mark
-    end: Mark
+    start: CudaMark
+    end: CudaMark
     kind: str
     tokens: int
 
@@ -89,14 +89,14 @@ class StepTurns:
         compares: steps are eager and captured in turn.
     """
 
-    def __init__(self, device: GraphDevice) -> None:
+    def __init__(self, device: CudaGraphs) -> None:
         self._device = device
         self.compares = False
         self._forget()
 
     def _forget(self) -> None:
-        self._start: Mark | None = None
-        self._end: Mark | None = None
+        self._start: CudaMark | None = None
+        self._end: CudaMark | None = None
         self._before, self._tokens = (0, 0), 0
         self._was_idle = False
         self._eager, self._block, self._all = True, 0, 0

@@ -62,7 +62,7 @@ class TapeGraph:
 
 @dataclass
 class TapeDevice:
-    """What `step.graph_device.GraphDevice` asks for, with a log of it."""
+    """What `CudaGraphs` does, with a log of it."""
 
     model: nn.Module
     now: float = 0.0
