@@ -29,7 +29,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 def instrument(function: F) -> F:
     """Make a hook or a method count as the package's own.
 
-    A trainer asks where the methods and hooks on it come from (`fastpack_trl.model.user_code`), and runs the slower
+    A trainer asks where the methods and hooks on it come from (`fastpack_trl.model.hooks`), and runs the slower
     path that stock has where one is the user's: the path to be timed would be another one.
     """
     function.__module__ = "fastpack_trl.bench"

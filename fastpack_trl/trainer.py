@@ -20,7 +20,7 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES, micro_step
-from fastpack_trl.model.loop import called
+from fastpack_trl.model.callbacks import called
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint

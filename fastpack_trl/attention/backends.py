@@ -16,7 +16,7 @@ import torch
 
 from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import PADDED_ROWS, Choice
 
@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 _LARGEST_WINDOW = 256  # tokens: a trial stays tiny
 _PAST = 3  # tokens of a document past the window
 _SHORT = (7, 5)  # tokens per document without one
-_FAILS = (
-    RuntimeError, AttributeError, TypeError, ValueError, LookupError, ImportError, NotImplementedError, AssertionError,
-)  # fmt: skip
 
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
@@ -48,16 +45,12 @@ def _choice(backend: Backend, features: ModelFeatures, *reasons: str) -> Choice:
     return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
 
 
-def _untried(_backend: Backend, _features: ModelFeatures) -> str:
-    return ""
-
-
 def choose(
     requested: str,
     features: ModelFeatures,
     *,
     stock_requested: str | None = None,
-    attempt: Callable[[Backend, ModelFeatures], str] = _untried,
+    attempt: Callable[[Backend, ModelFeatures], str] | None = None,
 ) -> Choice:
     """Choose the path for a model.
 
@@ -66,11 +59,15 @@ def choose(
         features: of the model's attention.
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
-        attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`).
+        attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
     """
+
+    def refused(backend: Backend) -> str:
+        return features.gap or backend.refuses(features) or (attempt(backend, features) if attempt else "")
+
     if requested == "off":
         return Choice("off", "switched off")
     if requested == PADDED_ROWS:
@@ -82,8 +79,7 @@ def choose(
                 f"{PADDED_ROWS}, off"
             )
         backend = BACKENDS[requested]
-        refusal = features.gap or backend.refuses(features) or attempt(backend, features)
-        if refusal:
+        if refusal := refused(backend):
             raise ValueError(
                 f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
             )
@@ -93,7 +89,7 @@ def choose(
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
     for backend in AUTO:
-        refusal = features.gap or backend.refuses(features) or attempt(backend, features)
+        refusal = refused(backend)
         if not refusal:
             return _choice(backend, features, backend.reason(features), *asked, *refusals)
         refusals.append(refusal)
@@ -117,7 +113,7 @@ def _failure(backend: Backend, features: ModelFeatures) -> str:
         wrong = _try(backend, features)
     except torch.OutOfMemoryError:
         raise
-    except _FAILS as error:
+    except (*UNREADABLE, ImportError, AssertionError) as error:
         wrong = f"{type(error).__name__}: {error}"
     if not wrong:
         return ""

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.reference import additive, band_mask
-from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.stock_attention import stock_attention
+from fastpack_trl.model.facts import ModelFeatures, stock_attention
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 

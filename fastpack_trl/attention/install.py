@@ -22,15 +22,16 @@ from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
+    OVER,
     ModelFeatures,
     attention_modules,
     backbones,
     read_features,
+    stock_attention,
     text_model,
     window_of,
 )  # fmt: skip
 from fastpack_trl.model.patches import attribute_set, shared
-from fastpack_trl.model.stock_attention import OVER, stock_attention
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import PADDED_ROWS, Choice
 

@@ -80,11 +80,9 @@ class Probe:
         """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
         return self._logits(self.embed(self.documents[document][None]), last).detach()
 
-    def packed_by_ids(self, ids: Tensor) -> Tensor:
-        """Return logits of the packed row with other `ids`, given as a batch gives them; detached."""
-        return self._logits_by_ids(ids, **self.packed_keywords)
-
-    def _logits_by_ids(self, ids: Tensor, **kwargs: Any) -> Tensor:
+    def by_ids(self, ids: Tensor, *, packed: bool) -> Tensor:
+        """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
+        kwargs = self.packed_keywords if packed else {}
         with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
             logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
         return logits[-ids.shape[1] :].detach()
@@ -111,7 +109,7 @@ class Probe:
         for index, length in enumerate(self.lengths):
             if length > 1:
                 ids = self.documents[index][None]
-                total += self.loss(index, self._logits_by_ids(ids) if by_ids else self.separate(index, length))
+                total += self.loss(index, self.by_ids(ids, packed=False) if by_ids else self.separate(index, length))
         return total
 
     def loss(self, document: int, logits: Tensor) -> float:
@@ -166,7 +164,7 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
     kept = ExitStack()
 
     def keep(*_: Any) -> None:
-        kept.enter_context(saved_tensors_hooks(_same, _same))
+        kept.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
 
     def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kept.close()
@@ -182,23 +180,15 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
             if len(seen):
                 found[names[module], index] = position - int(seen[0]) + 1
 
-    with ExitStack() as stack, saved_tensors_hooks(_drop, _never), kept:
+    with ExitStack() as stack, saved_tensors_hooks(lambda _tensor: None, _never), kept:
         for module in attention_modules(base):
             stack.callback(module.register_forward_pre_hook(keep).remove)
             stack.callback(module.register_forward_hook(measure, with_kwargs=True).remove)
         yield found
 
 
-def _drop(_tensor: Tensor) -> None:
-    return None
-
-
 def _never(_packed: None) -> Tensor:
     raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def text_config(model: nn.Module) -> Any:

@@ -16,12 +16,11 @@ from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
 from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.sharded import in_any_process, units
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
-# What a model raises that takes no `input_ids`, or not those of a packed row.
-_TAKES_NO_IDS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 Leaks = list[tuple[int, int, float]]
 
@@ -221,18 +220,18 @@ def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[fl
     """
     model = probe.model
     try:
-        packed = probe.packed_by_ids(probe.ids)
+        packed = probe.by_ids(probe.ids, packed=True)
         if not in_any_process(model, not torch.equal(packed, row)):  # the same operations on the same numbers
             return [], None
         # Experts round by what is beside a token, and a kernel that rounds otherwise in each run tells nothing exactly.
         exact = not _has_experts(model) and not in_any_process(
-            model, not torch.equal(probe.packed_by_ids(probe.ids), packed)
+            model, not torch.equal(probe.by_ids(probe.ids, packed=True), packed)
         )
         leaks = _changes(probe, packed, seed) if exact else []
         separate = probe.separate_losses(by_ids=True)
     except (PackingError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except _TAKES_NO_IDS:
+    except UNREADABLE:  # the model takes no `input_ids`, or not those of a packed row
         if units(model):
             raise  # the other processes run on without this one
         return [], None
@@ -247,7 +246,7 @@ def _changes(probe: Probe, packed: Tensor, seed: int) -> Leaks:
     for source, (start, end) in enumerate(pairwise(probe.batch.cu_seqlens.tolist())):
         ids = probe.ids.clone()
         ids[:, start:end] = others[:, start:end]
-        changes = _sizes(probe, probe.packed_by_ids(ids) - packed)
+        changes = _sizes(probe, probe.by_ids(ids, packed=True) - packed)
         leaks += [(source, target, size) for target, size in changes if target != source]
     return leaks
 

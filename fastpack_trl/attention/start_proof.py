@@ -16,10 +16,16 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError, first_reason
-from fastpack_trl.model.facts import backbones, is_prompt_learning, state_modules, text_model
-from fastpack_trl.model.loop import called
+from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.facts import (
+    UNREADABLE,
+    backbones,
+    is_prompt_learning,
+    state_modules,
+    stock_implementation,
+    text_model,
+)  # fmt: skip
 from fastpack_trl.model.sharded import part_up
-from fastpack_trl.model.stock_attention import stock_implementation
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import ONCE_PARTED, Choice, Run
@@ -30,7 +36,7 @@ INSIST = "verify_packing='off' trains all the same"
 
 _SHARDED = "parameters are sharded when training starts"
 # What a model raises that does not take the arguments of the proof, or runs by a kernel that is not installed.
-_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError, ImportError)
+_CANNOT_RUN = (*UNREADABLE, ImportError)
 
 
 class _Examined(NamedTuple):

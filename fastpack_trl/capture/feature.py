@@ -12,10 +12,9 @@ from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.grouped import reads_offsets
+from fastpack_trl.model.callbacks import called
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
-from fastpack_trl.model.hooks import hook_inside
-from fastpack_trl.model.loop import called
-from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods
+from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.merge_accumulation import rope_follows_length

@@ -22,8 +22,7 @@ from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.capture.times import LEAST_PAIRS, StepTurns, least_gain
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.measure.payback import StartUpCost
-from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.user_code import BATCH_METHODS, hook_on_a_gradient, replaced_methods, trained_parameters
+from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.run import MicroStep, Run

@@ -18,10 +18,10 @@ from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
+from fastpack_trl.model.callbacks import called
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.loop import called
-from fastpack_trl.model.recompute import against_plan, check_recompute
+from fastpack_trl.model.preflight import against_plan, check_recompute
 from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_PARTED, Run
 
 logger = logging.getLogger(__name__)

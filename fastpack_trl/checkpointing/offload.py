@@ -27,7 +27,7 @@ from fastpack_trl.checkpointing.offloader import MIN_BYTES, LayerInputs, Offload
 from fastpack_trl.checkpointing.streams import GIB, CudaStreams, HostStreams, HostUse
 from fastpack_trl.config import check_offload
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
-from fastpack_trl.model.recompute import other_offload
+from fastpack_trl.model.preflight import other_offload
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.loop import called
+from fastpack_trl.model.callbacks import called
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found
 from fastpack_trl.report import Status

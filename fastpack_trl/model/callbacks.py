@@ -1,4 +1,4 @@
-"""Callbacks that a trainer has for a time, and what calls them: transformers hands them neither trainer nor handler."""
+"""Callbacks and functions that a trainer calls for a time, and what calls them: transformers hands over no trainer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,36 @@ def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[N
     finally:
         for callback in callbacks:
             trainer.remove_callback(callback)
+
+
+@contextmanager
+def called(
+    trainer: Trainer,
+    *,
+    at_begin: Callable[[], object] | None = None,
+    between_steps: Callable[[], object] | None = None,
+) -> Iterator[None]:
+    """Call functions while `trainer` trains, until the context ends: in every process, between what these do together.
+
+    Args:
+        at_begin: called when training begins: the model is wrapped and in its place, a checkpoint is loaded.
+        between_steps: called before each optimizer step but the first.
+    """
+
+    class Places(TrainerCallback):  # one for each call: transformers warns of two callbacks of one class
+        stepped = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if at_begin is not None:
+                at_begin()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.stepped and between_steps is not None:
+                between_steps()
+            self.stepped = True
+
+    with callbacks_added(trainer, Places()):
+        yield
 
 
 def callers(method: Callable[..., Any] | None = None) -> Iterator[Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.stock_attention import stock_implementation
 from fastpack_trl.model.upstream import lacks
 
 # Keywords of an attention call that do not change which key a query sees, or that the backends implement.
@@ -37,6 +37,18 @@ _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttent
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+# Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
+# "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
+OVER = {
+    "eager": "fastpack_over_eager",
+    "sdpa": "fastpack_over_torch",
+    "flash_attention_2": "fastpack_over_fa2",
+    "flash_attention_3": "fastpack_over_fa3",
+    "flash_attention_4": "fastpack_over_fa4",
+    "flex_attention": "fastpack_over_flex",
+}
+_UNDER = {ours: stock for stock, ours in OVER.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +163,32 @@ def state_modules(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.Conv1d) or _STATE_MODULE.search(type(module).__name__)
     ]
+
+
+def stock_implementation(config: Any) -> str:
+    """Return stock's implementation of a text config, e.g. ``sdpa``, also while ours is registered over it."""
+    name = str(config._attn_implementation)
+    return _UNDER.get(name, name)
+
+
+def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
+    """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
+
+    Families define their own eager function beside the module (softcap, sinks) and may override others locally.
+
+    Raises:
+        LookupError: the file of the module defines neither; such a model never called the interface.
+    """
+    for cls in type(module).__mro__:
+        home = sys.modules.get(cls.__module__)
+        eager = getattr(home, "eager_attention_forward", None)
+        interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", None)
+        if interface is not None:
+            function: Callable[..., tuple[Any, Any]] | None
+            function = eager if implementation == "eager" else interface.get(implementation, eager)
+            if function is not None:
+                return function
+    raise LookupError(f"{type(module).__name__} defines no attention function for {implementation!r}")
 
 
 def asked_for(model: nn.Module, by_name: Any = None) -> str | None:

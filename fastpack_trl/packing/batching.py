@@ -13,9 +13,8 @@ from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, token_table
-from fastpack_trl.model.hooks import hook_inside
+from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
-from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 

@@ -2,7 +2,7 @@
 
 The trainer's loop stays as it is. It is given all micro-batches and calls a step for each; those before the last of a
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
-So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.user_code` finds those that could
+So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.hooks` finds those that could
 tell), and under DDP the group that ends the accumulation is the one that reduces the gradients. The NaN filter of the
 logged loss looks at each micro-batch of a group.
 """
@@ -23,15 +23,15 @@ from trl import SFTTrainer
 from fastpack_trl.errors import close_frames
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
-from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.sharded import local
-from fastpack_trl.model.user_code import (
+from fastpack_trl.model.hooks import (
+    HookWatch,
     callback_between,
     hook_on_a_gradient,
     needs_logits,
     once_per_micro_batch,
     trained_parameters,
 )
+from fastpack_trl.model.sharded import local
 from fastpack_trl.packing.packed_batch import merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.static_batch import is_as_collated

@@ -11,15 +11,15 @@ import torch
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
-from fastpack_trl.model.hooks import hook_inside
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.user_code import (
+from fastpack_trl.model.hooks import (
     BATCH_METHODS,
     callback_between,
+    hook_inside,
     hook_on_a_gradient,
     once_per_micro_batch,
     replaced_methods,
 )
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, PADDED_ROWS, Run
 from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 

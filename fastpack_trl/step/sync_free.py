@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model.callbacks import called
 from fastpack_trl.model.facts import is_prompt_learning
-from fastpack_trl.model.loop import called
+from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
 from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.user_code import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, MicroStep, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents

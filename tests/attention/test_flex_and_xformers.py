@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attention_material import (
     CPU,
-    HOPPER,
-    PLAIN,
     assert_as_near_as_dense,
     attend,
     dense_attention,
@@ -21,9 +17,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fastpack_trl.attention import flex
-from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.dense import dense_mask
-from fastpack_trl.attention.reference import additive, band_mask
+from fastpack_trl.attention.reference import additive
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 documents = st.lists(st.integers(1, 300), min_size=1, max_size=8)
@@ -45,26 +40,16 @@ def test_dense_mask_is_causal_inside_each_segment(documents: list[int], window: 
     assert added.masked_select(~mask).eq(-torch.inf).all()
 
 
-def test_band_counts_the_token_itself() -> None:
-    assert band_mask(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-
-
 @settings(max_examples=40, deadline=None)
 @given(documents, windows, st.sampled_from([0, 17]))
-def test_flex_mask_equals_the_dense_mask(lengths: list[int], window: int | None, padding: int) -> None:
-    batch = PackedBatch.from_lengths(lengths, num_padding=padding)
-    mask = flex.block_mask(batch, window, CPU)
-    total = batch.total_tokens
-    assert torch.equal(create_mask(mask.mask_mod, 1, 1, total, total, "cpu"), dense_mask(batch, window, CPU))
-
-
-@settings(max_examples=40, deadline=None)
-@given(documents, windows, st.sampled_from([0, 17]))
-def test_flex_blocks_equal_those_of_torch(lengths: list[int], window: int | None, padding: int) -> None:
+def test_flex_mask_is_the_dense_one_in_the_blocks_of_torch(
+    lengths: list[int], window: int | None, padding: int
+) -> None:
     """Torch looks at every pair of tokens; ours at two per pair of blocks."""
     batch = PackedBatch.from_lengths(lengths, num_padding=padding)
     total = batch.total_tokens
     ours = flex.block_mask(batch, window, CPU)
+    assert torch.equal(create_mask(ours.mask_mod, 1, 1, total, total, "cpu"), dense_mask(batch, window, CPU))
     theirs = create_block_mask(ours.mask_mod, None, None, total, total, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
@@ -101,27 +86,3 @@ def test_flex_on_the_device_within_twice_the_error_of_dense_attention(window: in
     ours = attend(prepared("flex", batch, 40, device="cuda"), window, device="cuda")
     least = 16  # that flex's kernels take
     assert_as_near_as_dense(batch, ours, window, dtype=torch.bfloat16, floor=2**-8, sinks=sinks, head_dim=least)
-
-
-@pytest.mark.parametrize(
-    ("name", "features", "message"),
-    [
-        ("flex", PLAIN, "flex needs CUDA"),
-        ("flex", replace(HOPPER, dropout=0.1), r"flex has no dropout, the model's is 0\.1"),
-        ("flex", replace(HOPPER, gap="falcon ignores it"), "falcon ignores it"),
-        ("flash_attention_2", PLAIN, "flash_attention_2 needs CUDA"),
-        ("flash_attention_2", replace(HOPPER, sinks=True), "flash_attention_2 has no attention sinks"),
-        ("flash_attention_3", HOPPER, "flash_attention_3 is not installed"),
-        ("flash_attention_4", HOPPER, "flash_attention_4 is not installed"),
-        ("xformers", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
-    ],
-)
-def test_refusals_name_what_is_missing(name: str, features: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(name, features)  # type: ignore[arg-type]
-
-
-def test_auto_never_takes_what_must_be_asked_for() -> None:
-    for features in (PLAIN, HOPPER, replace(HOPPER, softcap=True), replace(HOPPER, dropout=0.1)):
-        assert choose("auto", features).path in ("varlen", "per_document", "sdpa")
-    assert {"flex", "xformers", "flash_attention_2"} <= set(BACKENDS)

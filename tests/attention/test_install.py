@@ -223,6 +223,12 @@ def test_auto_takes_the_first_backend_that_is_right(
         ("per_document", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
         ("sdpa", replace(PLAIN, gap="falcon ignores it"), "falcon ignores it"),
         ("sdpa", replace(PLAIN, softcap=True), "the softcap: load the model with attn_implementation='eager'"),
+        ("flex", PLAIN, "flex needs CUDA"),
+        ("flex", replace(HOPPER, dropout=0.1), r"flex has no dropout, the model's is 0\.1"),
+        ("flash_attention_2", PLAIN, "flash_attention_2 needs CUDA"),
+        ("flash_attention_2", replace(HOPPER, sinks=True), "flash_attention_2 has no attention sinks"),
+        ("flash_attention_3", HOPPER, "flash_attention_3 is not installed"),
+        ("flash_attention_4", HOPPER, "flash_attention_4 is not installed"),
         ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, varlen, per_document"),
     ],
 )

@@ -10,12 +10,12 @@ import pytest
 import torch
 from sft_material import Material
 from torch import nn
-from trainer_material import assert_same_log, figures, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, build, figures, train
 from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention import install as seam
 from fastpack_trl.attention import start_proof
 from fastpack_trl.attention.proof import verify_packing
@@ -194,10 +194,7 @@ def test_disable_trains_as_stock_whatever_leaks(tmp_path: Path, monkeypatch: pyt
 
 def test_where_the_proof_cannot_run_the_source_of_the_model_decides(tmp_path: Path) -> None:
     for family in ("qwen3", "gpt_oss"):
-        config = FastSFTConfig(**settings(tmp_path, packing=True, eval_strategy="no"), **OFF)
-        trainer = FastSFTTrainer(
-            tiny_model(family), args=config, train_dataset=make_dataset("tokens"), processing_class=make_tokenizer()
-        )
+        trainer: Any = build(FastSFTTrainer, tmp_path, family=family, packing=True, eval_strategy="no", fast=OFF)
         trainer.is_fsdp_enabled = True
         if family == "qwen3":
             start_proof.prove_stock(trainer.fastpack_run, ExitStack())
@@ -260,10 +257,7 @@ def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(
         pass
 
     def trained_with(collator: Any) -> None:
-        config = SFTConfig(**settings(tmp_path, packing=True, max_steps=1, eval_strategy="no"))
-        trainer = FastSFTTrainer(
-            tiny_model("gpt_oss"), args=config, train_dataset=make_dataset("tokens"), processing_class=make_tokenizer()
-        )
+        trainer = build(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no")
         trainer.data_collator = collator  # TRL takes none at construction where rows are packed
         trainer.train()
 
@@ -274,18 +268,13 @@ def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(
 
 
 def test_a_collator_that_makes_a_packed_row_one_document_stops_or_trains_as_in_stock(tmp_path: Path) -> None:
-    def trained(cls: Any, config: Any, **more: Any) -> Any:
-        trainer = cls(
-            tiny_model("qwen3"),
-            args=config(**settings(tmp_path / cls.__name__, packing=True, eval_strategy="no", **more)),
-            train_dataset=make_dataset("text"),
-            processing_class=make_tokenizer(),
-        )
+    def trained(cls: Any, **more: Any) -> Any:
+        trainer = build(cls, tmp_path / cls.__name__, packing=True, eval_strategy="no", **more)
         trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0)
         trainer.train()
         return trainer
 
     with pytest.raises(PackingError, match=r"LEAK: every row is one document .* padding_free=False"):
-        trained(FastSFTTrainer, FastSFTConfig)
-    ours = trained(FastSFTTrainer, FastSFTConfig, verify_packing="off")
-    assert_same_log(ours, trained(SFTTrainer, SFTConfig))
+        trained(FastSFTTrainer)
+    ours = trained(FastSFTTrainer, fast={"verify_packing": "off"})
+    assert_same_log(ours, trained(SFTTrainer))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings, train
+from trainer_material import assert_same_log, build, train
 from transformers import Qwen3Model, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError, UnsteadyError
 from fastpack_trl.testing import tiny_model
@@ -87,12 +87,7 @@ def model_with(wrapper: Any = None, backbone: Any = None) -> Any:
 
 
 def trainer_of(cls: Any, folder: Path, model: Any, fast: dict[str, Any] | None = None, **more: Any) -> Any:
-    args = settings(folder, eval_strategy="no", max_steps=1, **more)
-    config = FastSFTConfig(**args, **fast) if fast else SFTConfig(**args)
-    return cls(
-        model, args=config, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 8, seed=7),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    return build(cls, folder, model=model, fast=fast, eval_strategy="no", max_steps=1, **more)
 
 
 def evaluated(trainer: Any) -> float:

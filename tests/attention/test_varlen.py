@@ -13,8 +13,11 @@ from torch import Tensor
 
 from fastpack_trl.attention import cudnn, varlen
 from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.attention.proof import verify_packing
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import tiny_model
 
 LENGTHS = (1, 7, 20, 2)
 INT32 = varlen.elements_per_token(PLAIN) * ((20 + 128) + (2 + 128) + 1)
@@ -236,10 +239,6 @@ class NoExperts(torch.nn.Module):
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
 def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> None:
-    from fastpack_trl.attention.install import packed_attention
-    from fastpack_trl.packing.packed_batch import to_transformers_kwargs
-    from fastpack_trl.testing import tiny_model
-
     model = tiny_model(family)
     if family == "gpt_oss":
         for layer in model.model.layers:
@@ -266,10 +265,6 @@ def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> N
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "afmoe"])
 def test_fp32_weights_under_autocast_are_proven_on_the_device(family: str) -> None:
-    from fastpack_trl.attention.install import packed_attention
-    from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.testing import tiny_model
-
     model = tiny_model(family).cuda()
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")  # grouped matrix products are made for bf16 weights

@@ -20,7 +20,7 @@ from benchmarks.workload import OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.measure import record
 from fastpack_trl.measure.timing import WallClock
-from fastpack_trl.model.user_code import BATCH_METHODS, replaced_methods
+from fastpack_trl.model.hooks import BATCH_METHODS, replaced_methods
 from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(

@@ -15,12 +15,12 @@ from peft import LoraConfig
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
-from trainer_material import assert_same_log, make_dataset, make_tokenizer, settings
+from trainer_material import assert_same_log, build, make_dataset
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackingCollator, packed_attention
+from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
 from fastpack_trl.testing import tiny_model
 
 Edit = Callable[[dict[str, Any]], None]
@@ -60,24 +60,22 @@ in_compute_loss, in_training_step, in_prediction_step = map(
 
 
 def in_prepare_inputs(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            inputs = super()._prepare_inputs(inputs)
-            edit(inputs)
-            return inputs
+    def method(self: Any, inputs: Any) -> Any:
+        inputs = cls._prepare_inputs(self, inputs)
+        edit(inputs)
+        return inputs
 
-    return Trainer
+    return type("Trainer", (cls,), {"_prepare_inputs": method})
 
 
 def in_get_batch_samples(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-            batches, items = super().get_batch_samples(*args, **kwargs)
-            for inputs in batches:
-                edit(inputs)
-            return batches, items
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = cls.get_batch_samples(self, *args, **kwargs)
+        for inputs in batches:
+            edit(inputs)
+        return batches, items
 
-    return Trainer
+    return type("Trainer", (cls,), {"get_batch_samples": method})
 
 
 class _Edited:
@@ -99,11 +97,7 @@ class _Edited:
 
 
 def in_a_loader(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def get_train_dataloader(self) -> Any:
-            return _Edited(super().get_train_dataloader(), edit)
-
-    return Trainer
+    return type("Trainer", (cls,), {"get_train_dataloader": lambda self: _Edited(cls.get_train_dataloader(self), edit)})
 
 
 def _collate_and_edit(collate: Any, edit: Edit, rows: Any) -> Any:
@@ -115,14 +109,13 @@ def _collate_and_edit(collate: Any, edit: Edit, rows: Any) -> Any:
 def in_a_worker(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
     """Before the batch is handed over by a worker and placed."""
 
-    class Trainer(cls):  # type: ignore[misc, valid-type]
-        def get_train_dataloader(self) -> Any:
-            loader = super().get_train_dataloader()
-            inner = loader.base_dataloader
-            inner.collate_fn = functools.partial(_collate_and_edit, inner.collate_fn, edit)
-            return loader
+    def method(self: Any) -> Any:
+        loader: Any = cls.get_train_dataloader(self)
+        inner = loader.base_dataloader
+        inner.collate_fn = functools.partial(_collate_and_edit, inner.collate_fn, edit)
+        return loader
 
-    return Trainer
+    return type("Trainer", (cls,), {"get_train_dataloader": method})
 
 
 def in_a_hook(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
@@ -155,15 +148,10 @@ def make(
     cls: type[SFTTrainer], folder: Path, *, trainer: dict[str, Any] | None = None, fast: dict[str, Any] | None = None,
     rows: int = 16, **options: Any,
 ) -> Any:  # fmt: skip
-    args = settings(folder, **({"max_steps": 2, "eval_strategy": "no"} | options))
-    return cls(
-        tiny_model("qwen3"),
-        args=FastSFTConfig(**args, **fast) if fast and issubclass(cls, FastSFTTrainer) else SFTConfig(**args),
-        train_dataset=make_dataset("tokens", rows),
-        eval_dataset=make_dataset("tokens", 6, seed=7),
-        processing_class=make_tokenizer(),
-        **(trainer or {}),
-    )
+    fast = fast if issubclass(cls, FastSFTTrainer) else None
+    trainer = {"eval_dataset": make_dataset("tokens", 6, seed=7)} | (trainer or {})
+    options = {"max_steps": 2, "eval_strategy": "no"} | options
+    return build(cls, folder, data=make_dataset("tokens", rows), fast=fast, trainer=trainer, **options)
 
 
 def run(cls: type[SFTTrainer], folder: Path, *, evaluates: bool = True, **options: Any) -> Any:
@@ -355,24 +343,24 @@ def test_an_edit_in_a_hook_reaches_the_attention(tmp_path: Path) -> None:
         assert "documents are read from" in ours.fastpack_report["packed_attention"].reason
 
 
-def test_without_position_ids_a_row_ends_as_in_stock(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "error", "message"),
+    [
+        ("position_ids", in_compute_loss, ValueError, "Expected 'attention_mask' or 'position_ids'"),
+        ("labels", in_a_hook, TypeError, "'NoneType' object is not subscriptable"),
+    ],
+)
+def test_without_a_tensor_a_row_ends_as_in_stock(
+    name: str, place: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     def dropped(inputs: dict[str, Any]) -> None:
-        del inputs["position_ids"]
+        del inputs[name]
 
     for cls in (FastSFTTrainer, SFTTrainer):
-        with pytest.raises(ValueError, match="Expected 'attention_mask' or 'position_ids'"):
-            run(in_compute_loss(cls, dropped), tmp_path, **ROWS["packed"])
-    # Evaluation needs none: the row is one document.
-    compare(in_prediction_step, dropped, tmp_path, **ROWS["packed"])
-
-
-def test_labels_taken_out_by_a_hook_end_as_in_stock(tmp_path: Path) -> None:
-    def taken_out(inputs: dict[str, Any]) -> None:
-        del inputs["labels"]
-
-    for cls in (FastSFTTrainer, SFTTrainer):
-        with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
-            run(in_a_hook(cls, taken_out), tmp_path, **ROWS["packed"])
+        with pytest.raises(error, match=message):
+            run(place(cls, dropped), tmp_path, **ROWS["packed"])
+    if name == "position_ids":  # evaluation needs none: the row is one document
+        compare(in_prediction_step, dropped, tmp_path, **ROWS["packed"])
 
 
 def test_labels_of_another_length_are_named(tmp_path: Path) -> None:
@@ -501,23 +489,17 @@ def counted(trainer: Any) -> list[float]:
     return [row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row]
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
-def test_tokens_are_counted_as_stock_counts_them_with_a_collator_of_the_user(packing: bool, tmp_path: Path) -> None:
-    if packing:
-        options: dict[str, Any] = {"packing": True, "pad_to_multiple_of": 16}
-    else:
-        options = {"trainer": {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=16)}}
-    ours, stock = (make(cls, tmp_path, **options) for cls in (FastSFTTrainer, SFTTrainer))
-    for trainer in (ours, stock):
-        trainer.train()
-    assert counted(ours) == counted(stock)
-
-
-def test_a_collator_set_later_pads_as_stocks_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["packed", "collator", "collator set later"])
+def test_tokens_are_counted_as_stock_counts_them_where_rows_are_padded(kind: str, tmp_path: Path) -> None:
+    padding = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=16)
+    options: dict[str, Any] = {
+        "packed": {"packing": True, "pad_to_multiple_of": 16}, "collator": {"trainer": {"data_collator": padding}},
+    }.get(kind, {})  # fmt: skip
     runs = []
     for cls in (FastSFTTrainer, SFTTrainer):
-        trainer = make(cls, tmp_path)
-        trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=32)
+        trainer = make(cls, tmp_path, **options)
+        if kind == "collator set later":
+            trainer.data_collator = padding
         trainer.train()
         runs.append(counted(trainer))
     assert runs[0] == runs[1]
