@@ -35,6 +35,7 @@ CASES = {
 COMMANDS = {
     "side_by_side": "whole trainings beside what people use, a process per side",
     "captured": "whole steps of train() captured as CUDA graphs and eager",
+    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
     "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
     "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
     "memory_caps": "the largest row and tokens/s under caps of device memory",

@@ -48,9 +48,27 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 )
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
-BUDGETS: dict[str, int] = {}
+BUDGETS = {
+    "attention": 3100,
+    "bench": 3600,
+    "callbacks": 550,
+    "capture": 1100,
+    "checkpointing": 2300,
+    "cli": 1050,
+    "compile": 1000,
+    "kernels": 1350,
+    "lora": 1900,
+    "measure": 1500,
+    "model": 2100,
+    "moe": 1500,
+    "packing": 1850,
+    "quickstart": 950,
+    "recipe": 1550,
+    "run": 400,
+    "step": 2200,
+}
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS: dict[str, int] = {}
+TOTALS = {"fastpack_trl": 28900, "benchmarks": 9200, "tests": 32600}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
