@@ -25,7 +25,7 @@ class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
 
 
-class AloneError(Exception):
+class RankFailedError(Exception):
     """One process of several failed inside of what all do together; the launcher ends the others."""
 
 

@@ -20,7 +20,7 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES, micro_step
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.model.saved_files import choose_checkpoint
@@ -202,7 +202,7 @@ class FastSFTTrainer(SFTTrainer):
                     self._fastpack_announce()
 
             if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
-                stack.enter_context(called(self, at_begin=begin))
+                stack.enter_context(during_training(self, at_begin=begin))
             else:
                 begin()
             self._fastpack_entered, run.insists = True, False

@@ -29,7 +29,7 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.kind import LayerKind
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
-from fastpack_trl.errors import AloneError, PackingError
+from fastpack_trl.errors import RankFailedError, PackingError
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.step import merge_accumulation as merging
@@ -309,17 +309,17 @@ def left_alike() -> None:
     for fails in ((1,), (0, 1), ()):
         here, said = rank in fails, ""
         try:
-            with ranks.together():
+            with ranks.failing_together():
                 if here:
                     raise ValueError(f"of {rank}")
         except (ValueError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
         assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
-    assert ranks.agreed(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
-    waits = contextlib.nullcontext() if rank == 0 else pytest.raises(AloneError, match="rank 1: ValueError: alone")
+    assert ranks.first_reason(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
+    waits = contextlib.nullcontext() if rank == 0 else pytest.raises(RankFailedError, match="rank 1: ValueError: alone")
     # The question that it gave up is lost to the others too: they find its connection closed.
     left = pytest.raises(RuntimeError, match=r"[Cc]onnection closed") if rank == 0 else contextlib.nullcontext()
-    with waits, left, ranks.together(0.5):
+    with waits, left, ranks.failing_together(0.5):
         if rank:
             raise ValueError("alone")
         dist.barrier()

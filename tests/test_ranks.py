@@ -28,7 +28,7 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))
 ranks = Ranks(2, timedelta(seconds=300))
 ranks.all(True)
-with ranks.together(0.5):
+with ranks.failing_together(0.5):
     if rank:
         raise ValueError("alone")
     dist.barrier()
@@ -70,8 +70,8 @@ def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
     ("where", "said"),
     [
         ("no memory", ["a step of several processes cannot be run again", "lower activation_memory_gib"]),
-        ("proof", ["AloneError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in _proof"]),
-        ("plan", ["AloneError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in plan_memory"]),
+        ("proof", ["RankFailedError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in _proof"]),
+        ("plan", ["RankFailedError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in plan_memory"]),
         ("step", ["RuntimeError: the kernel failed", "in training_step"]),
         ("dispatched", ["TypeError: Can only concatenate tensors but got"]),  # as under stock
     ],
@@ -98,4 +98,4 @@ def test_a_process_that_gives_up_waiting_ends_at_once_whatever_the_timeout_of_th
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode for rank in ranks)
-    assert "AloneError: rank 1: ValueError: alone" in said[1]
+    assert "RankFailedError: rank 1: ValueError: alone" in said[1]

@@ -121,7 +121,7 @@ def plan_rows_again(run: Run) -> None:
         own = _plan(run)
         return own.reason if own.kind == "stock" else ""
 
-    stock = run.ranks.agreed(why_stock)
+    stock = run.ranks.first_reason(why_stock)
     plan = BatchPlan("stock", stock) if stock else own
     if plan != run.plan:
         plan_rows(run, plan)
@@ -171,7 +171,7 @@ def _install(run: Run, stack: ExitStack) -> None:
             return f"{run.choice.path} failed its proof: {error}"
         return f"rows without padding are not proven: {unproven}" if unproven and unasked else ""
 
-    failed = run.ranks.agreed(why_not)
+    failed = run.ranks.first_reason(why_not)
     if not failed:
         return
     attempt.close()

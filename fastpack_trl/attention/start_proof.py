@@ -16,7 +16,7 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError, first_reason
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.facts import (
     UNREADABLE,
     backbones,
@@ -28,7 +28,7 @@ from fastpack_trl.model.facts import (
 from fastpack_trl.model.sharded import part_up
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
-from fastpack_trl.run import ONCE_PARTED, Choice, Run
+from fastpack_trl.run import ONCE_SHARDED, Choice, Run
 
 logger = get_logger(__name__)
 
@@ -90,14 +90,14 @@ def _now_or_once_sharded(run: Run, stack: ExitStack, prove: Callable[[], None]) 
         prove()
         return
 
-    def together() -> None:
+    def prove_together() -> None:
         try:
             prove()
         finally:
             part_up(run.model)
 
-    run.say("verify_packing", "on", "pending", ONCE_PARTED)
-    stack.enter_context(called(run.trainer, at_begin=together))
+    run.say("verify_packing", "on", "pending", ONCE_SHARDED)
+    stack.enter_context(during_training(run.trainer, at_begin=prove_together))
 
 
 def prove_stock(run: Run, stack: ExitStack) -> None:
@@ -220,7 +220,7 @@ def _proof(run: Run, **options: Any) -> tuple[PackingProof | None, str]:
     """Return the proof, or None where it cannot be made and was not insisted on: said, and the reason in the model."""
     insists = run.settings.verify_packing == "on" and run.training
     try:
-        with run.step.taking("proof"), run.together_if_parted(), run.autocast():
+        with run.step.taking("proof"), run.failing_together_if_sharded(), run.autocast():
             proof = verify_packing(run.model, **options)
     except PackingError:
         raise

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.packing.dataset import is_token_lists, rows_digest
 from fastpack_trl.run import Run
 
@@ -42,5 +42,5 @@ def resumed_data(run: Run) -> Iterator[None]:
             logger.warning(CHANGED)
         states[KEY] = digest
 
-    with called(run.trainer, at_begin=compare):
+    with during_training(run.trainer, at_begin=compare):
         yield

@@ -11,8 +11,7 @@ import torch
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.errors import first_reason
-from fastpack_trl.kernels.grouped import reads_offsets
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
@@ -65,7 +64,7 @@ def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
             if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
                 ordered.enter_context(device.steps_in_order(optimizer))
 
-        with called(run.trainer, at_begin=order):
+        with during_training(run.trainer, at_begin=order):
             yield
 
 
@@ -108,12 +107,7 @@ def _reasons(run: Run) -> Iterator[object]:
     optim = str(getattr(args.optim, "value", args.optim)).lower()
     yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
     yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
-    yield from (
-        f"grouped products in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute capability "
-        f"{_dotted(torch.cuda.get_device_capability(run.device))}"
-        for dtype in run.expert_dtypes
-        if reads_offsets(dtype, run.device)
-    )
+    yield run.experts_refuse_capture()
     watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
     yield watched and f"{watched} does not run in a replay"
     replaced = replaced_methods(trainer, BATCH_METHODS)

@@ -107,7 +107,7 @@ class StepGraphs(TrainerCallback):
         return loss
 
     def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        slot = self._slot(inputs) if self._is_ordinary(model, inputs, num_items_in_batch) else None
+        slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
         if slot is not None:
             # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
             # second is for optimizers without a schedule, which evaluation has switched over.
@@ -133,7 +133,7 @@ class StepGraphs(TrainerCallback):
             return self._replay(inputs, slot.recorded)
         return self._warm(stock, model, inputs, num_items_in_batch, slot)
 
-    def _is_ordinary(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
+    def _may_replay(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
         """Return whether a micro-batch is one of many alike; what excludes all that follow ends the feature."""
         if self._ended:
             return False
@@ -145,7 +145,7 @@ class StepGraphs(TrainerCallback):
             found = found or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
             found = found or replaced_methods(trainer, BATCH_METHODS)
         if found:
-            self.end(f"{found} does not run in a replay: remove it to have steps captured")
+            self.disable(f"{found} does not run in a replay: remove it to have steps captured")
         if self.has_ended:
             return False
         return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)
@@ -181,7 +181,7 @@ class StepGraphs(TrainerCallback):
             return
         self._pays = StartUpCost(RECORD_SECONDS, MOST_SAVED * seconds).pays(steps_left)
         if not self._pays:
-            self.end(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
+            self.disable(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
 
     def _judge(self, turns: StepTurns) -> None:
         """Keep graphs that pay, as soon as enough steps are known; give the others back."""
@@ -197,9 +197,9 @@ class StepGraphs(TrainerCallback):
             self._kept = True
             self._tell()
         elif verdict.pairs < LEAST_PAIRS:
-            self.end("too few rows fit into a recorded size to compare steps")
+            self.disable("too few rows fit into a recorded size to compare steps")
         else:
-            self.end(f"graphs save less than {least:.0%} of a step, or no more than its noise: {self._note}")
+            self.disable(f"graphs save less than {least:.0%} of a step, or no more than its noise: {self._note}")
 
     @property
     def _is_eager_turn(self) -> bool:
@@ -228,7 +228,7 @@ class StepGraphs(TrainerCallback):
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
-                self.end(why)
+                self.disable(why)
                 return None
             self.drop()
             self._version = self._run.step.version
@@ -253,7 +253,7 @@ class StepGraphs(TrainerCallback):
         try:
             loss, table = self._static(stock, model, slot)
         except PackingError as error:  # somebody asks for what a static row does not have
-            self.end(str(error))
+            self.disable(str(error))
             return stock(model, inputs, num_items_in_batch)
         slot.warm += 1
         self.warmed += 1
@@ -266,7 +266,7 @@ class StepGraphs(TrainerCallback):
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
         try:
-            with self._step.set_apart(self._accumulation) as figures:
+            with self._step.static_loss(self._accumulation) as figures:
                 loss = stock(model, dict(slot.inputs.keywords), self._items)
         finally:
             slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone
@@ -279,7 +279,7 @@ class StepGraphs(TrainerCallback):
         """
         lacks = self._device.lacks_room()
         if lacks:
-            self.end(lacks)
+            self.disable(lacks)
             return
         self._device.prepare()
         self._record(stock, model, warm)
@@ -301,14 +301,14 @@ class StepGraphs(TrainerCallback):
             graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
         except torch.OutOfMemoryError as error:
             close_frames(error)
-            self.end("no memory for the graph of a micro-step beside what eager ones need")
+            self.disable("no memory for the graph of a micro-step beside what eager ones need")
         except Exception as error:
             logger.debug(f"{FEATURE}: {error}", exc_info=True)
             close_frames(error)
             if slot.warm <= WARM_ROWS:
                 slot.needs = slot.warm + 1
             else:  # the same rows ran eager in these shapes: recording them is what fails
-                self.end(f"a micro-step cannot be recorded: {describe(first_cause(error))}")
+                self.disable(f"a micro-step cannot be recorded: {describe(first_cause(error))}")
         else:
             slot.recorded = _Recorded(graph, loss, table)
             self.recorded += 1
@@ -331,7 +331,7 @@ class StepGraphs(TrainerCallback):
         """Drop what was recorded of a model that is another now."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self.end("the model is changed again and again (weights moved, frozen or merged, modes)")
+            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
         else:
             self.drop()
 
@@ -349,18 +349,18 @@ class StepGraphs(TrainerCallback):
         if self._turns is not None:
             self._turns.compares = False
 
-    def end(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Run all that follows eager, said once."""
         if not self._ended:
             self._ended = True
-            self._run.end(FEATURE, "eager", reason)
+            self._run.disable(FEATURE, "eager", reason)
         self.drop()
 
     def reclaim(self) -> bool:
         """Give the memory of the graphs back after a step ran out of it; False where there is none."""
         held = self._buffers is not None
         if held:
-            self.end("a step ran out of memory beside the graphs")
+            self.disable("a step ran out of memory beside the graphs")
         return held
 
     def finish(self) -> None:
@@ -370,7 +370,7 @@ class StepGraphs(TrainerCallback):
         elif not self._ended:
             why = f"no row was recorded in {self._steps_done} steps"
             if self._asked:
-                self._run.end(FEATURE, "eager", why)
+                self._run.disable(FEATURE, "eager", why)
             else:
                 self._run.say(FEATURE, "off", "eager", why)
         self.drop()

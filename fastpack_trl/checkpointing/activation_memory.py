@@ -18,11 +18,11 @@ from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
-from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_PARTED, Run
+from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_SHARDED, Run
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def activation_memory(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    reason = run.ranks.agreed(lambda: _why_not(run))
+    reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
         # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
         run.say(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
@@ -55,11 +55,11 @@ def activation_memory(run: Run) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         if run.is_fsdp2:
-            run.say(FEATURE, "on", "pending", ONCE_PARTED)
+            run.say(FEATURE, "on", "pending", ONCE_SHARDED)
             run.step.activations_left = 0  # `checkpoint_offload` is this plan's
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
-            stack.enter_context(called(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
+            stack.enter_context(during_training(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
         else:
             _install(run, stack)
         yield
@@ -128,7 +128,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
             return why
         return ""
 
-    why = run.ranks.agreed(why_not)
+    why = run.ranks.first_reason(why_not)
     if planned is None or why:
         return None, why
     # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
@@ -361,7 +361,7 @@ def plan_memory(run: Run) -> ActivationMemory:
 
     setting, device, layers = run.settings.activation_memory, run.device, checkpointable_layers(run.model)
     cuda = device.type == "cuda"
-    with run.ranks.together():  # none may run a sharded model without the others
+    with run.ranks.failing_together():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
         blocked = offload_unavailable(device)
         copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
@@ -383,7 +383,7 @@ def plan_memory(run: Run) -> ActivationMemory:
 
     costs, failed = trace_levels(
         run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
-        ample=ample, together=run.together_if_parted,
+        ample=ample, together=run.failing_together_if_sharded,
     )  # fmt: skip
     planner = Planner(costs, budget, tokens, longest, Level.CHECKPOINT if blocked else Level.OFFLOAD)
     if setting == "auto":

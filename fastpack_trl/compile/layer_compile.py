@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found
 from fastpack_trl.report import Status
@@ -22,7 +22,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    why = run.ranks.agreed(lambda: why_not(run))  # as one: processes that weigh ask each other between steps
+    why = run.ranks.first_reason(lambda: why_not(run))  # as one: processes that weigh ask each other between steps
     if why:
         run.say(FEATURE, "off", "eager", why)
         yield
@@ -50,7 +50,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         tell(layers)
         agree = (lambda: layers.agree(run.ranks)) if together else None
         pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
-        with pending, attribute_set(run, "compiles_later", weighs), called(run.trainer, between_steps=agree):
+        with pending, attribute_set(run, "compiles_later", weighs), during_training(run.trainer, between_steps=agree):
             yield
 
 

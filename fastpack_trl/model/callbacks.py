@@ -23,7 +23,7 @@ def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[N
 
 
 @contextmanager
-def called(
+def during_training(
     trainer: Trainer,
     *,
     at_begin: Callable[[], object] | None = None,

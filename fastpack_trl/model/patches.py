@@ -43,7 +43,7 @@ def attributes_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class Held:
+class Patch:
     """Keeps a value alive on another object; a copy or a pickle of that object has None instead.
 
     A context of a generator that nobody keeps is collected, and so restores: the changed object must keep its own.
@@ -56,7 +56,7 @@ class Held:
         return type(None), ()
 
 
-class Shared(Held):
+class SharedPatch(Patch):
     """A change that `shared` has made to the object on which this hangs.
 
     Attributes:
@@ -78,12 +78,12 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
 
     Args:
         owner: the object, or the class, that is changed.
-        name: of the attribute that holds a `Shared` while somebody holds the change.
+        name: of the attribute that holds a `SharedPatch` while somebody holds the change.
         install: makes the change, once.
     """
     share = vars(owner).get(name)
     if share is None:
-        share = Shared()
+        share = SharedPatch()
         share.value = share.stack.enter_context(install())
         setattr(owner, name, share)
     share.holders += 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from fastpack_trl.errors import AloneError, describe
+from fastpack_trl.errors import RankFailedError, describe
 
 PATIENCE = 30.0
 """Seconds that a process waits, which failed inside of a collective, for the others to fail too: they do so at once."""
@@ -80,14 +80,14 @@ class Ranks:
         theirs = (f"rank {rank}: {text}" for rank, text in enumerate(map(_text, said)) if text)
         return own or next(theirs, "")
 
-    def agreed(self, why_not: Callable[[], str]) -> str:
+    def first_reason(self, why_not: Callable[[], str]) -> str:
         """Return the reason of `why_not` in this process, else that of another; see `reason`.
 
         What it raises here is a reason to the others, and raised once they have it.
         """
         try:
             own = why_not()
-        except AloneError:
+        except RankFailedError:
             raise
         except Exception as error:
             self.reason(_said(error))
@@ -95,7 +95,7 @@ class Ranks:
         return self.reason(own)
 
     @contextmanager
-    def together(self, patience: float | None = None) -> Iterator[None]:
+    def failing_together(self, patience: float | None = None) -> Iterator[None]:
         """Let every process leave the context with an exception where one does.
 
         Args:
@@ -104,17 +104,17 @@ class Ranks:
 
         Raises:
             RuntimeError: another process failed, and this one did not; names its rank and its reason.
-            AloneError: this process failed, and the others wait for it: the run has to end.
+            RankFailedError: this process failed, and the others wait for it: the run has to end.
         """
         try:
             yield
-        except AloneError:
+        except RankFailedError:
             raise
         except Exception as error:
             try:
                 self.reason(_said(error), patience)
             except RuntimeError:
-                raise AloneError(
+                raise RankFailedError(
                     f"rank {distributed.get_rank()}: {_said(error)}; the other processes wait for this one in a "
                     "collective that it has left, so the run ends"
                 ) from error

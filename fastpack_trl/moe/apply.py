@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.patches import Held, attribute_set
+from fastpack_trl.model.patches import Patch, attribute_set
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
@@ -133,7 +133,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
         report.warnings = router_adapters(model, found)
         report._keepers = [state.keeper for state in states.values()]
         report._stack = stack.pop_all()
-    held = Held(report._stack)
+    held = Patch(report._stack)
     changed: list[Any] = [*states.values(), *adapters]
     for each in changed:
         each.installed = held

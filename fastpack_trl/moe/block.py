@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked
-from fastpack_trl.model.patches import Held
+from fastpack_trl.model.patches import Patch
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.quantised import STACKS, read_stack
@@ -41,7 +41,7 @@ class ExpertsState:
     form: BlockForm
     keeper: PlanKeeper
     hooked: SameInRecompute = field(default_factory=SameInRecompute)
-    installed: Held | None = None
+    installed: Patch | None = None
 
 
 class LowRank(NamedTuple):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 
 from fastpack_trl.kernels._triton import is_supported
+from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.lora import has_expert_lora
@@ -62,6 +65,18 @@ def measured(device_type: str, training: Training) -> tuple[bool, str]:
     return (True, found) if gain.least >= LEAST_GAIN else (False, f"{found}; moe='on' takes it all the same")
 
 
+def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
+    """Return why experts in one of `dtypes`, those that transformers dispatches, cannot be in a CUDA graph."""
+    for dtype in dtypes:
+        if reads_offsets(dtype, run.device):
+            capability = ".".join(map(str, torch.cuda.get_device_capability(run.device)))
+            return (
+                f"grouped products in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute "
+                f"capability {capability}"
+            )
+    return ""
+
+
 @contextmanager
 def moe(run: Run) -> Iterator[None]:
     """Run mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's.
@@ -71,7 +86,7 @@ def moe(run: Run) -> Iterator[None]:
     """
     setting, model = run.settings.moe, run.model
     present = bool(experts_modules(model))
-    run.expert_dtypes = expert_dtypes(model)
+    run.experts_refuse_capture = partial(_reading_sizes, run, expert_dtypes(model))
     # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
     quantised = present and has_quantised_experts(model)
     if not (run.training or quantised) or not (present or setting == "on"):

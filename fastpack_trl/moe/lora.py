@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.hooks import SameInRecompute, are_hooked
-from fastpack_trl.model.patches import Held, attribute_set
+from fastpack_trl.model.patches import Patch, attribute_set
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
@@ -47,7 +47,7 @@ class ExpertLora:
     module: Any
     reason: str = ""
     hooked: SameInRecompute = field(default_factory=SameInRecompute)
-    installed: Held | None = None
+    installed: Patch | None = None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastpack_trl.config import Settings
@@ -48,7 +47,7 @@ class Decisions:
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
         parameters: returns the model's, from the list of `sync_free` while that is on; None: by a walk over the model.
-        expert_dtypes: in which experts that transformers dispatches are computed; empty without any.
+        experts_refuse_capture: returns why the products of experts cannot be recorded; empty where they can.
         compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
         measures_first_step: what the first step takes on the device says how long later rows may be.
     """
@@ -65,7 +64,7 @@ class Decisions:
         self.refuses_static: Callable[[Bucket], str] = _no_attention
         self.alone_from = math.inf
         self.parameters: Callable[[], Iterable[nn.Parameter]] | None = None
-        self.expert_dtypes: set[torch.dtype] = set()
+        self.experts_refuse_capture: Callable[[], str] = str
         self.compiles_later = self.measures_first_step = False
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 PADDED_ROWS = "padded_rows"
 """The attention path that unpacks documents into padded rows, under stock's own attention."""
 SHARDED = "parameters are sharded while the step runs"
-ONCE_PARTED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
+ONCE_SHARDED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
 DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
@@ -112,9 +112,9 @@ class Run(Decisions):
         """Parameters are DTensors but while their unit runs: whole tensors then, of this process."""
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
 
-    def together_if_parted(self) -> AbstractContextManager[None]:
-        """Run a parted model in the context: all processes leave it alike, as of `Ranks.together`."""
-        return self.ranks.together(PATIENCE) if self.is_fsdp2 else nullcontext()
+    def failing_together_if_sharded(self) -> AbstractContextManager[None]:
+        """Run a parted model in the context: all processes leave it alike, as of `Ranks.failing_together`."""
+        return self.ranks.failing_together(PATIENCE) if self.is_fsdp2 else nullcontext()
 
     @property
     def packs(self) -> bool:
@@ -147,7 +147,7 @@ class Run(Decisions):
         if self.insists and not (status == "on" if holds is None else holds) and self.settings.names(feature):
             raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self.remedy(feature)}")
 
-    def end(self, feature: str, path: str, reason: str) -> None:
+    def disable(self, feature: str, path: str, reason: str) -> None:
         """Say that `feature` is off from here on, in the middle of a run; also in the log."""
         remedy = f"; {self.remedy(feature)}" if self.settings.names(feature) else ""
         logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")

@@ -210,7 +210,7 @@ class Merging:
         reason = reason or callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
         reason = reason or once_per_micro_batch(self._module_hooks.look()) or needs_logits(trainer)
         if reason:
-            self._run.end(FEATURE, "stock", reason)
+            self._run.disable(FEATURE, "stock", reason)
             self._ended, self._groups = True, {}
 
     def _split(

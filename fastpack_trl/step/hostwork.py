@@ -206,9 +206,11 @@ class GradientReset:
                 self._foreign.update((id(parameter), parameter) for parameter in beside)
         return contents.parameters
 
-    def listed(self, model: nn.Module, optimizer: Any) -> Listed:
+    def listed(self, model: nn.Module, optimizer: Any) -> WithGradients:
         """Return a stand-in for `model` whose ``parameters()`` are those with a gradient, without a walk."""
-        return Listed([parameter for parameter in self._complete(model, optimizer) if parameter.grad is not None])
+        return WithGradients(
+            [parameter for parameter in self._complete(model, optimizer) if parameter.grad is not None]
+        )
 
     def remove(self) -> None:
         """Give the model its own ``zero_grad`` again."""
@@ -218,7 +220,7 @@ class GradientReset:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class WithGradients:
     """What clipping asks of a model: its parameters; those without a gradient it would skip one by one."""
 
     with_gradient: list[nn.Parameter]

@@ -39,7 +39,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
         return
     setting = run.settings.merge_accumulation
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
-    why = run.ranks.agreed(lambda: _why_not(run))
+    why = run.ranks.first_reason(lambda: _why_not(run))
     if why:
         run.say(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
         yield

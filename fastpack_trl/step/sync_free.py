@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import called
+from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.facts import is_prompt_learning
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
 from fastpack_trl.model.patches import attribute_set
@@ -48,7 +48,7 @@ class SyncFreeStep:
         self.forward = LossForward(base_model(model))
         self.contents, self.filter = ModelContents(), LossFilter()
         self.reset = GradientReset(self.contents)
-        self._apart: _Apart | None = None
+        self._apart: _StaticLoss | None = None
         self._forget_model()
 
     def takes(self, run: Run, inputs: Any, return_outputs: bool = False) -> bool:
@@ -96,13 +96,13 @@ class SyncFreeStep:
         self.metrics.keep(trainer, "train" if trainer.model.training else "eval", table, loss_tokens, row_tokens(batch))
 
     @contextlib.contextmanager
-    def set_apart(self, accumulation_steps: Tensor) -> Iterator[_Apart]:
+    def static_loss(self, accumulation_steps: Tensor) -> Iterator[_StaticLoss]:
         """Let a static batch in this context have its loss without any effect on the host; `keep` is for afterwards.
 
         Args:
             accumulation_steps: () fp32, read by the device.
         """
-        self._apart = _Apart(accumulation_steps)
+        self._apart = _StaticLoss(accumulation_steps)
         try:
             yield self._apart
         finally:
@@ -160,7 +160,7 @@ class SyncFreeStep:
         self.forward.close()
 
 
-class _Apart:
+class _StaticLoss:
     """The loss of a static batch, and its figures.
 
     Attributes:
@@ -199,7 +199,7 @@ def sync_free(run: Run) -> Iterator[None]:
             yield
         return
     # As one: stock's loss gathers its figures in each micro-batch, ours between two logs.
-    stock = run.ranks.agreed(lambda: why_stock_loss(run))
+    stock = run.ranks.first_reason(lambda: why_stock_loss(run))
     own_step = replaced_methods(run.trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
     remarks = _remarks(run, own_step)
     host = not run.is_deepspeed
@@ -235,7 +235,7 @@ def _steps_over_shards(run: Run) -> Iterator[None]:
 
     with contextlib.ExitStack() as installed:
         if run.is_fsdp2 and run.training:
-            with called(run.trainer, at_begin=install):
+            with during_training(run.trainer, at_begin=install):
                 yield
         else:
             yield

@@ -149,7 +149,7 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 9:
                 graphs = trainer.fastpack_run.part(StepGraphs)
-                graphs._is_ordinary = lambda *_: False  # every row of this step is out of the ordinary
+                graphs._may_replay = lambda *_: False  # every row of this step is out of the ordinary
 
     def fail_once(_gradient: torch.Tensor) -> None:
         if trainer.state.global_step == 9 and not failed:
