@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 BLOCK_SIZE = 128
 """Tokens per block of the kernel's grid; torch's default."""
+_compiled: dict[str, Any] = {}
 
 
 class FlexLayer(NamedTuple):
@@ -116,7 +116,8 @@ def _ordered(matrix: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.i
     return counts, np.argsort(~matrix, axis=-1, kind="stable").astype(np.int32)
 
 
-@cache
 def _flex() -> Any:
-    # Uncompiled, flex computes all total_tokens^2 scores.
-    return torch.compile(flex_attention, dynamic=True) if torch.cuda.is_available() else flex_attention
+    # Uncompiled, flex computes all total_tokens^2 scores. Dynamo warns of `functools.cache` inside of a compiled layer.
+    if "flex" not in _compiled:
+        _compiled["flex"] = torch.compile(flex_attention, dynamic=True)
+    return _compiled["flex"] if torch.cuda.is_available() else flex_attention

@@ -167,7 +167,7 @@ def _mask_knows_positions(source: str) -> bool:
     # The arguments of several masks are usually collected in one dict: {"config": ..., "position_ids": ...}.
     dicts = re.findall(r"\{[^{}]*\}", source)
     collected = any('"attention_mask"' in names and '"position_ids"' in names for names in dicts)
-    calls = re.findall(r"create_\w*causal_mask\(([^()]*)\)", source)
+    calls = re.findall(r"create_\w*causal_mask\(((?:[^()]|\([^()]*\))*)\)", source)
     return all("position_ids=" in call or (collected and "**" in call) for call in calls)
 
 

@@ -88,7 +88,8 @@ class FrozenCopies:
         if not self.kept:
             return False
         for module, _ in self._wanted:
-            module._fastpack_drop_dense()
+            module.__dict__.pop("fastpack_dense", None)  # also of a layer that has its own class again
+            module.__dict__.pop("fastpack_copied_from", None)
         self.kept, self.reason = False, reason
         return True
 

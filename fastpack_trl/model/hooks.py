@@ -79,7 +79,7 @@ def are_hooked(*modules: nn.Module) -> bool:
 
 def global_hook() -> str:
     """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty without."""
-    found = _first_of_users(_global_dictionaries())
+    found = _first_of_users(_global_dictionaries()) if any(_global_dictionaries()) else ""
     return f"the global {found}" if found else ""
 
 

@@ -43,7 +43,7 @@ def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int
         sizes = bounds.diff().clamp(min=1).float()
         part = torch.bucketize(torch.arange(num_tokens, device=device, dtype=bounds.dtype), bounds[1:], right=True)
     else:
-        sizes = torch.cat([torch.full((1,), float(tokens), device=device) for tokens in parts])
+        sizes = torch.cat([torch.full((1,), float(tokens), dtype=torch.float32, device=device) for tokens in parts])
         counts = [*parts, num_tokens - sum(parts)]
         part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(counts)])
     losses: Tensor = _BalancingLoss.apply(top_k, part, sizes * len(router_logits), *router_logits)
@@ -56,7 +56,7 @@ class _BalancingLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, top_k: int, part: Tensor, tokens: Tensor, *logits: Tensor) -> Tensor:
         num_parts, num_experts, device = len(tokens), logits[0].shape[1], logits[0].device
-        counts = torch.zeros(num_parts + 1, num_experts, device=device)
+        counts = torch.zeros(num_parts + 1, num_experts, dtype=torch.float32, device=device)
         probabilities = torch.zeros_like(counts)
         for stacked in _chunks(logits, device):
             routing = torch.softmax(stacked, dim=-1)

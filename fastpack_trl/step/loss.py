@@ -188,7 +188,7 @@ def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
         count, by_itself = len(parts), not batch.parts
     losses = load_balancing_losses(outputs.router_logits, top_k, parts)
     if losses is None:  # this model records no router logits
-        losses = torch.zeros(count, device=outputs.last_hidden_state.device)
+        losses = torch.zeros(count, dtype=torch.float32, device=outputs.last_hidden_state.device)
     return losses[0] if by_itself else losses
 
 
