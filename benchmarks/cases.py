@@ -54,7 +54,7 @@ class Run:
 
     @classmethod
     def of(cls, args: Namespace, file: ResultFile | None) -> Run:
-        """Return the run that options of `benchmarks.command.parse` ask for, on the GPU where there is one."""
+        """Return the run that options of `CaseCommand.arguments` ask for, on the GPU where there is one."""
         return cls(
             rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
             device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,

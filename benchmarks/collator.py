@@ -23,7 +23,7 @@ from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.batching import ArrowRows
 from fastpack_trl.packing.collator import PackingCollator
 
-DEFAULTS = Run(rounds=7, threads=1)
+DEFAULTS = Run(rounds=7, threads=1, seconds=math.inf)
 TOKENS = 8192
 SHORTEST_DOCUMENT, LONGEST_DOCUMENT = 64, 1024
 VOCAB_SIZE = 32_000

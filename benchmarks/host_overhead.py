@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
 from fastpack_trl.trainer import FastSFTTrainer
 
-DEFAULTS = Run(rounds=7, threads=1)
+DEFAULTS = Run(rounds=7, threads=1, seconds=math.inf)
 
 _STEPS = 8  # per run of either trainer, after `WARMUP_STEPS` that are not timed
 

@@ -23,7 +23,7 @@ from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import clock_of
 
-DEFAULTS = Run(rounds=5)
+DEFAULTS = Run(rounds=5, seconds=math.inf)
 GATE_STEPS, WARMUP_PAIRS = 1, 1
 
 FLOAT32_PARITY = 1e-5

@@ -5,7 +5,8 @@ Run in a checkout. Rewrites what stands between the marks; a test fails when tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,9 @@ def checks(word: str) -> str:
     return grid(f"of [the guide]({GUIDE}) | >predicted | >published | >apart", lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the numbers of this checkout's pages, and draw their pictures."""
+    ArgumentParser(prog="python -m benchmarks.readme", description=main.__doc__).parse_args(arguments)
     results = load_results()
     write_pictures(results, RESULTS, ROOT / FOLDER)
     for page, fill in ((PAGE, with_numbers), ("README.md", with_glance)):

@@ -61,8 +61,9 @@ def _faults(arguments: Arguments) -> Iterator[str]:
 
     script, training, model, mixture = arguments.script, arguments.training, arguments.model, arguments.mixture
     # transformers looks for them after preparing model and data.
-    for name in set(training.report_to or ()) & _REPORTERS - set(get_available_reporting_integrations()):
-        if find_spec(name) is None:
+    missing = _REPORTERS - set(get_available_reporting_integrations())
+    for name in training.report_to or ():
+        if name in missing and find_spec(name) is None:
             yield f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'"
     given = training.optim_args
     if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):

@@ -26,17 +26,18 @@ def load_config(path: str) -> dict[str, Any]:
         UserError: no such file, not UTF-8, a syntax error or an unsafe tag (with its line), or not a mapping.
     """
     text = _read(path)
-    loader = _BoundedLoader(text)
     try:
-        config = loader.get_single_data()
+        loader = _BoundedLoader(text)  # reads ahead: a control character fails here
+        try:
+            config = loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"config file {path!r}{where}: {one_line(error.problem)}: correct the YAML there") from error
     except yaml.YAMLError as error:
         raise UserError(f"config file {path!r} is not YAML: {one_line(error)}") from error
-    finally:
-        loader.dispose()
     if not isinstance(config, dict):
         found = "is empty" if config is None else f"holds a {type(config).__name__}"
         raise UserError(f"config file {path!r} {found}: it must be a YAML mapping, e.g. `max_length: 1024`")

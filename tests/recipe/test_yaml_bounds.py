@@ -48,6 +48,13 @@ def test_value_without_end(tmp_path: Path, key: str, value: str, why: str) -> No
     )
 
 
+def test_a_control_character_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text('run_name: "a\x07b"\n', encoding="utf-8")
+    with pytest.raises(UserError, match="is not YAML: unacceptable character #x0007"):
+        load_config(str(path))
+
+
 @pytest.mark.parametrize("value", [value for value, _ in VALUES.values()], ids=VALUES)
 def test_the_command_ends_with_one_line(tmp_path: Path, value: str) -> None:
     path = tmp_path / "sft.yaml"
