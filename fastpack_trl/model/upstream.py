@@ -103,7 +103,7 @@ TABLE: tuple[Upstream, ...] = (
     Upstream(
         (*_all("trl.kernels", "ChunkedLogProbFunction chunked_logprob"),
          *_all("transformers.Trainer", "_maybe_log_save_evaluate _finalize_training")),
-        ("step",), "loss and metrics as stock", "sync_free", partly=True,
+        ("step", "trainer"), "loss and metrics as stock", "sync_free", partly=True,
     ),
     Upstream(
         (_HOMES["LoraLayer"], _HOMES["LoraLinear"], *_all("torch", "_foreach_mul _foreach_mul_ _foreach_copy_"),
@@ -138,7 +138,7 @@ TABLE: tuple[Upstream, ...] = (
     ),
     # Beside the features: asked for where they are used.
     Upstream(
-        _all("transformers.Trainer", "_clip_grad_norm _get_grad_norm"), ("step",),
+        _all("transformers.Trainer", "_clip_grad_norm _get_grad_norm"), ("step", "trainer"),
         "clipping walks over all modules in each step",
     ),
     Upstream(
@@ -146,7 +146,7 @@ TABLE: tuple[Upstream, ...] = (
         "no layer is checkpointed where we look: offload refuses, routing plans are made again, layers run eager",
     ),
     Upstream(
-        _all("torch.nn.Module", _MODULE_STATE), ("lora", "model", "moe", "step"),
+        _all("torch.nn.Module", _MODULE_STATE), ("capture", "lora", "model", "moe", "step"),
         "the feature that reads them stops with an error; torch.nn has had them from its first version",
     ),
     Upstream(
@@ -252,11 +252,11 @@ TABLE: tuple[Upstream, ...] = (
         "vision data and losses that shift are not told from others",
     ),
     Upstream(
-        (_HOMES["BaseTunerLayer"], *_all("torch", "_foreach_copy_ _foreach_zero_")), ("packing", "step"),
+        (_HOMES["BaseTunerLayer"], *_all("torch", "_foreach_copy_ _foreach_zero_")), ("capture", "packing"),
         "micro-steps run eager", "cuda_graph",
     ),
     Upstream(
-        _all("torch._C", "_cuda_endAllocateToPool _cuda_releasePool"), ("step",),
+        _all("torch._C", "_cuda_endAllocateToPool _cuda_releasePool"), ("capture",),
         "after a recording that failed, cached memory is not given back: a step that lacks it stops with an error",
     ),
     Upstream(

@@ -35,7 +35,7 @@ from benchmarks.training_rows import FIRST
 from fastpack_trl.bench.views import no_gain
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("row", "model", "name", "setting")
+NAMES = ("cell", "row", "model", "name", "setting")
 """Keys of a row that say what it is."""
 
 

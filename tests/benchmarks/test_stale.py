@@ -181,5 +181,7 @@ def _imported(path: Path) -> Iterator[Path]:
                 file = Path(*name.split(".")).with_suffix(".py")
                 if name == "fastpack_trl.FastSFTTrainer":
                     file = Path("fastpack_trl/trainer.py")
+                elif name == "fastpack_trl.run":  # a room whose `__init__` has its names
+                    file = Path("fastpack_trl/run/run.py")
                 if (ROOT / file).is_file():
                     yield file

@@ -17,12 +17,12 @@ LIBRARIES = ("accelerate", "peft", "torch", "transformers", "trl")
 PUBLIC = {
     "accelerate.logging", "accelerate.utils", "torch.autograd", "torch.autograd.function", "torch.autograd.graph",
     "torch.nn", "torch.nn.attention.flex_attention", "torch.nn.functional", "torch.nn.modules",
-    "torch.nn.modules.module", "torch.nn.parallel", "torch.profiler", "torch.utils.checkpoint", "torch.utils.data",
-    "torch.utils.flop_counter", "torch.utils.hooks", "transformers.utils",
+    "torch.nn.modules.module", "torch.nn.parallel", "torch.profiler", "torch.utils.benchmark", "torch.utils.checkpoint",
+    "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks", "transformers.utils",
 }  # fmt: skip
 """Modules below the top that their libraries document."""
 OF_PYTHON = {
-    "_actions", "_fields", "_getframe", "_option_string_actions", "_replace", "_SubParsersAction",
+    "_actions", "_asdict", "_fields", "_getframe", "_option_string_actions", "_replace", "_SubParsersAction",
     "_C", "_autograd", "_dynamo",  # stand in the middle of a path; what is used of them is in the table
     "_proj", "_tokens_per_s", "_per_s", "_checkpointed",  # endings of names
 }  # fmt: skip
