@@ -57,7 +57,7 @@ BUDGETS = {
     "cli": 1050,
     "compile": 1000,
     "kernels": 1350,
-    "lora": 1900,
+    "lora": 1950,
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
