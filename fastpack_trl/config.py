@@ -86,8 +86,8 @@ def _number(name: str, value: object, hint: str) -> float:
 
 
 @dataclass
-class Settings:
-    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`."""
+class ModelSettings:
+    """The fields that any trainer of TRL can have: they are about its model, its rows and its files."""
 
     packed_attention: PackedAttentionPath = field(
         default="auto",
@@ -155,15 +155,6 @@ class Settings:
             "Inductor's cache.",
         ),
     )
-    cuda_graph: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
-            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
-            "for each length of rows.",
-        ),
-    )
     moe_quantize_experts: OnOff = field(
         default="off",
         metadata=_choice(
@@ -178,24 +169,6 @@ class Settings:
             "help": "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into "
             "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
         },
-    )
-    sync_free: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
-            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
-            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
-            "where the head is trained).",
-        ),
-    )
-    merge_accumulation: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
-            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
-            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
-            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
-        ),
     )
     activation_memory: ActivationMemory = field(
         default="auto",
@@ -235,7 +208,6 @@ class Settings:
             "once. Each costs tokens x hidden x itemsize bytes of the device."
         },
     )
-
     save_report: SavesReport = field(
         default="on",
         metadata=_choice(
@@ -254,7 +226,8 @@ class Settings:
             ValueError: a value outside its choices or its limits; names the remedy.
         """
         for name, choices in _CHOICES.items():
-            setattr(self, name, normalise_choice(name, getattr(self, name), choices))
+            if hasattr(self, name):
+                setattr(self, name, normalise_choice(name, getattr(self, name), choices))
         if self.moe_quantize_experts == "on" and self.moe == "off":
             raise ValueError(
                 "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
@@ -274,6 +247,39 @@ class Settings:
         if self.offload_budget_gib is not None:
             self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
         check_offload(self.offload_budget_gib, self.keep_last_layers)
+
+
+@dataclass
+class Settings(ModelSettings):
+    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of its step beside the others."""
+
+    cuda_graph: Switch = field(
+        default="auto",
+        metadata=_choice(
+            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
+            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
+            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
+            "for each length of rows.",
+        ),
+    )
+    sync_free: Switch = field(
+        default="auto",
+        metadata=_choice(
+            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
+            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
+            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
+            "where the head is trained).",
+        ),
+    )
+    merge_accumulation: Switch = field(
+        default="auto",
+        metadata=_choice(
+            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
+            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
+            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
+            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
+        ),
+    )
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:
