@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -22,24 +21,25 @@ KEY = "fastpack_families"
 LEAST_SHARED = 16
 """Tokens that sharing a prefix has to spare: a segment of its own costs as much as these."""
 
-Ints = NDArray[np.int64]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Families:
     """The row of a padded batch, for the model, and the places in it that the head reads.
 
-    Two completions of one prompt (1, 2), shared from ``least=1`` on, whose padded batch is ``[[1, 2, 3, 4], [1, 2, 5, 0]]`` with
-    ``completion_mask=[[0, 0, 1, 1], [0, 0, 1, 0]]``, are the row ``[1, 2, 3, 4, 5]``: ``tokens=[0, 1, 2, 3, 6]``, and
-    the positions that the layers see are ``[0, 1, 2, 3, 2]``. The tokens 3, 4 and 5 are scored by the hidden states at
-    ``positions=[1, 2, 1]``; their log-probabilities belong at ``places=[1, 2, 4]`` of the flattened (2, 3) result;
-    ``copies=[2, 2, 1, 1, 1]``. With prompts repeated the row is ``[1, 2, 3, 4, 1, 2, 5]``.
+    Two completions of one prompt (1, 2), shared from ``least=1`` on, whose padded batch is
+    ``[[1, 2, 3, 4], [1, 2, 5, 0]]`` with ``completion_mask=[[0, 0, 1, 1], [0, 0, 1, 0]]``, are the row
+    ``[1, 2, 3, 4, 5]``: ``tokens=[0, 1, 2, 3, 6]``, and the positions that the layers see are ``[0, 1, 2, 3, 2]``.
+    The tokens 3, 4 and 5 are scored by the hidden states at ``positions=[1, 2, 1]``; their log-probabilities belong at
+    ``places=[1, 2, 4]`` of the flattened (2, 3) result; ``copies=[2, 2, 1, 1, 1]``. With prompts repeated the row is
+    ``[1, 2, 3, 4, 1, 2, 5]``.
 
     Attributes:
         batch: the segments of the row.
         tokens: (total_tokens,) int64, where each token of the row is in the flattened (rows, width) padded batch.
         positions: (N,) int64, of the row: what the head reads, in the order of `places`.
-        places: (N,) int64, in the flattened (rows, width - 1) result. Without completions, (rows,): the rows themselves.
+        places: (N,) int64, in the flattened (rows, width - 1) result; without completions the rows themselves.
         copies: (1, total_tokens) int64, rows of the padded batch that have the token; None where it is 1 everywhere.
         shape: rows and width of the padded batch.
         shared: tokens that the row spares by sharing.
@@ -110,7 +110,7 @@ def find_pairs(
     """Return the row of a padded batch whose halves are pairs, read at the last token that is not padding.
 
     Args:
-        ids, attention_mask, share, least: as of `find_families`; no prompt is known, so that pairs share all that is equal.
+        ids, attention_mask, share, least: as of `find_families`. No prompt is known: pairs share all that is equal.
         pad_token_id: by which transformers' classifiers find the token that they read: the last of another id.
     """
     rows = _read(ids, attention_mask)
@@ -157,10 +157,10 @@ class _Layout:
         self.copies: list[Ints] = []
         self.total = self.shared = 0
         count = len(rows.ids)
-        self.prefix = np.zeros(count, np.int64)
+        self.prefix: Ints = np.zeros(count, np.int64)
         """Tokens of each row that are in a segment of its family."""
-        self.prefix_start = np.zeros(count, np.int64)
-        self.rest_start = np.zeros(count, np.int64)
+        self.prefix_start: Ints = np.zeros(count, np.int64)
+        self.rest_start: Ints = np.zeros(count, np.int64)
         """Where in the packed row these begin, and where the tokens after them do."""
 
     def add(self, row: int, start: int, end: int, parent: int = -1, copies: int = 1, of: int = 0) -> None:
@@ -179,9 +179,8 @@ class _Layout:
             before, self.prefix_start[owner] + offset, self.rest_start[owner] + offset - self.prefix[owner]
         )
         shares = any(parent >= 0 for parent in self.parents)
-        batch = (
-            PackedBatch.from_segments(self.lengths, self.parents) if shares else PackedBatch.from_lengths(self.lengths)
-        )
+        kind: Any = PackedBatch
+        batch = kind.from_segments(self.lengths, self.parents) if shares else kind.from_lengths(self.lengths)
         copies = np.concatenate(self.copies)
         return Families(
             batch=batch,

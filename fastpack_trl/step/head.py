@@ -286,8 +286,8 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities (N,) and entropies (N,), both fp32, and top-1 flags (N,), of a head without gradients.
 
-    The gradient of a log-probability by its own hidden state depends on no loss: it is made while the tile is there, and
-    backward multiplies each row by what arrives for it. Only log-probabilities have a gradient.
+    The gradient of a log-probability by its own hidden state depends on no loss: it is made while the tile is there,
+    and backward multiplies each row by what arrives for it. Only log-probabilities have a gradient.
 
     Args:
         hidden, weight, bias, targets, logit_scale, softcap, tile_elements: as of `head_loss`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -44,22 +44,24 @@ class Rows:
         self.ran = 0
 
     @contextmanager
-    def of(self, batch: Mapping[str, Any], found: Mapping[str, Families | str]) -> Iterator[None]:
-        """Know the rows of a batch, by its keys, until the context ends; a text says why there is none."""
+    def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
+        """Know the rows of padded token ids until the context ends."""
         before = self._known
         self._known = before + [
-            (AsMade.of(batch[key]), families)
-            for key, families in found.items()
-            if isinstance(families, Families) and families.shape == tuple(batch[key].shape)
+            (AsMade.of(ids), families.to(ids.device)) for ids, families in known if families.shape == tuple(ids.shape)
         ]
         try:
             yield
         finally:
             self._known = before
 
-    def find(self, ids: object) -> Families | None:
-        """Return the row of padded token ids, unedited since they were collated; None where none is known."""
-        return next((families for made, families in reversed(self._known) if made.matches(ids)), None)
+    def find(self, ids: Any) -> Families | None:
+        """Return the row of padded token ids, or of a view of all of them, unedited since; None where none is known."""
+        for made, families in reversed(self._known):
+            same = isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
+            if same and ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
+                return families
+        return None
 
 
 class RowForward:
@@ -78,6 +80,7 @@ class RowForward:
         self._model, self._stock = model, model.forward
         stock: Any = model.forward
         classifies = getattr(type(model), "forward", None) is getattr(found(CLASSIFIER), "forward", self)
+        function: Callable[..., Any] | None
         if classifies:
             self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
         else:
@@ -116,7 +119,7 @@ def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model:
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids")
+        ids: Any = kwargs.get("input_ids")
         families = rows.find(ids) if state.active and not args and kwargs.get("labels") is None else None
         if families is None:
             return stock(self, *args, **kwargs)
@@ -139,7 +142,8 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
 
     @functools.wraps(stock)  # `generate` checks its keywords against the signature of the class
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+        ids: Any = kwargs.get("input_ids")
+        labels: Any = kwargs.get("labels")
         asked = state.active and fused_lm_head and labels is not None and not args
         families = rows.find(ids) if asked and kwargs.get("shift_labels") is None else None
         if families is None:
@@ -167,6 +171,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
                 rows.entropy_has_gradient,
             )  # fmt: skip
         log_probs, *others = (_placed(field, families, counts) for field in fields)
+        assert log_probs is not None
         mask = labels[:, 1:] != IGNORE_INDEX
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
         aux_loss = None
