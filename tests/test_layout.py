@@ -49,7 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3100,
+    "attention": 3250,
     "bench": 3600,
     "callbacks": 550,
     "capture": 1100,
@@ -61,14 +61,14 @@ BUDGETS = {
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
-    "packing": 1850,
+    "packing": 2200,
     "quickstart": 950,
     "recipe": 1550,
     "run": 400,
     "step": 2200,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 28900, "benchmarks": 9200, "tests": 32600}
+TOTALS = {"fastpack_trl": 29500, "benchmarks": 9200, "tests": 34000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

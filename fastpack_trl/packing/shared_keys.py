@@ -1,4 +1,4 @@
-"""`SharedKeys`: which tokens before its own each segment of a packed row attends to, made once per batch on the host."""
+"""`SharedKeys`: the tokens that each segment of a packed row attends to, made once per batch on the host."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -20,7 +21,7 @@ def keys_of(batch: PackedBatch) -> list[list[int]]:
     if batch.shared is None:
         return [list(range(*pair)) for pair in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
     ends = batch.shared.cu_seqlens_k.tolist()
-    return [batch.shared.key_index[start:end].tolist() for start, end in zip(ends, ends[1:], strict=False)]
+    return [batch.shared.key_index[start:end].tolist() for start, end in itertools.pairwise(ends)]
 
 
 @settings(max_examples=150, deadline=None)
