@@ -49,7 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3250,
+    "attention": 3400,
     "bench": 3600,
     "callbacks": 550,
     "capture": 1100,
@@ -68,7 +68,7 @@ BUDGETS = {
     "step": 2200,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 29500, "benchmarks": 9200, "tests": 34000}
+TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

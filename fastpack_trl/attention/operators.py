@@ -16,10 +16,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 
-_TENSORS = 6
-"""Fields that are tensors: query, key, value, cu_seqlens, sinks, and the band or the bounds."""
+_HEAD_ALIGNMENT = 8
+_TENSORS = 5
+"""Fields that are tensors: query, key, value, cu_seqlens, sinks; of some operators a sixth, the band or the bounds."""
 
 
 def attention_operator(
@@ -30,18 +32,19 @@ def attention_operator(
     fake: Callable[..., tuple[Tensor, Tensor]],
     flops: Callable[..., int],
     flops_backward: Callable[..., int],
-    on_host: int,
+    on_host: int | None = None,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Any:
     """Register two operators and their gradient; return ``(*inputs) -> (out, log-sum-exp)``, the latter without one.
 
     Args:
-        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, a further tensor or None, then constants.
+        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, with `on_host` a further tensor or None, then
+            constants.
         forward: of the fields of `inputs`; returns output and log-sum-exp.
         backward: of ``grad_out, out, lse, *inputs``; returns the gradients of query, key, value and sinks.
         fake: as `forward`, with empty tensors.
         flops, flops_backward: of the arguments of `forward` and `backward`.
-        on_host: index of the tensor that stays on the host. It is not saved: hooks on saved tensors need not move it.
+        on_host: index of a tensor that stays on the host. It is not saved: hooks on saved tensors need not move it.
         memory_format: of the gradients that `backward` returns.
     """
 
@@ -50,7 +53,7 @@ def attention_operator(
         gradients = [torch.empty_like(tensor, memory_format=memory_format) for tensor in fields[:3]]
         return *gradients, grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
-    arguments = arguments_of(inputs)
+    arguments, count = arguments_of(inputs), _TENSORS + (on_host is not None)
     run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> (Tensor, Tensor)")
     run_backward = operator(
         backward, fake=fake_backward, flops=flops_backward,
@@ -61,8 +64,8 @@ def attention_operator(
         @staticmethod
         def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
             out, lse = run(*fields)
-            tensors = list(fields[:_TENSORS])
-            ctx.host, ctx.constants = tensors.pop(on_host), fields[_TENSORS:]
+            tensors, ctx.constants = list(fields[:count]), fields[count:]
+            ctx.host = None if on_host is None else tensors.pop(on_host)
             ctx.save_for_backward(out, lse, *tensors)
             ctx.mark_non_differentiable(lse)
             return out, lse
@@ -71,9 +74,11 @@ def attention_operator(
         @once_differentiable
         def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
             out, lse, *tensors = ctx.saved_tensors
-            tensors.insert(on_host, ctx.host)
+            if on_host is not None:
+                tensors.insert(on_host, ctx.host)
             dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
-            return dq, dk, dv, None, None if tensors[4] is None else dsinks, None, *(None for _ in ctx.constants)
+            rest = (None,) * (len(tensors) - _TENSORS + len(ctx.constants))
+            return dq, dk, dv, None, None if tensors[4] is None else dsinks, *rest
 
     name = f"{forward.__name__}_with_gradient"
     return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
@@ -107,6 +112,18 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
     delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
     weighted = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
     return -weighted.movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)
+
+
+def tokens_of(call: AttentionCall) -> list[Tensor]:
+    """Return query, key and value as kernels over a whole row take them: (total_tokens, heads, head_dim).
+
+    Their head_dim is one, a multiple of 8.
+    """
+    width = -(-max(call.query.shape[-1], call.value.shape[-1]) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
+    tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (call.query, call.key, call.value)]
+    # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the kernel
+    # that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
+    return [tensor.contiguous() for tensor in tokens] if torch.compiler.is_compiling() else tokens
 
 
 def pad_head(tensor: Tensor, width: int) -> Tensor:

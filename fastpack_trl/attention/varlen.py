@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastpack_trl.attention import cudnn
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
-from fastpack_trl.attention.operators import attention_operator, fold_sinks, pad_head, sink_gradient
+from fastpack_trl.attention.operators import attention_operator, fold_sinks, sink_gradient, tokens_of
 from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES, PerDocument
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
@@ -35,7 +35,6 @@ from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 MAX_HEAD_DIM = 256
-_HEAD_ALIGNMENT = 8
 # The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
 # elements with an int32.
 _INT32 = 2**31
@@ -76,26 +75,20 @@ class VarlenLayer(NamedTuple):
         Raises:
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
-        query, key, value, scale, window, sinks, softcap, dropout, _ = call
+        query, _, value, scale, window, sinks, softcap, dropout, _ = call
         wrong_dtype = query.is_cuda and query.dtype not in FLASH_DTYPES
         # No message is made before it is needed: inside a graph these are symbols.
         if wrong_dtype or dropout or softcap is not None:
             what = f"dropout {dropout}" if dropout else f"softcap {softcap}"
             what = str(query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
             raise ValueError(f"varlen has no {what}: set packed_attention='per_document' or 'sdpa'")
-        value_dim = value.shape[-1]
-        width = -(-max(query.shape[-1], value_dim) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
-        tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (query, key, value)]
-        if torch.compiler.is_compiling():
-            # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the
-            # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
-            tokens = [tensor.contiguous() for tensor in tokens]
+        tokens = tokens_of(call)
         outs = []
         for cu_seqlens, max_seqlen, start, end, bounds in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
             outs.append(_attention(q, k, v, cu_seqlens, sinks, bounds, window or NO_WINDOW, scale, max_seqlen)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out[None, ..., :value_dim].contiguous()
+        return out[None, ..., : value.shape[-1]].contiguous()
 
 
 class Varlen(Backend):

@@ -37,6 +37,7 @@ FORMS = [(dtype, softcap) for dtype in (torch.float64, torch.float32, torch.bflo
     [
         *(("per_document", "cpu", dtype, softcap) for dtype, softcap in FORMS),
         *(("varlen", "cpu", dtype, None) for dtype in (torch.float64, torch.bfloat16)),
+        *(("flash_attention_4", "cpu", dtype, softcap) for dtype, softcap in FORMS if dtype != torch.float32),
         pytest.param("varlen", "cuda", torch.bfloat16, None, marks=pytest.mark.cuda),
     ],
 )
@@ -69,6 +70,7 @@ def test_operators_pass_torchs_own_checks() -> None:
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
     for sink, bounds, window in ((sinks, None, 2), (None, cu_seqlens.clone(), 0)):
         check_operators("varlen_attention", (*tokens, cu_seqlens, sink, bounds, window, SCALE, 3))
+        check_operators("flash4_attention", (*tokens, cu_seqlens, sink, window, SCALE, NO_SOFTCAP, 3))
 
 
 def test_a_flop_counter_changes_no_bit() -> None:
