@@ -53,7 +53,7 @@ class SharedKeys:
         before = sizes.cumsum() - sizes
         index = np.arange(sizes.sum()) + (bounds[:, 0] - before).repeat(sizes)
         last_run = np.cumsum([len(prefix) + 1 for prefix in prefixes]) - 1
-        cu_seqlens_k = np.append(0, (before + sizes)[last_run])
+        cu_seqlens_k: NDArray[np.int64] = np.append(0, (before + sizes)[last_run])
         return cls(
             prefixes=tuple(prefixes),
             key_index=torch.from_numpy(index),
