@@ -49,7 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3400,
+    "attention": 3650,
     "bench": 3600,
     "callbacks": 550,
     "capture": 1100,

@@ -61,13 +61,14 @@ def test_the_mask_agrees_with_a_loop_over_documents(
 @settings(max_examples=60, deadline=None)
 @given(
     tree=trees(), padding=st.integers(0, 2), window=st.sampled_from([None, 1, 4]), sinks=st.booleans(),
-    softcap=st.sampled_from([None, 2.0]), name=st.sampled_from(["per_document", "varlen"]),
+    softcap=st.sampled_from([None, 2.0]),
+    name=st.sampled_from(["per_document", "varlen", "flash_attention_4"]),
 )  # fmt: skip
 def test_output_and_gradients_are_those_of_a_dense_mask(
     tree: tuple[list[int], list[int]], padding: int, window: int | None, sinks: bool, softcap: float | None, name: str
 ) -> None:
     """Grouped heads in all of them. float64, in which the kernels' own error is that of the last places."""
-    softcap = softcap if name == "per_document" else None
+    softcap = softcap if name != "varlen" else None
     batch = PackedBatch.from_segments(*tree, num_padding=padding)
     inputs = make_inputs(batch, torch.float64, sinks=sinks)
     expected = run(lambda tensors: dense_attention(batch, tensors, window, softcap), inputs)
@@ -84,6 +85,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
     [
         *(("per_document", "cpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
         ("varlen", "cpu", torch.bfloat16),
+        ("flash_attention_4", "cpu", torch.bfloat16),
         *(
             pytest.param(name, "cuda", dtype, marks=pytest.mark.cuda)
             for name, dtype in (
@@ -165,7 +167,7 @@ def test_a_row_that_int32_cannot_index_is_cut_between_segments(monkeypatch: pyte
         torch.testing.assert_close(several, one)
 
 
-@pytest.mark.parametrize("name", ["per_document", "varlen"])
+@pytest.mark.parametrize("name", ["per_document", "varlen", "flash_attention_4"])
 def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(name: str) -> None:
     graphs = []
 
