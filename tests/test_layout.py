@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 BUDGETS = {
     "attention": 3650,
-    "bench": 3600,
+    "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
     "checkpointing": 2300,
