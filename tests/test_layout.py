@@ -49,8 +49,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3400,
-    "bench": 3600,
+    "attention": 3650,
+    "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
     "checkpointing": 2300,
@@ -61,7 +61,7 @@ BUDGETS = {
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
-    "packing": 1850,
+    "packing": 2200,
     "quickstart": 950,
     "recipe": 1550,
     "run": 400,

@@ -21,7 +21,7 @@ from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.measure.payback import LONG_RUN
-from fastpack_trl.measure.timing import clock_of
+from fastpack_trl.measure.timing import WallClock, clock_of
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
 
@@ -41,6 +41,7 @@ class RoundPlan:
         seed: of the random numbers before each side is built, and of its first step.
         profile: folder for a Chrome trace per side; None for none.
         peak_flops: of the device; None: what TRL knows.
+        host_clock: time what the host does; it waits for the device between two steps only.
     """
 
     pairs: int = DEFAULT_PAIRS
@@ -49,6 +50,7 @@ class RoundPlan:
     seed: int = 0
     profile: Path | None = None
     peak_flops: float | None = None
+    host_clock: bool = False
 
     @property
     def untimed(self) -> int:
@@ -147,7 +149,8 @@ class Side:
         self.device = torch.device(args.device)
         padded = getattr(args, "pad_to_multiple_of", None)
         pad_token_id = getattr(self.trainer.processing_class, "pad_token_id", None) if padded else None
-        self.watch = StepWatch(clock_of(self.device.type, self.device), pad_token_id)
+        clock = WallClock() if plan.host_clock else clock_of(self.device.type, self.device)
+        self.watch = StepWatch(clock, pad_token_id)
         self.training = Training(self.trainer, self._around)
         self.flops: ModelFlops | None = None
         if args.world_size > 1 or args.n_gpu > 1:
