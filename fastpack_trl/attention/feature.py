@@ -63,7 +63,7 @@ def _tokens_of(run: Run) -> float:
         rows: float = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
     else:
         rows = args.num_train_epochs * len(dataset) if isinstance(dataset, Dataset) else math.inf
-    return rows * (args.max_length or math.inf)
+    return rows * run.sequences * (run.max_length or math.inf)
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:

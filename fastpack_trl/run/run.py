@@ -134,6 +134,11 @@ class Run(Decisions):
         return self.choice.path if self.packs else "stock"
 
     @property
+    def max_length(self) -> int | None:
+        """Tokens at which rows of the data set are cut; None where they are not, or the trainer has no such field."""
+        return getattr(self.args, "max_length", None)
+
+    @property
     def counts_documents(self) -> bool:
         """Its data set was counted when it was prepared: SFT's."""
         return self.plan_batches is plan_batches
