@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "kernels errors _version",
         "model",
         "packing",
-        "measure",
+        "measure recurrent",
         "testing report",
         "config",
         "run",
@@ -49,7 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3100,
+    "attention": 3150,
     "bench": 3600,
     "callbacks": 550,
     "capture": 1100,
@@ -59,10 +59,11 @@ BUDGETS = {
     "kernels": 1350,
     "lora": 1950,
     "measure": 1500,
-    "model": 2100,
+    "model": 2200,
     "moe": 1500,
-    "packing": 1850,
+    "packing": 2000,
     "quickstart": 950,
+    "recurrent": 750,
     "recipe": 1550,
     "run": 400,
     "step": 2200,

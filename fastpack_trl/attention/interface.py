@@ -99,7 +99,8 @@ class Backend(ABC):
 
 
 def described(features: ModelFeatures) -> str:
-    """Return what the attention of a model has beside causality: ``window 128, sinks``."""
+    """Return what a model has beside causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]
     parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+    parts += [f"{mixer} over chunks" for mixer in sorted(features.mixers)]
     return ", ".join(parts) or "plain causal"
