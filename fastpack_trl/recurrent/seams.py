@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import text_model
@@ -69,8 +68,15 @@ def _conv(
     _check(hidden_states.shape[0], hidden_states.shape[2], chunks)
     out = packed_conv(hidden_states, weight, bias, chunks)
     if activation is not None:
-        out = F.silu(out) if activation in ("silu", "swish") else ACT2FN[activation](out)
+        out = F.silu(out) if activation in ("silu", "swish") else _activation(activation)(out)
     return out.to(hidden_states.dtype)
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    from transformers.activations import ACT2FN
+
+    function: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return function
 
 
 def _delta_rule(
