@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.batch_check import BatchCheck
-from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
@@ -214,6 +214,8 @@ class _Prepare:
             )
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
+        if batch.shared is not None and (reason := shared_refusal(self.backend, self.features)):
+            raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
         if self.features.mixers:
