@@ -59,7 +59,7 @@ BUDGETS = {
     "kernels": 1350,
     "lora": 1950,
     "measure": 1500,
-    "model": 2200,
+    "model": 2250,
     "moe": 1500,
     "packing": 2300,
     "quickstart": 950,
