@@ -38,6 +38,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "attention lora moe checkpointing compile step",
         "capture callbacks",
         "features",
+        "trainers",
         "trainer",
         "recipe",
         "bench",
@@ -49,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3400,
+    "attention": 3650,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
@@ -61,11 +62,12 @@ BUDGETS = {
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
-    "packing": 1850,
+    "packing": 2500,
     "quickstart": 950,
     "recipe": 1550,
     "run": 400,
-    "step": 2200,
+    "step": 2550,
+    "trainers": 600,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
-from fastpack_trl.attention.operators import attention_operator, sink_gradient, tokens_of
+from fastpack_trl.attention.operators import attention_operator, gather_keys, sink_gradient, tokens_of
 from fastpack_trl.attention.per_document import FLASH_DTYPES
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
@@ -32,7 +32,7 @@ from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
 NAME = "flash_attention_4"
 MAX_HEAD_DIM = 256
@@ -52,9 +52,9 @@ class RowInputs(NamedTuple):
     query: Tensor
     """(total_tokens, num_heads, head_dim); head_dim a multiple of 8."""
     key: Tensor
-    """(total_tokens, num_kv_heads, head_dim)."""
+    """(total_keys, num_kv_heads, head_dim)."""
     value: Tensor
-    """(total_tokens, num_kv_heads, head_dim)."""
+    """(total_keys, num_kv_heads, head_dim)."""
     cu_seqlens: Tensor
     """(num_segments + 1,) int32, on the device of the query."""
     sinks: Tensor | None
@@ -66,14 +66,17 @@ class RowInputs(NamedTuple):
     """0: none."""
     max_seqlen: int
     """At least the longest segment."""
+    cu_seqlens_k: Tensor
+    """(num_segments + 1,) int32: segments of the keys, aligned bottom-right with those of the queries."""
+    max_seqlen_k: int
 
     @property
     def in_kernel(self) -> dict[str, Any]:
         """Return what forward and backward take alike; the kernel does not count the token itself in a window."""
         window = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
         return {
-            "cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": self.cu_seqlens, "max_seqlen_q": self.max_seqlen,
-            "max_seqlen_k": self.max_seqlen, "softmax_scale": self.scale, "softcap": self.softcap, "causal": True,
+            "cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": self.cu_seqlens_k, "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_k": self.max_seqlen_k, "softmax_scale": self.scale, "softcap": self.softcap, "causal": True,
             "learnable_sink": self.sinks, **window,
         }  # fmt: skip
 
@@ -81,10 +84,20 @@ class RowInputs(NamedTuple):
     def for_reference(self) -> DocumentInputs:
         """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
-        longest = min(self.max_seqlen, self.query.shape[0])
+        longest = min(self.max_seqlen_k, self.key.shape[0])
         band = additive(band_mask(longest, self.window)) if self.window and longest > self.window else None
         return DocumentInputs(
-            q, k, v, self.cu_seqlens, self.sinks, band, self.window, self.scale, self.softcap, self.max_seqlen
+            q,
+            k,
+            v,
+            self.cu_seqlens,
+            self.sinks,
+            band,
+            self.window,
+            self.scale,
+            self.softcap,
+            self.max_seqlen,
+            self.cu_seqlens_k,
         )
 
 
@@ -127,7 +140,7 @@ def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
 
 def _flops(*fields: Any, **_keywords: Any) -> int:
     row = RowInputs(*fields)
-    return int(4 * row.query.numel() * row.max_seqlen)  # an upper bound: the device is not asked for lengths
+    return int(4 * row.query.numel() * row.max_seqlen_k)  # an upper bound: the device is not asked for lengths
 
 
 def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
@@ -141,11 +154,16 @@ _attention = attention_operator(
 
 
 class FlashAttention4Layer(NamedTuple):
-    """One tensor and one int: what crosses a layer boundary."""
+    """Tensors and ints: what crosses a layer boundary."""
 
     cu_seqlens: Tensor
     """(num_segments + 1,) int32 on the device."""
     max_seqlen: int
+    cu_seqlens_k: Tensor
+    """Of the keys; the same tensor where no segment has a prefix."""
+    max_seqlen_k: int
+    key_index: Tensor | None = None
+    """(total_keys,) int64 on the device (`SharedKeys`); None: each token is a key."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend over the whole row.
@@ -156,9 +174,12 @@ class FlashAttention4Layer(NamedTuple):
         if call.dropout or (call.query.is_cuda and call.query.dtype not in FLASH_DTYPES):
             what = f"dropout {call.dropout}" if call.dropout else str(call.query.dtype).replace("torch.", "dtype ")
             raise ValueError(f"{NAME} has no {what}: set packed_attention='per_document' or 'sdpa'")
+        query, *keyed = tokens_of(call)
+        if self.key_index is not None:
+            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
         out, _ = _attention(
-            *tokens_of(call), self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale,
-            call.softcap or NO_SOFTCAP, self.max_seqlen,
+            query, *keyed, self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale,
+            call.softcap or NO_SOFTCAP, self.max_seqlen, self.cu_seqlens_k, self.max_seqlen_k,
         )  # fmt: skip
         return out[None, ..., : call.value.shape[-1]].contiguous()
 
@@ -203,8 +224,15 @@ class FlashAttention4(Backend):
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         return ""
 
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        return ""
+
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttention4Layer:
-        return FlashAttention4Layer(batch.cu_seqlens.to(device), batch.bucketed_max_seqlen)
+        ends, longest, shared = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, batch.shared
+        if shared is None:
+            return FlashAttention4Layer(ends, longest, ends, longest)
+        keys = shared.map(lambda tensor: tensor.to(device))
+        return FlashAttention4Layer(ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
 
 
 def has_device(features: ModelFeatures) -> bool:

@@ -104,6 +104,10 @@ class Backend(ABC):
         """
         return math.inf
 
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        """Return why it cannot attend over rows whose documents share a prefix (`PackedBatch.shared`), or ``""``."""
+        return f"{self.name} has no form for rows that hold a shared prefix once"
+
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 

@@ -9,7 +9,7 @@ denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,8 +20,8 @@ from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 
 _HEAD_ALIGNMENT = 8
-_TENSORS = 5
-"""Fields that are tensors: query, key, value, cu_seqlens, sinks; of some operators a sixth, the band or the bounds."""
+_OF_TOKENS = 5
+"""The first fields: query, key, value, cu_seqlens, sinks."""
 
 
 def attention_operator(
@@ -32,19 +32,18 @@ def attention_operator(
     fake: Callable[..., tuple[Tensor, Tensor]],
     flops: Callable[..., int],
     flops_backward: Callable[..., int],
-    on_host: int | None = None,
+    on_host: tuple[str, ...] = (),
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Any:
     """Register two operators and their gradient; return ``(*inputs) -> (out, log-sum-exp)``, the latter without one.
 
     Args:
-        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, with `on_host` a further tensor or None, then
-            constants.
+        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, then tensors and constants without a gradient.
         forward: of the fields of `inputs`; returns output and log-sum-exp.
         backward: of ``grad_out, out, lse, *inputs``; returns the gradients of query, key, value and sinks.
         fake: as `forward`, with empty tensors.
         flops, flops_backward: of the arguments of `forward` and `backward`.
-        on_host: index of a tensor that stays on the host. It is not saved: hooks on saved tensors need not move it.
+        on_host: tensors that stay on the host. They are not saved: hooks on saved tensors need not move them.
         memory_format: of the gradients that `backward` returns.
     """
 
@@ -53,7 +52,8 @@ def attention_operator(
         gradients = [torch.empty_like(tensor, memory_format=memory_format) for tensor in fields[:3]]
         return *gradients, grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
-    arguments, count = arguments_of(inputs), _TENSORS + (on_host is not None)
+    arguments, hints = arguments_of(inputs), get_type_hints(inputs)
+    saved = [i for i, name in enumerate(hints) if hints[name] in (Tensor, Tensor | None) and name not in on_host]
     run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> (Tensor, Tensor)")
     run_backward = operator(
         backward, fake=fake_backward, flops=flops_backward,
@@ -64,9 +64,8 @@ def attention_operator(
         @staticmethod
         def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
             out, lse = run(*fields)
-            tensors, ctx.constants = list(fields[:count]), fields[count:]
-            ctx.host = None if on_host is None else tensors.pop(on_host)
-            ctx.save_for_backward(out, lse, *tensors)
+            ctx.rest = {i: field for i, field in enumerate(fields) if i not in saved}
+            ctx.save_for_backward(out, lse, *(fields[i] for i in saved))
             ctx.mark_non_differentiable(lse)
             return out, lse
 
@@ -74,11 +73,10 @@ def attention_operator(
         @once_differentiable
         def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
             out, lse, *tensors = ctx.saved_tensors
-            if on_host is not None:
-                tensors.insert(on_host, ctx.host)
-            dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
-            rest = (None,) * (len(tensors) - _TENSORS + len(ctx.constants))
-            return dq, dk, dv, None, None if tensors[4] is None else dsinks, *rest
+            fields = dict(zip(saved, tensors, strict=True)) | ctx.rest
+            ordered = [fields[i] for i in range(len(hints))]
+            dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *ordered)
+            return dq, dk, dv, None, None if fields[4] is None else dsinks, *(None,) * (len(hints) - _OF_TOKENS)
 
     name = f"{forward.__name__}_with_gradient"
     return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
@@ -124,6 +122,51 @@ def tokens_of(call: AttentionCall) -> list[Tensor]:
     # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the kernel
     # that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
     return [tensor.contiguous() for tensor in tokens] if torch.compiler.is_compiling() else tokens
+
+
+def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return (keys, heads, head_dim): the tokens of each key, some more than once."""
+    return tensor.index_select(0, index)
+
+
+def add_rows(grad: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """Return (tokens, heads, head_dim): the sum over the copies of each token, made in fp32.
+
+    Of two copies, as a prompt of a pair has, any order gives the same sum; of more, the order on CUDA is that of atomic
+    additions unless `torch.use_deterministic_algorithms` is on.
+    """
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    return grad.new_zeros(tokens, *grad.shape[1:], dtype=exact).index_add_(0, index, grad.to(exact)).to(grad.dtype)
+
+
+def _registered() -> Any:
+    run = operator(
+        gather_rows, fake=lambda tensor, index: tensor.new_empty(index.shape[0], *tensor.shape[1:]),
+        flops=lambda *_fields, **_keywords: 1,
+    )  # fmt: skip
+    run_backward = operator(
+        add_rows, fake=lambda grad, _index, tokens: grad.new_empty(tokens, *grad.shape[1:]),
+        flops=lambda *_fields, **_keywords: 1, signature="(Tensor grad, Tensor index, SymInt tokens) -> Tensor",
+    )  # fmt: skip
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, index: Tensor) -> Tensor:
+            ctx.tokens = tensor.shape[0]
+            ctx.save_for_backward(index)
+            gathered: Tensor = run(tensor, index)
+            return gathered
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return run_backward(grad, *ctx.saved_tensors, ctx.tokens), None
+
+    return differentiable("gather_keys", "(Tensor tensor, Tensor index) -> Tensor", Gather)
+
+
+gather_keys = _registered()
+"""`gather_rows` with `add_rows` as its gradient: one function for eager and compiled layers."""
 
 
 def pad_head(tensor: Tensor, width: int) -> Tensor:
