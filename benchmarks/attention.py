@@ -1,7 +1,7 @@
 """Attention alone: forward and backward of every backend that loads, on packed rows of real document lengths.
 
-Each backend first passes the trial in which a run tries it too, against plain torch on a small row. Rates are counted by
-two conventions, named in the record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention
+Each backend first passes the trial in which a run tries it too, against plain torch on a small row. Rates are counted
+by two conventions, named in the record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention
 papers count; ``attended``: the pairs that the mask lets through, the window included. A pair costs ``4 * head_dim``
 operations per head forward (two products) and ``10 * head_dim`` backward (five).
 """
