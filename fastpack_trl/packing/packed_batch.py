@@ -325,7 +325,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         tensors["loss_positions"].append(batch.loss_positions + start)
         tensors["loss_labels"].append(batch.loss_labels)
         whole, count = batch.documents, batch.loss_positions.numel()
-        capacity, counted = (batch.total_tokens, count) if whole is None else (whole.capacity, whole.loss_tokens)
+        capacity, counted = (batch.total_tokens, 0) if whole is None else (whole.capacity, whole.loss_tokens)
         parts.append(Part(tokens, capacity, count, counted))
         lengths += batch.seq_lengths
     merged = {name: torch.cat(pieces, dim=-1) for name, pieces in tensors.items()}
