@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans, text_config
+from fastpack_trl.attention.probe import Probe, default_lengths, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import UNREADABLE
@@ -132,7 +132,7 @@ def verify_packing(
     Args:
         model: a transformers causal language model, plain or inside PEFT.
         implementation: as in `packed_attention`; ``off`` examines stock.
-        lengths: tokens per document of the probe, at least two documents; None: `DEFAULT_LENGTHS`, and for windows that
+        lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
         attention: what `packed_attention` yielded, when the model is already inside of it.
         padded_rows_limit: as in `packed_attention`; the probe's own padding says nothing about the data.
@@ -151,7 +151,7 @@ def verify_packing(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
         stack.enter_context(run_aside(model, training=False))
-        probe = Probe(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
+        probe = Probe(model, attention, tuple(lengths or default_lengths(model)), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
         past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
     # The losses of the second row count as those of the first.
