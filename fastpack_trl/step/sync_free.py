@@ -15,7 +15,7 @@ from trl import SFTTrainer
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.facts import is_prompt_learning
-from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
+from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, MicroStep, Run
@@ -113,7 +113,7 @@ class SyncFreeStep:
         accelerator = trainer.accelerator
         if not self.host or not trainer.is_fsdp_enabled or not accelerator.is_fsdp2 or accelerator.scaler is not None:
             return None
-        if not is_upstreams(SFTTrainer._clip_grad_norm) or not is_upstreams(accelerator.clip_grad_norm_):
+        if is_users(SFTTrainer._clip_grad_norm) or is_users(accelerator.clip_grad_norm_):
             return None
         return clip(self.reset.listed(model, trainer.optimizer).with_gradient, trainer.args.max_grad_norm)
 
@@ -122,8 +122,8 @@ class SyncFreeStep:
 
         FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
         """
-        upstreams = is_upstreams(SFTTrainer._clip_grad_norm) and is_upstreams(SFTTrainer._get_grad_norm)
-        if not self.host or run.is_sharded or not upstreams:
+        replaced = is_users(SFTTrainer._clip_grad_norm) or is_users(SFTTrainer._get_grad_norm)
+        if not self.host or run.is_sharded or replaced:
             return model
         return self.reset.listed(model, run.trainer.optimizer)
 
