@@ -50,7 +50,7 @@ FUNCTIONS = {
     "checkpointing/checkpoint_offload.py": ["_why_off"],
     "checkpointing/offload.py": ["offload_unavailable"],
     "compile/layer_compile.py": ["_reasons"],
-    "compile/kind.py": ["_decide", "agree", "_pays_off"],
+    "compile/kind.py": ["_decide", "_pays"],
     "compile/layers.py": ["is_hooked"],
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
