@@ -226,11 +226,6 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
     return ""
 
 
-def once_per_micro_batch(hook: str) -> str:
-    """Return why a module hook needs micro-batches by themselves; empty without one."""
-    return f"{hook} runs once per micro-batch" if hook else ""
-
-
 def needs_logits(trainer: Any) -> str:
     """Return which loss of the user's, or of transformers', reads the logits; empty where none is set."""
     if trainer.compute_loss_func is not None:

@@ -16,7 +16,6 @@ from fastpack_trl.model.hooks import (
     callback_between,
     hook_inside,
     hook_on_a_gradient,
-    once_per_micro_batch,
     replaced_methods,
 )
 from fastpack_trl.model.patches import attribute_set
@@ -86,7 +85,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
     yield callback_between(trainer)
     yield hook_on_a_gradient(trainer.model, trainer.model.parameters())
-    yield once_per_micro_batch(hook_inside(trainer.model))
+    yield (hook := hook_inside(trainer.model)) and f"{hook} runs once per micro-batch"
     yield is_invoked_once_per_row(trainer.model) and ALORA
     yield drops_layers(trainer.model) and "layerdrop would drop a layer for all micro-batches of a row"
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"

@@ -22,7 +22,7 @@ FUNCTIONS = {
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
-    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "once_per_micro_batch", "needs_logits"],
+    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
     "kernels/dequantise.py": ["proven"],
