@@ -4,7 +4,7 @@ The trainer's loop stays as it is. It is given all micro-batches and calls a ste
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
 So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.hooks` finds those that could
 tell), and under DDP the group that ends the accumulation is the one that reduces the gradients. The NaN filter of the
-logged loss looks at each micro-batch of a group.
+logged loss looks at the group as one.
 """
 
 from __future__ import annotations

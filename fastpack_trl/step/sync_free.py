@@ -123,17 +123,6 @@ class SyncFreeStep:
             return model
         return self.reset.listed(model, run.trainer.optimizer)
 
-    def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
-        """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
-
-        Args:
-            trainer: whose running loss it is.
-            loss: (), of what just ran.
-            start: micro-batches that were kept in `metrics` before.
-        """
-        count = len(self.metrics) - start
-        return self.filter.apply(trainer, loss, self.metrics.losses(start) if count > 1 else None)
-
     @contextlib.contextmanager
     def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
         """Switch the parts on until the context ends."""
@@ -179,10 +168,9 @@ def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in
     if step is None or not step.host:
         return following(model, inputs, num_items_in_batch)
     step.reset.install(run.trainer, model)
-    kept = len(step.metrics)
     with step.modes.skipping_train(model):
         loss = following(model, inputs, num_items_in_batch)
-    return step.logged_loss(run.trainer, loss, kept) if step.filters else loss
+    return step.filter.apply(run.trainer, loss) if step.filters else loss
 
 
 @contextlib.contextmanager
