@@ -144,7 +144,7 @@ TABLE: tuple[Upstream, ...] = (
     _used("transformers.integrations.moe: _apply_gate _is_expert_parallel", "moe",
         "no module is taken for experts; sharded ones are not told from whole ones"),
     _used("transformers.modeling_flash_attention_utils: _flash_attention_forward", "attention",
-        "`flash_attention_2` to `4` are refused, named"),
+        "`flash_attention_2` and `3` are refused, named"),
     _used("transformers.Trainer: _inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
         "_get_num_items_in_batch _track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
         "_get_eval_sampler", "model packing",
