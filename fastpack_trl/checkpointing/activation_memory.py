@@ -376,8 +376,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     # All processes run the sharded model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiles = run.settings.layer_compile
-    compiled = compiles == "on" or (compiles == "auto" and cuda)
+    compiled = {"on": True, "auto": cuda}.get(run.settings.layer_compile, False)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
 
     def ample(kept: Sequence[Growth]) -> bool:
