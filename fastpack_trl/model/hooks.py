@@ -61,10 +61,10 @@ def is_users(function: Any) -> bool:
 
 def goes_beside(module: Any) -> bool:
     """Return whether a call of `module` runs more than the forward of its class: any hook, or a forward of its own."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if "forward" in module.__dict__:
-        return True
-    return any(kinds) and any(getattr(hook, "__module__", "") != _CACHES for hooks in kinds for hook in hooks.values())
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return "forward" in module.__dict__  # most modules: this is asked for every projection in every step
+    hooks = (hook for kind in _KINDS for hook in getattr(module, kind).values())
+    return "forward" in module.__dict__ or any(getattr(hook, "__module__", "") != _CACHES for hook in hooks)
 
 
 class PartsHooked:
