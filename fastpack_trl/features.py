@@ -87,7 +87,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
     Feature(first_step, "any", "training", falls_back=False),  # times all that follows
     Feature(short_data, "sft", "training", falls_back=False),
-    Feature(plan_rows_again, "sft", falls_back=False),
+    Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself

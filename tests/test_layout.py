@@ -38,6 +38,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "attention lora moe checkpointing compile step",
         "capture callbacks",
         "features",
+        "trainers",
         "trainer",
         "recipe",
         "bench",
@@ -61,11 +62,12 @@ BUDGETS = {
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
-    "packing": 1850,
+    "packing": 2150,
     "quickstart": 950,
     "recipe": 1550,
     "run": 400,
-    "step": 2200,
+    "step": 2550,
+    "trainers": 600,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 28900, "benchmarks": 9200, "tests": 32600}

@@ -18,7 +18,7 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, read_features
-from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
+from fastpack_trl.packing.batching import BatchPlan, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
@@ -64,8 +64,9 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.plan = plan or _plan(run)
     _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
-    unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
-    run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
+    if run.counts_documents:
+        unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
+        run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
     dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
     if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
         return
@@ -97,7 +98,7 @@ def _tell(run: Run) -> None:
 
 def _plan(run: Run) -> BatchPlan:
     unproven = "" if run.settings.verify_packing == "off" else run.choice.unproven
-    return plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
+    return run.plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
 
 
 def plan_rows_again(run: Run) -> None:

@@ -299,11 +299,12 @@ def largest_row(run: Run) -> tuple[int, int]:
         ValueError: rows of any length.
     """
     args, facts = run.args, run.facts
-    longest = args.max_length if facts is None or not facts.longest else min(args.max_length or 2**62, facts.longest)
+    most = getattr(args, "max_length", None)
+    longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
         raise ValueError("max_length=None: rows may have any length")
-    row = args.max_length if args.packing and args.max_length is not None else longest
-    tokens = int(args.per_device_train_batch_size * row)
+    row = most if getattr(args, "packing", False) and most is not None else longest
+    tokens = int(args.per_device_train_batch_size * run.sequences * row)
     if run.settings.merge_accumulation != "off":
         tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, MERGED_ROW_TOKENS))
     return tokens, int(longest)

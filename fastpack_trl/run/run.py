@@ -17,6 +17,7 @@ from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import PATIENCE, Ranks
 from fastpack_trl.model.upstream import found
+from fastpack_trl.packing.batching import BatchPlan, plan_batches
 from fastpack_trl.report import FeatureReport, Status
 from fastpack_trl.run.decisions import Decisions
 from fastpack_trl.run.services import StepServices
@@ -32,6 +33,7 @@ MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
 
 _Part = TypeVar("_Part")
+PlanBatches = Callable[[Any, str, bool, str], BatchPlan]
 MicroStep = Callable[[Any, Any, Any], Tensor]
 """Runs one micro-batch, forward and backward: model, inputs and the tokens of the step to a detached loss."""
 
@@ -42,6 +44,8 @@ class Run(Decisions):
     Args:
         trainer: which is not kept alive.
         settings: ours of its arguments.
+        plan_batches: returns which batches it has, as `packing.batching.plan_batches` does for SFT's.
+        sequences: rows of a batch for each example of its data set.
 
     Attributes:
         step: services of the steps.
@@ -49,8 +53,11 @@ class Run(Decisions):
         insists: `train` is entering its features: what was switched on by name and does not hold stops it.
     """
 
-    def __init__(self, trainer: SFTTrainer, settings: Settings) -> None:
+    def __init__(
+        self, trainer: Any, settings: Settings, plan_batches: PlanBatches = plan_batches, sequences: int = 1
+    ) -> None:
         super().__init__(settings)
+        self.plan_batches, self.sequences = plan_batches, sequences
         self._trainer = weakref.ref(trainer)
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
@@ -125,6 +132,11 @@ class Run(Decisions):
     def attention_path(self) -> str:
         """The attention that runs on packed rows; ``stock`` where batches are stock's."""
         return self.choice.path if self.packs else "stock"
+
+    @property
+    def counts_documents(self) -> bool:
+        """Its data set was counted when it was prepared: SFT's."""
+        return self.plan_batches is plan_batches
 
     def steps_left(self) -> StepsLeft:
         """Return what is left of the run, in steps as the present one."""

@@ -25,7 +25,9 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
-_CONSTANTS = ("temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr")
+_CONSTANTS = (
+    "temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr", "outputs",
+)  # fmt: skip
 _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
 
 
@@ -61,7 +63,9 @@ class LossForward:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._stock: Any = model.forward
-        constants, why_not = _read_constants(self._stock)
+        constants, why_not = read_constants(self._stock)
+        if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
+            why_not = "trl's fused head was set up with a temperature or in fp32"
         self.missing = lacks("sync_free") or why_not
         if self.missing:
             return
@@ -104,7 +108,7 @@ def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
     return weight, getattr(head, "bias", None)
 
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
+def whole(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor of this process, gathered where it is a DTensor, as TRL's forward gathers its head."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
@@ -117,16 +121,12 @@ def _inside(forward: Any) -> Any:
     return cells.get("original_forward") or getattr(forward, "__wrapped__", None)
 
 
-def _read_constants(forward: Any) -> tuple[dict[str, Any], str]:
+def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
     """Return what TRL's forward holds in its closure, and why that cannot be used; empty where it can."""
     function = getattr(forward, "__func__", None)
     found = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
     lacks = [name for name in (*_CONSTANTS, "text_config") if name not in found]
-    if lacks:
-        return found, f"trl's fused head has no {', '.join(lacks)} in its closure"
-    if found["temperature"] != 1.0 or found["cast_lm_head_to_fp32"]:
-        return found, "trl's fused head was set up with a temperature or in fp32"
-    return found, ""
+    return found, f"trl's fused head has no {', '.join(lacks)} in its closure" if lacks else ""
 
 
 def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited = positions
         chosen = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(chosen, *map(_whole, head), next_tokens, mask=mask, loss_type=loss_type)
+        loss = compute(chosen, *map(whole, head), next_tokens, mask=mask, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
