@@ -71,6 +71,8 @@ def _faults(arguments: Arguments) -> Iterator[str]:
         yield f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'"
     if model.use_peft and model.lora_r < 1:
         yield f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16"
+    if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
+        yield f"lora_task_type={shown(model.lora_task_type)} is for models of language: a reward model needs SEQ_CLS"
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             yield f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import torchrun
 from sft_material import Material, refused, settings, write_jsonl, write_yaml
 
@@ -18,7 +19,9 @@ ONLINE = {
     "num_generations": 2, "max_completion_length": 4, "max_length": ..., "per_device_train_batch_size": 2,
     "reward_funcs": ["rewards_of_a_user.letters"],
 }  # fmt: skip
-MORE: Mapping[str, Mapping[str, object]] = {"grpo": ONLINE, "rloo": ONLINE, "kto": {"per_device_train_batch_size": 2}}
+MORE: Mapping[str, Mapping[str, object]] = {
+    "grpo": ONLINE, "rloo": ONLINE, "kto": {"per_device_train_batch_size": 2}, "reward": {"lora_task_type": "SEQ_CLS"},
+}  # fmt: skip
 PAIR = {"prompt": "the quick", "chosen": " brown fox", "rejected": " lazy dog"}
 ROWS: Mapping[str, Mapping[str, object]] = {
     "dpo": PAIR,
@@ -102,11 +105,18 @@ def test_the_help_has_every_option_of_the_command(command: str, capsys: pytest.C
     assert f"every option of `trl {command}`" in said
 
 
-def test_two_processes_train_with_the_launcher_given_by_hand(material: Material) -> None:
-    path = material_of(material, "dpo", PAIR)
-    ran = torchrun(2, "-m", "fastpack_trl", "dpo", "--config", str(path))
-    assert ran.returncode == 0, ran.stderr
-    assert (material.out / "model.safetensors").is_file()
+@pytest.mark.slow
+def test_two_processes_under_torchrun(material: Material) -> None:
+    torchrun("-m", "fastpack_trl", "dpo", "--config", str(material_of(material, "dpo", PAIR)))
+    assert torch.load(material.out / "training_args.bin", weights_only=False).world_size == 2
+
+
+def test_launch_options_start_the_command_by_accelerate(material: Material, capfd: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, "dpo", PAIR, max_steps=1)
+    assert main(["dpo", "--config", str(path), "--accelerate_config", "single_gpu", "--mixed_precision", "no"]) == 0
+    assert f"Model saved to {material.out}" in capfd.readouterr().out
 
 
 WRONG_ROWS: list[tuple[str, Mapping[str, object], str]] = [
@@ -134,20 +144,21 @@ def test_data_of_another_kind_name_the_command_that_trains_on_them(
     assert says in refused(material, capsys, "--config", path, command=command)
 
 
-def test_a_label_that_is_text_and_an_answer_that_is_missing_name_their_row(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = material_of(material, "kto", {"prompt": "a", "completion": "b", "label": "no"})
-    write_jsonl(material.folder / "rows.jsonl", [{"prompt": "a", "completion": "b", "label": "no"}] * 4)
-    assert "holds 'no' in 'label', not true or false" in refused(material, capsys, "--config", path, command="kto")
-    write_jsonl(material.folder / "rows.jsonl", [PAIR, PAIR, PAIR | {"rejected": None}])
-    path = write_yaml(
-        material.folder / "dpo.yaml",
-        settings(material.model, material.folder / "rows.jsonl", material.out, packing=...),
-    )
-    assert "row 2 of the train data set has no 'rejected' (null)" in refused(
-        material, capsys, "--config", path, command="dpo"
-    )
+@pytest.mark.parametrize(
+    ("command", "row", "broken", "says"),
+    [
+        ("kto", ROWS["kto"], {"label": "no"}, "row 0 of the train data set holds 'no' in 'label', not true or false"),
+        ("dpo", PAIR, {"rejected": None}, "row 2 of the train data set has no 'rejected' (null)"),
+    ],
+)
+def test_a_wrong_cell_names_its_row(
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, row: Mapping[str, object],
+    broken: Mapping[str, object], says: str,
+) -> None:  # fmt: skip
+    path = material_of(material, command, row)
+    first = [row, row] if None in broken.values() else []
+    write_jsonl(material.folder / "rows.jsonl", [*first, row | broken])
+    assert says in refused(material, capsys, "--config", path, command=command)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +206,13 @@ def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Ma
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
     again = run("reward", "--config", first, "--model_name_or_path", material.out, "--output_dir", tmp_path / "again")
     assert again.state.global_step == 1
+
+
+def test_adapters_of_a_reward_model_have_a_type_of_their_own(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = material_of(material, "reward", PAIR, use_peft=True, lora_task_type="CAUSAL_LM")
+    assert "a reward model needs SEQ_CLS" in refused(material, capsys, "--config", path, command="reward")
 
 
 def test_a_classifier_is_no_model_for_preferences(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
