@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +23,13 @@ class Method:
     def trainer(self) -> Any:
         """The class of the trainer: imported here, which takes seconds."""
         return self._of_package("Trainer")
+
+    @property
+    def stock(self) -> Any:
+        """TRL's own class of the trainer."""
+        import trl
+
+        return getattr(trl, f"{self.prefix}Trainer")
 
     @property
     def scores_rewards(self) -> bool:
@@ -68,6 +75,19 @@ _MADE_FOR = {
     "sft": (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",)),
     "grpo": (("prompt",),),
 }
+
+
+def method_of(keys: Iterable[str], named: str | None = None) -> Method:
+    """Return the method that a YAML with these keys is for: `named`, else the first that knows the most of them.
+
+    ``["max_length", "packing"]`` -> SFT; ``["max_length", "beta"]`` -> DPO.
+    """
+    given = set(keys)
+
+    def known(method: Method) -> int:
+        return len(given & {own.name for kind in method.dataclasses() for own in fields(kind)})
+
+    return METHODS[named] if named else max(METHODS.values(), key=known)
 
 
 def made_for(columns: Iterable[str]) -> str:

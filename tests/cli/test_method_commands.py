@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from ranks import torchrun
 from sft_material import Material, refused, settings, write_jsonl, write_yaml
 
-from fastpack_trl.recipe.methods import METHODS, made_for
+from fastpack_trl.recipe.methods import METHODS, made_for, method_of
 
 QUESTION = [{"role": "user", "content": "the quick brown"}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("fox jumps", "lazy dog")]
@@ -224,6 +225,45 @@ def test_a_classifier_is_no_model_for_preferences(material: Material, capsys: py
     said = refused(material, capsys, "--config", path, command="dpo")
     assert "is a Qwen3ForSequenceClassification" in said
     assert "is needed for preference optimisation (DPO)" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("sft", {"packing": True}), ("sft", {}), ("sft", {"num_processes": 2}), ("dpo", {"beta": 0.1}),
+        ("kto", {"desirable_weight": 1.0}), ("reward", {"center_rewards_coefficient": 0.1}),
+        ("grpo", {"reward_funcs": ["think_format_reward"], "num_generations": 8, "epsilon_high": 0.3}),
+        ("rloo", {"reward_funcs": ["think_format_reward"], "reward_clip_range": [-1, 1]}),
+    ],
+)  # fmt: skip
+def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, object]) -> None:
+    assert method_of(["max_length", "use_peft", *keys]).command == command
+    assert method_of(keys, "kto").command == "kto"
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_the_doctor_says_what_would_run(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    from fastpack_trl.cli.main import main
+
+    monkeypatch.chdir(material.folder)
+    path = material_of(material, command, ROWS.get(command, {"text": "the quick"}), use_peft=True)
+    assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
+    said = capsys.readouterr().out
+    assert "packed_attention" in said
+    assert "sync_free" in said or command != "sft"
+    assert not material.out.exists()
+
+
+def test_an_audit_of_preferences_counts_both_sides(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, "dpo", PAIR, beta=0.2)
+    record = material.folder / "doctor.json"
+    assert main(["doctor", "--config", str(path), "--audit", "--steps", "2", "--json", str(record)]) == 0
+    sides = json.loads(record.read_text(encoding="utf-8"))["audit"]["sides"]
+    assert all(sides[name]["error"] is None for name in ("stock", "fastpack")), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", METHODS)
