@@ -94,8 +94,9 @@ class ModelSettings:
         metadata=choice_field(
             "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's "
             "flash kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
-            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_2, "
-            "flash_attention_3, flash_attention_4 and xformers (where installed), flex (torch's flex attention, CUDA), "
+            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: "
+            "Hopper and later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), "
+            "flex (torch's flex attention, CUDA), "
             "sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra memory except for "
             "sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
         ),

@@ -46,6 +46,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             the vocabulary, labels of another length than the tokens, an empty data set.
     """
 
+    _fastpack_stock = SFTTrainer
     _fastpack_kinds = ("any", "sft")
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
     _metrics = SettledAtRead()

@@ -50,8 +50,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3100,
-    "bench": 3600,
+    "attention": 3650,
+    "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
     "checkpointing": 2300,
@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1500,
     "model": 2100,
     "moe": 1500,
-    "packing": 2150,
+    "packing": 2500,
     "quickstart": 950,
     "recipe": 1550,
     "run": 400,
@@ -70,7 +70,7 @@ BUDGETS = {
     "trainers": 600,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 28900, "benchmarks": 9200, "tests": 32600}
+TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

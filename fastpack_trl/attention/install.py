@@ -211,6 +211,8 @@ class _Prepare:
             )
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
+        if batch.shared is not None and (reason := self.backend.refuses_shared(self.features)):
+            raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.

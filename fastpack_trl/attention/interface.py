@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.buckets import BLOCK_COST, Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -56,15 +56,30 @@ class Backend(ABC):
         name: its value of `FastSFTConfig.packed_attention`.
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
+        block_cost: see `choose_buckets`: what a surplus token of segments x max_seqlen costs its kernel.
     """
 
     name: str
     tried: bool = True
     flattens: bool = False
+    block_cost: float = BLOCK_COST
 
     @abstractmethod
     def refuses(self, features: ModelFeatures) -> str:
         """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
+
+    def considered(self, features: ModelFeatures) -> bool:
+        """Return whether ``auto`` asks it at all, and reports why it refuses."""
+        return True
+
+    def too_costly(self, features: ModelFeatures, elements: float) -> str:
+        """Return why its start-up would not be paid back by a run, or ``""``.
+
+        Args:
+            features: of the model's attention.
+            elements: of the queries of all layers and rows of the run: tokens x num_heads x head_dim x layers.
+        """
+        return ""
 
     @abstractmethod
     def reason(self, features: ModelFeatures) -> str:
@@ -88,6 +103,10 @@ class Backend(ABC):
         Of static batches that is for those with one segment alone, whose length the bucket has.
         """
         return math.inf
+
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        """Return why it cannot attend over rows whose documents share a prefix (`PackedBatch.shared`), or ``""``."""
+        return f"{self.name} has no form for rows that hold a shared prefix once"
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.

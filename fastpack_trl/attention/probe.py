@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.model.facts import attention_modules, keeps_logits, text_model, token_table
+from fastpack_trl.model.facts import attention_modules, backbones, keeps_logits, text_model, token_table
 from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -84,7 +84,7 @@ class Probe:
         """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
         kwargs = self.packed_keywords if packed else {}
         with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
-            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
+            logits = self._run(input_ids=ids, **kwargs)
         return logits[-ids.shape[1] :].detach()
 
     def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
@@ -96,8 +96,16 @@ class Probe:
                 kwargs["input_ids"] = self.ids.new_zeros(leaf.shape[:2])
             else:
                 kwargs["inputs_embeds"] = leaf.clone()  # some families scale their embeddings in place
-            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+            logits = self._run(**kwargs)
         return logits[-last:]  # prompt learning puts its virtual tokens before
+
+    def _run(self, **kwargs: Any) -> Tensor:
+        """Return logits of all tokens; of a classifier, which has none, the products with its embedding."""
+        if text_model(self.model).can_generate():
+            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+            return logits
+        hidden: Tensor = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        return hidden @ token_table(self.model).weight.to(hidden.dtype).T
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""

@@ -299,7 +299,7 @@ def largest_row(run: Run) -> tuple[int, int]:
         ValueError: rows of any length.
     """
     args, facts = run.args, run.facts
-    most = getattr(args, "max_length", None)
+    most = run.max_length
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
         raise ValueError("max_length=None: rows may have any length")

@@ -81,8 +81,11 @@ class TokenCounter:
         if batch is not None or (mask is None and positions is None):
             lengths = batch.seq_lengths if batch is not None else [ids.shape[1]] * ids.shape[0]
             host.nonpad += sum(lengths)
+            # Queries behind a prefix see it too; its own are counted where they are.
+            behind = batch.shared.prefix_lengths if batch is not None and batch.shared is not None else ()
+            keys = [length + prefix for length, prefix in zip(lengths, behind, strict=False)] if behind else lengths
             for window in self.windows:
-                host.pairs[window] += attention_pairs(lengths, window)
+                host.pairs[window] += attention_pairs(keys, window) - attention_pairs(behind, window)
         else:
             real = None if mask is None else mask.bool().sum()
             host.nonpad += ids.numel() if real is None else 0

@@ -220,7 +220,7 @@ TABLE: tuple[Upstream, ...] = (
     ),
     Upstream(
         ("transformers.modeling_flash_attention_utils._flash_attention_forward",), ("attention",),
-        "`flash_attention_2` to `4` are refused, named",
+        "`flash_attention_2` and `3` are refused, named",
     ),
     Upstream(
         _all("transformers.Trainer",

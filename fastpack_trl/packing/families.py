@@ -178,9 +178,7 @@ class _Layout:
         positions = np.where(
             before, self.prefix_start[owner] + offset, self.rest_start[owner] + offset - self.prefix[owner]
         )
-        shares = any(parent >= 0 for parent in self.parents)
-        kind: Any = PackedBatch
-        batch = kind.from_segments(self.lengths, self.parents) if shares else kind.from_lengths(self.lengths)
+        batch = PackedBatch.from_segments(self.lengths, self.parents)
         copies = np.concatenate(self.copies)
         return Families(
             batch=batch,

@@ -13,13 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import AsMade, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.shared_keys import Ranges, SharedKeys
 
 ALIGNMENT = 128
 """Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
 
-_DTYPES = {"cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool}
+_DTYPES = {
+    "cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool,
+    "cu_seqlens_k": torch.int32,
+}  # fmt: skip
 """Of the sections that are not int64."""
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
+
+KEYS = ("key_index", "cu_seqlens_k")
+"""Sections of `PackedBatch.shared`."""
 
 WATCHED = {"labels": "labels", "position_ids": "positions"}
 """Tensors from which others were made: the section, and where `PackedBatch` keeps it as it was."""
@@ -89,6 +96,7 @@ class Block:
         buffer: (num_bytes / 8,) int64, contiguous, at the start of its storage.
         sections: where each tensor lies.
         seq_lengths, num_padding, max_seqlen: the host part of the `PackedBatch`.
+        prefixes, max_seqlen_k: that of its `SharedKeys`, whose tensors are sections then.
         edited: of `WATCHED`, what was edited in place in the block that this one was copied from.
         parts: the tensors by section name, and ``packed_batch``, made of the same tensors.
     """
@@ -98,6 +106,8 @@ class Block:
     seq_lengths: tuple[int, ...]
     num_padding: int
     max_seqlen: int
+    prefixes: tuple[Ranges, ...] = ()
+    max_seqlen_k: int = 0
     edited: frozenset[str] = frozenset()
     parts: dict[str, Any] = field(init=False)
 
@@ -111,6 +121,9 @@ class Block:
         # A compiled layer reads it, and its graph asks for a view's base and offset: merged and static rows have none,
         # and would need a graph of their own. (The collator puts it at the start of the block.)
         parts["cu_seqlens"] = parts["cu_seqlens"].data
+        if self.prefixes:
+            index, ends = (parts.pop(name).data for name in KEYS)
+            watched["shared"] = SharedKeys(self.prefixes, index, ends, self.max_seqlen_k)
         parts["packed_batch"] = PackedBatch(
             seq_lengths=self.seq_lengths,
             num_padding=self.num_padding,
@@ -122,8 +135,8 @@ class Block:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the buffer travels: a worker hands over one shared-memory segment, and the copy is one storage again.
-        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self._edited_by_now())
-        return Block, (self.buffer, *rest)
+        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self.prefixes, self.max_seqlen_k)
+        return Block, (self.buffer, *rest, self._edited_by_now())
 
     def _edited_by_now(self) -> frozenset[str]:
         batch = self.parts["packed_batch"]
@@ -162,7 +175,13 @@ class PackedInputs(dict[str, Any]):
 
     @classmethod
     def empty(
-        cls, tensors: Mapping[str, tuple[int, ...]], *, seq_lengths: tuple[int, ...], num_padding: int, max_seqlen: int
+        cls,
+        tensors: Mapping[str, tuple[int, ...]],
+        *,
+        seq_lengths: tuple[int, ...],
+        num_padding: int,
+        max_seqlen: int,
+        shared: SharedKeys | None = None,
     ) -> tuple[PackedInputs, dict[str, NDArray[Any]]]:
         """Return a batch over one new block on the host, and the arrays through which to fill it.
 
@@ -172,15 +191,21 @@ class PackedInputs(dict[str, Any]):
             seq_lengths: tokens of each document.
             num_padding: tokens of the tail.
             max_seqlen: tokens of the longest segment.
+            shared: keys of segments with a prefix; copied into the block.
         """
-        sections, size = lay_out(tensors)
+        keys = {} if shared is None else {name: getattr(shared, name).numpy() for name in KEYS}
+        sections, size = lay_out({**tensors, **{name: array.shape for name, array in keys.items()}})
         buffer = torch.empty(size, dtype=torch.int64)
-        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen)
+        arrays = arrays_over(buffer, sections)
+        for name, array in keys.items():
+            arrays[name][:] = array
+        host = () if shared is None else (shared.prefixes, shared.max_seqlen_k)
+        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen, *host)
         parts = block.parts
         entries = {"input_ids": parts["input_ids"], "labels": parts["labels"]}
         batch = parts["packed_batch"]
         inputs = cls._over(block, entries | to_transformers_kwargs(batch) | {"packed_batch": batch})
-        return inputs, arrays_over(buffer, sections)
+        return inputs, arrays
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`: the block once, and whatever else the mapping holds by itself.

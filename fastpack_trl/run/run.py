@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import Trainer
 from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
@@ -54,11 +55,11 @@ class Run(Decisions):
     """
 
     def __init__(
-        self, trainer: Any, settings: Settings, plan_batches: PlanBatches = plan_batches, sequences: int = 1
+        self, trainer: Trainer, settings: Settings, plan_batches: PlanBatches = plan_batches, sequences: int = 1
     ) -> None:
         super().__init__(settings)
         self.plan_batches, self.sequences = plan_batches, sequences
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
@@ -72,7 +73,7 @@ class Run(Decisions):
     @property
     def trainer(self) -> SFTTrainer:
         """Stock's interface, for what a feature does to the run."""
-        trainer = self._trainer()
+        trainer: SFTTrainer | None = self._trainer()
         assert trainer is not None, "a feature outlived its trainer"
         return trainer
 
@@ -132,6 +133,11 @@ class Run(Decisions):
     def attention_path(self) -> str:
         """The attention that runs on packed rows; ``stock`` where batches are stock's."""
         return self.choice.path if self.packs else "stock"
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens at which rows of the data set are cut; None where they are not, or the trainer has no such field."""
+        return getattr(self.args, "max_length", None)
 
     @property
     def counts_documents(self) -> bool:

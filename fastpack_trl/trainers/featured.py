@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from accelerate.logging import get_logger
-from transformers import Trainer
 
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
@@ -41,18 +40,39 @@ def documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
+def _own(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of one class alone that calls `method`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
+
+
+_SHOWN = ("__init__", "train", "evaluate", "predict", "create_model_card")
+
+
 class FeaturedTrainer(_Stock):
     """Enters the features around the methods of the trainer of TRL that comes after it among the bases.
+
+    A class that names its ``_fastpack_stock`` has that one's signatures and docstrings.
 
     Attributes:
         fastpack_run: what this trainer has decided; the features read it.
     """
 
     fastpack_run: Run
+    _fastpack_stock: ClassVar[type[Any]]
     _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
     _fastpack_entered = False
     _fastpack_shown = ""
     _fastpack_disabled = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        stock = vars(cls).get("_fastpack_stock")
+        for name in _SHOWN if stock is not None else ():
+            setattr(cls, name, documented_as(getattr(stock, name))(_own(getattr(cls, name))))
 
     @staticmethod
     def _fastpack_why_disabled() -> str:
@@ -82,7 +102,6 @@ class FeaturedTrainer(_Stock):
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
         facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
-    @documented_as(Trainer.train)
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._fastpack_disabled:
             resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
@@ -91,17 +110,14 @@ class FeaturedTrainer(_Stock):
         with self._fastpack_features(announce=True):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    @documented_as(Trainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self._fastpack_features():
             return super().evaluate(*args, **kwargs)
 
-    @documented_as(Trainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
-    @documented_as(Trainer.create_model_card)
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if not self._fastpack_disabled:

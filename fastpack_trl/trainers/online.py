@@ -9,7 +9,6 @@ from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from fastpack_trl.packing.families import Families, find_families
-from fastpack_trl.trainers.featured import documented_as
 from fastpack_trl.trainers.packed import PackedTrainer
 
 
@@ -46,16 +45,8 @@ class FastGRPOTrainer(_OnlineTrainer, GRPOTrainer):
 
     _fastpack_stock = GRPOTrainer
 
-    @documented_as(GRPOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
 
 class FastRLOOTrainer(_OnlineTrainer, RLOOTrainer):
     """`trl.RLOOTrainer` whose learner runs on rows without padding, each prompt once. Same arguments and files."""
 
     _fastpack_stock = RLOOTrainer
-
-    @documented_as(RLOOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)

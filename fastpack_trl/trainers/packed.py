@@ -42,7 +42,6 @@ class PackedTrainer(FeaturedTrainer):
 
     padding_free = False  # as features ask every trainer; only SFT and DPO have it
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
-    _fastpack_stock: ClassVar[type[Any]]
     _fastpack_sequences: ClassVar[int] = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
 from fastpack_trl.packing.families import Families, Pairs, completions
-from fastpack_trl.trainers.featured import documented_as
 from fastpack_trl.trainers.packed import PackedTrainer
 
 
@@ -37,19 +36,11 @@ class FastDPOTrainer(_ReferencedTrainer, DPOTrainer):
     _fastpack_stock = DPOTrainer
     _fastpack_sequences = 2
 
-    @documented_as(DPOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
 
 class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
     """`trl.KTOTrainer` on rows without padding: same arguments, losses, log keys and files."""
 
     _fastpack_stock = KTOTrainer
-
-    @documented_as(KTOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
 
 
 class FastRewardTrainer(PackedTrainer, RewardTrainer):
@@ -57,10 +48,6 @@ class FastRewardTrainer(PackedTrainer, RewardTrainer):
 
     _fastpack_stock = RewardTrainer
     _fastpack_sequences = 2
-
-    @documented_as(RewardTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
 
     def _fastpack_find(self) -> Callable[..., Families | str] | None:
         pad_token_id = self.model.config.get_text_config().pad_token_id

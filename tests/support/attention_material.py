@@ -152,6 +152,15 @@ def assert_as_near_as_dense(
     assert (mean_error <= 2 * mean_budget + floor).all(), (mean_error, mean_budget)
 
 
+def check_operators(name: str, arguments: tuple[Any, ...]) -> None:
+    operators = torch.ops.fastpack
+    torch.library.opcheck(getattr(operators, f"{name}_with_gradient").default, arguments)
+    inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
+    torch.library.opcheck(getattr(operators, name).default, inner)
+    out, lse = getattr(operators, name)(*inner)
+    torch.library.opcheck(getattr(operators, f"{name}_backward").default, (torch.ones_like(out), out, lse, *inner))
+
+
 def snapshot(model: Any) -> dict[str, Any]:
     """Everything that a switch could leave behind on a model."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")

@@ -55,7 +55,12 @@ def classifier(family: str = "qwen3") -> Any:
     return AutoModelForSequenceClassification.from_config(config).float()
 
 
-ONLINE: dict[str, Any] = {"max_length": None, "num_generations": 4, "max_completion_length": 8, "shuffle_dataset": True}
+ONLINE: dict[str, Any] = {
+    "max_length": None,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "per_device_eval_batch_size": 4,
+}
 DATA: dict[str, Callable[..., Dataset]] = {
     "DPO": pairs, "KTO": judged, "Reward": pairs, "GRPO": prompts, "RLOO": prompts,
 }  # fmt: skip
@@ -85,6 +90,9 @@ def build(
         "processing_class": make_tokenizer(),
         "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"]) if lora else None,
     }
+    if name == "RLOO" and not lora:  # loads its reference from where the model came from
+        made.save_pretrained(folder / "model")
+        made.config._name_or_path = str(folder / "model")
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = even_words
     elif name in ("DPO", "KTO") and not lora and not args.precompute_ref_log_probs:

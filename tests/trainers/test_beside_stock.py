@@ -9,6 +9,8 @@ import torch
 from preference_material import NAMES, assert_same, both, build, trained
 
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gpt_oss")
+CLOSE = {name: {"atol": 2e-5} for name in ("GRPO", "RLOO")}
+"""Their loss is near zero: advantages of a group cancel, ratios are exponentials of differences of long sums."""
 STEPS = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 
 
@@ -18,7 +20,7 @@ def test_five_steps_and_an_evaluation_log_what_stock_logs(name: str, lora: bool,
     ours, stock = both(name, tmp_path, lora=lora)
     assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
     assert ours._fastpack_rows.ran >= 5
-    assert_same(ours, stock)
+    assert_same(ours, stock, **CLOSE.get(name, {}))
     first = next(row["loss"] for row in ours.state.log_history if "loss" in row)
     if name == "DPO" and not lora:
         assert first == pytest.approx(0.6931472, abs=1e-5)
@@ -32,7 +34,7 @@ def test_weights_change_as_under_stock(name: str, family: str, tmp_path: Path) -
     before = trained(build(name, tmp_path / "before", fast=False, **options).model)
     ours, stock = both(name, tmp_path, **options)
     assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
-    assert_same(ours, stock)
+    assert_same(ours, stock, **CLOSE.get(name, {}))
     mine, theirs = trained(ours.model), trained(stock.model)
     changed = torch.cat([(theirs[key] - before[key]).flatten() for key in before])
     apart = torch.cat([(mine[key] - theirs[key]).flatten() for key in before])
