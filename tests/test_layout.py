@@ -64,7 +64,7 @@ BUDGETS = {
     "moe": 1500,
     "packing": 2500,
     "quickstart": 950,
-    "recipe": 1550,
+    "recipe": 1800,
     "run": 400,
     "step": 2550,
     "trainers": 600,
