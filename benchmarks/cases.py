@@ -182,7 +182,7 @@ def _replayed(call: Callable[[], Any]) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward and backward pass: three marks of the clock, and bytes of memory."""
+    """One forward and backward pass: three marks of a clock, and bytes of memory."""
 
     start: Any
     middle: Any
@@ -190,14 +190,14 @@ class Pass:
     memory: dict[str, int] | None
 
     @classmethod
-    def of(cls, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], device: str) -> Pass:
-        """Run both."""
+    def of(cls, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any], device: str) -> tuple[Pass, Tensor]:
+        """Run both; return the output too."""
         clock, memory = clock_of(device), PeakMemory(device)
         start = clock.mark()
         out = forward()
         middle = clock.mark()
         backward(out)
-        return cls(start, middle, clock.mark(), memory.read())
+        return cls(start, middle, clock.mark(), memory.read()), out
 
 
 def summaries(passes: Sequence[Pass], device: str) -> dict[str, dict[str, Any]]:

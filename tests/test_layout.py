@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "kernels errors _version",
         "model",
         "packing",
-        "measure",
+        "measure recurrent",
         "testing report",
         "config",
         "run",
@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3650,
+    "attention": 3850,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
@@ -60,10 +60,11 @@ BUDGETS = {
     "kernels": 1350,
     "lora": 1950,
     "measure": 1500,
-    "model": 2100,
+    "model": 2250,
     "moe": 1500,
-    "packing": 2500,
+    "packing": 2750,
     "quickstart": 950,
+    "recurrent": 750,
     "recipe": 1800,
     "run": 400,
     "step": 2550,

@@ -215,6 +215,7 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
         run.alone_from, run.block_cost = backend.alone_from(attention.features), backend.block_cost
         try:
-            yield attention
+            with run.keeping(attention):  # for `why_not_shared`
+                yield attention
         finally:
             run.refuses_static, run.alone_from, run.block_cost = before, math.inf, BLOCK_COST

@@ -118,7 +118,15 @@ class Backend(ABC):
 
 
 def described(features: ModelFeatures) -> str:
-    """Return what the attention of a model has beside causality: ``window 128, sinks``."""
+    """Return what a model has beside causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]
     parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+    parts += [f"{mixer} over chunks" for mixer in sorted(features.mixers)]
     return ", ".join(parts) or "plain causal"
+
+
+def shared_refusal(backend: Backend, features: ModelFeatures) -> str:
+    """Return why rows with shared prefixes cannot run in a model with `backend`, or ``""``."""
+    if features.mixers:
+        return f"a state ({', '.join(sorted(features.mixers))}) goes on from one token to one other, not to several"
+    return backend.refuses_shared(features)

@@ -89,6 +89,17 @@ TABLE: tuple[Upstream, ...] = (
         ("attention",), "`per_document`", "varlen",
     ),
     Upstream(
+        (
+            *_all("transformers.models.qwen3_next.modeling_qwen3_next",
+                  "causal_conv1d_fn torch_chunk_gated_delta_rule"),
+            "transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention",
+            *_all("transformers.models.falcon_h1.modeling_falcon_h1",
+                  "mamba2_chunk_scan mamba2_split_conv1d_scan_combined"),
+            "transformers.activations.ACT2FN",
+        ),
+        ("recurrent",), "hybrid models of that family in padded rows, named",
+    ),
+    Upstream(
         ("torch._fused_sdp_choice",
          *_all("torch.ops.aten", "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")),
         ("attention",), "long documents by `varlen` over the whole row", "varlen per document",

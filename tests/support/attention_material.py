@@ -26,8 +26,9 @@ LENGTHS = (9, 1, 14, 6)
 PER_DOCUMENT = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "cohere2",
     "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
+    "granitemoehybrid", "qwen3_next",
 )  # fmt: skip
-PADDED_ROWS = ("falcon", "bloom", "granitemoehybrid", "llama4_text", "stablelm", "nemotron", "qwen3_next")
+PADDED_ROWS = ("falcon", "bloom", "llama4_text", "stablelm", "nemotron")
 
 PLAIN = ModelFeatures(
     model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,
