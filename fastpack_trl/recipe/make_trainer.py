@@ -57,7 +57,7 @@ def make_trainer(
     method = arguments.method
     script, training, model = arguments.script, arguments.training, arguments.model
     init = checks.check_settings(arguments)
-    more: dict[str, Any] = {"reward_funcs": load_rewards(script)} if method.scores_rewards else {}
+    of_method: dict[str, Any] = {"reward_funcs": load_rewards(script)} if method.scores_rewards else {}
     name = str(model.model_name_or_path)
     processing_class = checks.load_tokenizer(name, training, init)
     quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
@@ -71,9 +71,9 @@ def make_trainer(
         for split, what in ((eval_dataset, "eval"), (train_dataset, "train")):
             if split is not None:
                 check_rows(split, what, training, processing_class, method)
-                check_reward_columns(more.get("reward_funcs", ()), next(iter(split)))
+                check_reward_columns(of_method.get("reward_funcs", ()), next(iter(split)))
     if method is SFT:
-        more["processing_class"] = processing_class  # others load it with sides of padding of their own
+        of_method["processing_class"] = processing_class  # others load it with sides of padding of their own
 
     given = {"model_init_kwargs": training.model_init_kwargs}
     training.model_init_kwargs = init
@@ -86,7 +86,7 @@ def make_trainer(
             callbacks=list(callbacks or ()),
             quantization_config=quantization_config,
             peft_config=peft_config,
-            **more,
+            **of_method,
         )
     if method.command == "dpo" and script.ignore_bias_buffers:
         from torch.nn.parallel import DistributedDataParallel
