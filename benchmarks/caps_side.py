@@ -302,7 +302,7 @@ def measure_side(
         below the model's own memory has 0 tokens and a reason in ``too_small``.
     """
     device = device_here()
-    model, peft_config = model_of(WORKLOADS[row["model"]], longest, device, seed)
+    model, peft_config = model_of(WORKLOADS[row["row"]], longest, device, seed)
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
     free_memory(device)
