@@ -97,24 +97,17 @@ class Run:
 
 
 def loaded_turns(
-    calls: Mapping[str, Callable[[], T]], device: str, *, dropped: Callable[[], object] = lambda: None, rounds: int,
-    least: int = 3, **options: Any,
-) -> tuple[Rounds[T], float | None]:  # fmt: skip
+    calls: Mapping[str, Callable[[], T]], device: str, *, rounds: int, least: int = 3, **options: Any
+) -> tuple[Rounds[T], float | None]:
     """Return what `take_turns` does, and the cores that other processes kept busy in the timed rounds.
 
     Args:
         calls: by side.
         device: whose memory a side that fails gives back.
-        dropped: called then, before.
         rounds, least, options: of `take_turns`.
     """
-    load = OtherLoad()
-
-    def drop(_name: str, _reason: str) -> None:
-        dropped()
-        free_memory(device)
-
-    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=drop, **options)
+    load, free = OtherLoad(), partial(free_memory, device)
+    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=free, **options)
     return found, load.cores()
 
 

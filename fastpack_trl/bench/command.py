@@ -218,14 +218,14 @@ def _record(args: Namespace, folder: str, file: ResultFile | None) -> dict[str, 
     settings = {"config": settings_of(args.config, args.more), "asked": asked}
     case = ABLATE if args.ablate else CASE
     if file is not None:
-        head = record_of([{"device": training.device.type}], plan, False, case=case, **settings)
+        head = record_of(plan, [{"device": training.device.type}], False, case=case, **settings)
         found = file.whole(head)
         if found is not None:
             print(f"{case}: finished before, taken over from {file.path}; --again measures anew")
             return found
 
     def keep(rows: Sequence[Mapping[str, Any]], complete: bool = False) -> dict[str, Any]:
-        record = record_of(rows, plan, complete, case=case, **settings)
+        record = record_of(plan, rows, complete, case=case, **settings)
         if file is not None:
             file.save(record)
         return record
@@ -248,13 +248,9 @@ def _measured(
 
         configured = {name: str(getattr(training, name)) for name in features()}
         return ablate(build, plan, configured=configured, save=save)
-    from fastpack_trl.bench.compare import compare
+    from fastpack_trl.bench.compare import in_turn
 
-    record = compare(
-        build, pairs=plan.pairs, warmup=plan.warmup, gate_steps=plan.gate_steps, seed=plan.seed, sides=sides,
-        profile=plan.profile,
-    )  # fmt: skip
-    return record["rows"], record["complete"]
+    return in_turn(build, plan, sides)
 
 
 def _lines(record: Mapping[str, Any]) -> list[str]:
