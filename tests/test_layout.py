@@ -59,7 +59,7 @@ BUDGETS = {
     "compile": 900,
     "kernels": 1350,
     "lora": 1950,
-    "measure": 1500,
+    "measure": 1450,
     "model": 2100,
     "moe": 1500,
     "packing": 2750,
