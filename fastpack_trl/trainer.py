@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -24,7 +23,7 @@ from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.short_data import ShortData
-from fastpack_trl.step.sync_free import SyncFreeStep, warnings_of_caller
+from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
 
 logger = get_logger(__name__)
@@ -154,8 +153,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
-            with warnings_of_caller() if return_outputs else contextlib.nullcontext():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     @property

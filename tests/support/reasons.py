@@ -22,7 +22,7 @@ FUNCTIONS = {
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
-    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "once_per_micro_batch", "needs_logits"],
+    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
     "kernels/dequantise.py": ["proven"],
@@ -50,7 +50,7 @@ FUNCTIONS = {
     "checkpointing/checkpoint_offload.py": ["_why_off"],
     "checkpointing/offload.py": ["offload_unavailable"],
     "compile/layer_compile.py": ["_reasons"],
-    "compile/kind.py": ["_decide", "agree", "_pays_off"],
+    "compile/kind.py": ["_decide", "_pays"],
     "compile/layers.py": ["is_hooked"],
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
@@ -59,7 +59,7 @@ FUNCTIONS = {
     "capture/graphs.py": ["_may_replay", "_weigh", "_record", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "_reasons"],
     "capture/device.py": ["lacks_room"],
-    "step/loss.py": ["head_of", "_read_constants"],
+    "step/loss.py": ["head_of", "read_constants"],
 }
 """Module -> its functions that return or say a reason."""
 
