@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora
+from benchmarks import lora, step_turns
 from benchmarks.cases import Run
 from benchmarks.lora_models import MODELS, LoraModel, build, shared_copy
 from fastpack_trl.bench.environment import quiet
@@ -54,9 +54,9 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     def attention(model: Any, path: str, **options: Any) -> Any:
         return contextlib.nullcontext(SimpleNamespace(path=path))
 
-    monkeypatch.setattr(lora, "packed_attention", attention)
+    monkeypatch.setattr(step_turns, "packed_attention", attention)
     monkeypatch.setattr(lora, "compiled_regions", lambda trainer, backend: contextlib.nullcontext())
     for device, path in (("cuda", "varlen"), ("cpu", "auto")):
-        trainer = SimpleNamespace(model=None, args=SimpleNamespace(device=torch.device(device)))
+        trainer = SimpleNamespace(model=None, data_collator=None, args=SimpleNamespace(device=torch.device(device)))
         with lora.packed_and_compiled(trainer) as found:
             assert found == f"{path}, layers compiled by accelerate"
