@@ -65,7 +65,7 @@ BUDGETS = {
     "packing": 2750,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 1800,
+    "recipe": 1850,
     "run": 400,
     "step": 2450,
     "trainers": 600,

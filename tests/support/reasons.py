@@ -60,6 +60,7 @@ FUNCTIONS = {
     "capture/feature.py": ["unavailable", "_reasons"],
     "capture/device.py": ["lacks_room"],
     "step/loss.py": ["head_of", "read_constants"],
+    "trainers/featured.py": ["_fastpack_why_disabled"],
 }
 """Module -> its functions that return or say a reason."""
 
@@ -70,7 +71,6 @@ CONSTANTS = {
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION"],
-    "trainer.py": ["_DISABLED"],
 }
 """Module -> its constants that are a reason."""
 
