@@ -72,7 +72,7 @@ TABLE: tuple[Upstream, ...] = (
     _used("trl.trainer.sft_trainer: DataCollatorForLanguageModeling; transformers.Trainer: _get_dataloader; "
         "trl.SFTTrainer: _prepare_dataset; transformers.PreTrainedModel: _can_set_attn_implementation; "
         "torch.utils.hooks.RemovableHandle: next_id; torch.nn.modules.module: _global_forward_pre_hooks "
-        "_global_forward_hooks _global_backward_pre_hooks _global_backward_hooks", "model packing trainer",
+        "_global_forward_hooks _global_backward_pre_hooks _global_backward_hooks", "model packing trainer trainers",
         "the stock trainer", "batches"),
     _used("transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface", "attention",
         "documents in padded rows", "packed_attention"),
@@ -159,7 +159,12 @@ TABLE: tuple[Upstream, ...] = (
     _used("torch.optim.Optimizer: _optimizer_step_pre_hooks _optimizer_step_post_hooks; torch.optim.optimizer: "
         "_global_optimizer_pre_hooks _global_optimizer_post_hooks", "step",
         "under FSDP 2 the optimizer steps over DTensors"),
-    _used("transformers.Trainer: _move_model_to_device", "trainer",
+    _used("trl.DPOTrainer: _compute_loss _precompute_ref_logps; trl.KTOTrainer: _compute_kl_logps", "packing trainers",
+        "a subclass that overrides its successor is not seen, and gets rows; stock's padded batches of the reference"),
+    _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),
+    _used("torch.nn.parallel.DistributedDataParallel: _set_params_and_buffers_to_ignore_for_model", "recipe",
+        "`ignore_bias_buffers` of `dpo` stops with an error"),
+    _used("transformers.Trainer: _move_model_to_device", "trainers",
         "expert stacks are quantised after the model has moved to the device"),
     _used("trl.SFTTrainer: _metrics _total_train_tokens _tp_size", "checkpointing step",
         "loss and metrics as stock; a step that is run again counts its tokens twice"),

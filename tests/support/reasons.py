@@ -62,6 +62,7 @@ FUNCTIONS = {
     "capture/feature.py": ["unavailable", "_reasons"],
     "capture/device.py": ["lacks_room"],
     "step/loss.py": ["head_of", "read_constants"],
+    "trainers/featured.py": ["_fastpack_why_disabled"],
 }
 """Module -> its functions that return or say a reason."""
 
@@ -72,7 +73,6 @@ CONSTANTS = {
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION"],
-    "trainers/featured.py": ["_DISABLED"],
 }
 """Module -> its constants that are a reason."""
 
