@@ -177,7 +177,7 @@ def _without_generation(trainer_class: Any, vocabulary: int) -> Any:
     """Return the class with made-up completions in the place of generated ones: what is timed is the learner."""
     from trl import RLOOTrainer
 
-    class Learner(trainer_class):  # type: ignore[misc]
+    class Learner(trainer_class):
         __module__ = trainer_class.__module__  # as stock's own: no method here looks at batches
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:

@@ -50,22 +50,22 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3850,
+    "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
-    "checkpointing": 2300,
+    "checkpointing": 2250,
     "cli": 1050,
-    "compile": 1000,
+    "compile": 900,
     "kernels": 1350,
     "lora": 1950,
-    "measure": 1500,
-    "model": 2250,
+    "measure": 1450,
+    "model": 2100,
     "moe": 1500,
-    "packing": 2750,
+    "packing": 2800,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 1550,
+    "recipe": 1850,
     "run": 400,
     "step": 2550,
     "trainers": 800,
@@ -200,10 +200,10 @@ def test_the_graph_sees_every_kind_of_import(tmp_path: Path) -> None:
         "from __future__ import annotations\nimport fastpack_trl.errors as e\nfrom fastpack_trl import FastSFTConfig\n"
         "from fastpack_trl import run\nfrom fastpack_trl.cli import main\n"
         "from fastpack_trl.report import FeatureReport\ndef late():\n    from fastpack_trl.model import facts\n"
-        "    return 'fastpack_trl.cli.sft'\n"
+        "    return 'fastpack_trl.cli.train'\n"
     )
     assert set(imports("fastpack_trl.made_up", file)) == {
-        f"fastpack_trl.{name}" for name in ("errors", "config", "run", "cli.main", "report", "model.facts", "cli.sft")
+        f"fastpack_trl.{name}" for name in ("errors", "config", "run", "cli.main", "report", "model.facts", "cli.train")
     }
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, AsMade, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, to_transformers_kwargs
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
@@ -90,14 +92,9 @@ class RowForward:
         if function is not None:
             model.forward = types.MethodType(function, model)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Run known batches as rows until the context ends."""
-        before, self._state.active = self._state.active, not self.missing
-        try:
-            yield
-        finally:
-            self._state.active = before
+        return attribute_set(self._state, "active", not self.missing)
 
     @property
     def why_stock(self) -> str:
