@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import random
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,19 +45,23 @@ class Row:
     """Pairs, judged completions, or generated completions of a micro-batch."""
     layers: int | None = None
     prompts: tuple[int, int] = PROMPTS
-    full: bool = False
 
     @property
     def name(self) -> str:
         """Return what ``--rows`` takes: ``dpo small 4``."""
         short = " short" if self.prompts != PROMPTS else ""
-        return f"{self.trainer.lower()} {self.model}{' full' if self.full else ''} {self.examples}{short}"
+        return f"{self.trainer.lower()} {self.model} {self.examples}{short}"
+
+    @property
+    def is_online(self) -> bool:
+        """Return whether its trainer generates."""
+        return self.trainer in ("GRPO", "RLOO")
 
 
 ROWS = {
     row.name: row
     for row in (
-        Row("DPO", "small", 4), Row("DPO", "small", 8), Row("DPO", "small", 4, full=True), Row("Reward", "small", 4),
+        Row("DPO", "small", 4), Row("DPO", "small", 8), Row("Reward", "small", 4),
         Row("KTO", "small", 8), Row("GRPO", "small", 8), Row("RLOO", "small", 8),
         Row("DPO", "small", 1, prompts=(10, 10)),
         Row("DPO", "qwen3-0.6b", 8), Row("DPO", "qwen3-8b", 4, 12), Row("Reward", "qwen3-0.6b", 8),
@@ -80,31 +83,24 @@ def measure_row(row: Row, rounds: int, seed: int, _seconds: float = 0.0) -> dict
     import fastpack_trl
 
     name, device = row.trainer, device_here()
-    model, tokenizer = _model(row, device, seed), _tokenizer(_vocabulary(row))
-    documents = _documents(
-        row, (WARMUP + rounds + 6) * row.examples * (MICRO_BATCHES if name in ("GRPO", "RLOO") else 1), seed
-    )
-    adapters = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS" if name == "Reward" else "CAUSAL_LM")
-
-    def build(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
-        args = config_class(**(_arguments(row, device, seed, folder) | changes))
-        given: dict[str, Any] = {"peft_config": None if row.full else adapters}
-        if name in ("GRPO", "RLOO"):
-            trainer_class = _without_generation(trainer_class, min(_vocabulary(row), VOCABULARY))
-            given["reward_funcs"] = _reward
-        elif name != "Reward" and row.full:
-            given["ref_model"] = copy.deepcopy(model)
-        return trainer_class(
-            copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer, **given
-        )
-
-    stock = SideRecipe(getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"))
-    ours = SideRecipe(getattr(fastpack_trl, f"Fast{name}Trainer"), getattr(fastpack_trl, f"Fast{name}Config"))
+    steps = (WARMUP + rounds + 6) * row.examples * (MICRO_BATCHES if row.is_online else 1)
+    given: dict[str, Any] = {
+        "model": _model(row, device, seed), "processing_class": _tokenizer(_vocabulary(row)),
+        "train_dataset": _documents(row, steps, seed),
+        "peft_config": LoraConfig(
+            r=8, target_modules="all-linear", task_type="SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+        ),
+    }  # fmt: skip
+    made: list[Any] = [getattr(trl, f"{name}Trainer"), getattr(fastpack_trl, f"Fast{name}Trainer")]
+    if row.is_online:
+        given["reward_funcs"] = _reward
+        made = [_without_generation(each, min(_vocabulary(row), VOCABULARY)) for each in made]
+    stock = SideRecipe(made[0], getattr(trl, f"{name}Config"))
+    ours = SideRecipe(made[1], getattr(fastpack_trl, f"Fast{name}Config"))
     sides = {STOCK: stock, OURS: ours}
     if device == "cuda":
         sides[SAME_MEMORY] = replace(ours, changes=SAME_CHECKPOINTS)
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        return steps_in_turn(sides, build, rounds=rounds, warmup=WARMUP, seed=seed)
+    return steps_in_turn(sides, given, _arguments(row, device, seed), rounds=rounds, warmup=WARMUP, seed=seed)
 
 
 def _tokenizer(vocabulary: int) -> Any:
@@ -147,7 +143,7 @@ def _documents(row: Row, count: int, seed: int) -> Any:
     short = row.prompts != PROMPTS
     prompts = [f"{words(*row.prompts)} " for _ in range(count)]
     answers = [[words(*((8, 12) if short else COMPLETIONS)) for _ in range(count)] for _ in range(2)]
-    if row.trainer in ("GRPO", "RLOO"):
+    if row.is_online:
         return Dataset.from_dict({"prompt": prompts})
     if row.trainer == "KTO":
         labels = [bool(index % 2) for index in range(count)]
@@ -155,12 +151,12 @@ def _documents(row: Row, count: int, seed: int) -> Any:
     return Dataset.from_dict({"prompt": prompts, "chosen": answers[0], "rejected": answers[1]})
 
 
-def _arguments(row: Row, device: str, seed: int, folder: str) -> dict[str, Any]:
+def _arguments(row: Row, device: str, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "output_dir": folder, "seed": seed, "use_cpu": device != "cuda", "bf16": device == "cuda", "logging_steps": 1,
+        "seed": seed, "use_cpu": device != "cuda", "bf16": device == "cuda", "logging_steps": 1,
         "per_device_train_batch_size": row.examples, "learning_rate": 1e-5, "gradient_checkpointing": True,
     }  # fmt: skip
-    if row.trainer in ("GRPO", "RLOO"):
+    if row.is_online:
         online = {
             "gradient_accumulation_steps": MICRO_BATCHES, "num_generations": GROUP, "beta": 0.0,
             "max_completion_length": COMPLETIONS[1],

@@ -123,7 +123,7 @@ class PackedTrainer(FeaturedTrainer):
 
     def _fastpack_against_sharing(self, training: bool) -> Iterator[object]:
         run = self.fastpack_run
-        yield getattr(self.args, FEATURE, "auto") == "off" and "switched off"
+        yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
         refuses: Callable[[Any], str] | None = getattr(backend, "refuses_shared", None)
         yield refuses is None and f"{run.attention_path} has no form for shared prompts"
