@@ -51,7 +51,7 @@ class OnlineSettings(RowSettings):
     merge_accumulation: Switch = field(
         default="auto",
         metadata=choice_field(
-            "Run the micro-batches of an optimizer step forward together, so that completions of one prompt meet, which "
+            "Run the micro-batches of an optimizer step forward together: completions of one prompt meet, which "
             "TRL shuffles apart: auto and on (one process, without an auxiliary loss of experts; on CUDA where the "
             "memory has room, measured in the first step) or off. Costs the activations of the whole step."
         ),
