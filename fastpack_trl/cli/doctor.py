@@ -23,6 +23,7 @@ from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
+    "fa4": ("flash_attn.cute", "packed_attention='flash_attention_4', which auto takes on Hopper and later"),
     "xformers": ("xformers", "packed_attention='xformers'"),
     "liger": ("liger_kernel", "use_liger_kernel"),
     "plots": ("matplotlib", "plots of training and benchmark figures"),
@@ -195,7 +196,8 @@ def _missing() -> list[dict[str, str]]:
     """List what could be installed, what needs it, and the command; packages outside of their range come first."""
     rows = _out_of_range()
     for extra, (module, needed_for) in EXTRAS.items():
-        if find_spec(module) is None:
+        package = module.partition(".")[0]  # that of a package that is not there cannot be looked for
+        if find_spec(package) is None or find_spec(module) is None:
             rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
     if find_spec("triton") is None:
         needed_for = "our Triton kernels; without it their torch twins run"
