@@ -200,7 +200,7 @@ def test_one_side_that_fails_leaves_the_other(material: Material, monkeypatch: p
         raise RuntimeError("no kernel image is available")
 
     figures: dict[str, Any] = {"steps": 2, "backend": None}
-    run = (str(material.yaml()), str(material.folder / "runs"), 2, None, figures)
+    run = (str(material.yaml()), str(material.folder / "runs"), 2, (), figures)
     sides = {"fastpack": doctor_audit._side("fastpack", *run)}
     monkeypatch.setattr(SFTTrainer, "training_step", failing)
     sides["stock"] = doctor_audit._side("stock", *run)
