@@ -150,10 +150,10 @@ TABLE: tuple[Upstream, ...] = (
     _used("transformers.modeling_flash_attention_utils: _flash_attention_forward", "attention",
         "`flash_attention_2` and `3` are refused, named"),
     _used("transformers.Trainer: _inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
-        "_track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
+        "_get_collator_with_removed_columns _get_train_sampler "
         "_get_eval_sampler", "model packing",
         "a subclass that overrides its successor is not seen, and gets packed batches"),
-    _used("transformers.Trainer: _get_num_items_in_batch", "attention model",
+    _used("transformers.Trainer: _get_num_items_in_batch _track_num_input_tokens", "attention packing",
         "a subclass that overrides its successor is not seen, and gets packed batches"),
     _used("transformers.models.mixtral.modeling_mixtral: load_balancing_loss_func", "step",
         "experts under rows of families stop with an error: FASTPACK_DISABLE=1 runs stock"),
