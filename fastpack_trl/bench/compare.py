@@ -36,6 +36,7 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
 from fastpack_trl.measure.record import OtherLoad, make_record
 from fastpack_trl.measure.rounds import turn_order
+from fastpack_trl.recipe.methods import SFT, Method
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "RoundPlan", "compare", "measure", "table"]
 
@@ -97,10 +98,10 @@ def compare(
 
 
 def in_turn(
-    build: Build, plan: RoundPlan, sides: Sequence[str], progress: bool = True
+    build: Build, plan: RoundPlan, sides: Sequence[str], progress: bool = True, method: Method = SFT
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the row of `compare`, none where nothing was timed, and whether it is complete."""
-    recipes = {name: recipe_of(name) for name in SIDES if name in sides}
+    recipes = {name: recipe_of(name, method) for name in SIDES if name in sides}
     with bar("rounds", plan.rounds, progress) as shown:
         row, complete = measure(recipes, build, plan, shown)
     return [row] if row else [], complete

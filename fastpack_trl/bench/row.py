@@ -133,8 +133,8 @@ def setting_of(trainer: Any, dtype: str) -> dict[str, Any]:
         "checkpointing": "every layer" if args.gradient_checkpointing else "none",
         "batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "packing": bool(args.packing),
-        "max_length": args.max_length,
+        "packing": bool(getattr(args, "packing", False)),
+        "max_length": getattr(args, "max_length", None),
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "setting": "4-bit " * quantised + ", ".join(filter(None, (name, adapter, dtype, checkpointing))),
     }

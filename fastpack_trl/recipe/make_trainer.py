@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
-from fastpack_trl.recipe.arguments import Arguments, as_flags, parse
+from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
 from fastpack_trl.recipe.methods import SFT, method_of
 from fastpack_trl.recipe.rewards import check_reward_columns, load_rewards
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
 
-def short_run_arguments(config: str, folder: str, *flags: str, trainer: str | None = None) -> Arguments:
+def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
     """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
 
-    `flags` win over both; `trainer` is the command that it is for (default: as its keys say). Raises `UserError` as
-    `parse`.
+    `flags` win over both, and ``--trainer dpo`` among them says which command it is for (default: as its keys say).
+    Raises `UserError` as `parse`.
     """
     own = {
         "config": config, "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
         "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True,
     }  # fmt: skip
     with preparing():
-        method = method_of(load_config(config), trainer)
-        arguments = parse([*as_flags(own), *flags], method, may_launch=False)
+        named, others = split_off("trainer", flags)
+        method = method_of(load_config(config), *named[-1:])
+        arguments = parse([*as_flags(own), *others], method, may_launch=False)
     arguments.training.resume_from_checkpoint = None
     return arguments
 

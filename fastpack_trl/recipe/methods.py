@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
+from fastpack_trl.errors import UserError, did_you_mean
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -25,11 +27,16 @@ class Method:
         return self._of_package("Trainer")
 
     @property
-    def stock(self) -> Any:
-        """TRL's own class of the trainer."""
+    def classes(self) -> tuple[Any, Any]:
+        """Our trainer and its configuration."""
+        return self.trainer, self._of_package("Config")
+
+    @property
+    def of_trl(self) -> tuple[Any, Any]:
+        """TRL's own trainer and configuration."""
         import trl
 
-        return getattr(trl, f"{self.prefix}Trainer")
+        return getattr(trl, f"{self.prefix}Trainer"), getattr(trl, f"{self.prefix}Config")
 
     @property
     def scores_rewards(self) -> bool:
@@ -80,8 +87,12 @@ _MADE_FOR = {
 def method_of(keys: Iterable[str], named: str | None = None) -> Method:
     """Return the method that a YAML with these keys is for: `named`, else the first that knows the most of them.
 
-    ``["max_length", "packing"]`` -> SFT; ``["max_length", "beta"]`` -> DPO.
+    ``["max_length", "packing"]`` -> SFT; ``["max_length", "beta"]`` -> DPO. Raises `UserError` for an unknown name.
     """
+    if named is not None and named not in METHODS:
+        raise UserError(
+            f"--trainer {named!r} does not exist{did_you_mean(named, METHODS)} (trainers: {', '.join(METHODS)})"
+        )
     given = set(keys)
 
     def known(method: Method) -> int:

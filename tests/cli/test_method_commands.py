@@ -266,6 +266,37 @@ def test_an_audit_of_preferences_counts_both_sides(material: Material, capsys: p
     assert all(sides[name]["error"] is None for name in ("stock", "fastpack")), capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["dpo", "reward", "kto"])
+def test_bench_measures_both_sides_of_a_command(material: Material, command: str) -> None:
+    from fastpack_trl.cli.main import main
+
+    path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
+    words = ["--config", path, "--trainer", command, "--pairs", "2", "--json", record]
+    assert main(["bench", *map(str, words)]) == 0
+    (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    assert row["gate"] is not None
+    assert all(row["sides"][side]["seconds"]["median"] > 0 for side in ("stock", "fastpack"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ("grpo", "", "grpo generates its own: time whole "),
+        ("dpo", "--ablate", "--ablate and the baseline rebuild are of `sft`: this YAML is for dpo"),
+        ("dpo", "--baseline rebuild", "--ablate and the baseline rebuild are of `sft`"),
+        ("dop", "", "--trainer 'dop' does not exist; did you mean 'dpo'?"),
+    ],
+)
+def test_bench_says_what_it_cannot_measure(
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, words: str, says: str
+) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, command, PAIR)
+    assert main(["bench", "--config", str(path), "--trainer", command, *words.split()]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", METHODS)
 def test_columns_of_a_method_are_made_for_a_command_that_takes_them(command: str) -> None:
     for columns in METHODS[command].columns:
