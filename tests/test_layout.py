@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3850,
+    "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2750,
+    "packing": 2800,
     "quickstart": 950,
     "recurrent": 750,
     "recipe": 1850,

@@ -20,8 +20,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, AsMade, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, to_transformers_kwargs
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole

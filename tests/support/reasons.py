@@ -19,6 +19,8 @@ FUNCTIONS = {
     "attention/per_document.py": ["refuses", "refuses_compile"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
     "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
+    "attention/share_prefixes.py": ["_reasons"],
+    "attention/shared_proof.py": ["why_not_shared", "_refusals", "_failure"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
