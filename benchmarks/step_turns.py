@@ -27,6 +27,7 @@ STOCK, OURS = "stock", "fastpack"
 PAIR = {STOCK: SideRecipe(SFTTrainer, SFTConfig), OURS: SideRecipe(FastSFTTrainer, FastSFTConfig)}
 """Stock as installed, and ours at its defaults."""
 GATE_STEPS = 1
+_PEAKS = ("peak_bytes", "reserved_bytes", "before_bytes")
 
 
 def steps_in_turn(
@@ -63,7 +64,21 @@ def steps_in_turn(
         row, complete = measure(recipes, build, plan, shown)
     if row is None or not complete:
         raise KeyboardInterrupt
+    frozen = [weight for weight in given["model"].parameters() if weight.is_cuda and not weight.requires_grad]
+    with_shared(row, sum(weight.nbytes for weight in frozen))
     return {key: value for key, value in row.items() if key not in ("setting", "model", "tokens")}
+
+
+def with_shared(row: Mapping[str, Any], nbytes: int) -> None:
+    """Add what all sides share to the memory of each: it was there before the first one, and no side has it as its own.
+
+    Args:
+        row: of `compare`; a side counts what it allocates itself.
+        nbytes: of the frozen base on the device.
+    """
+    for side in row["sides"].values():
+        for key in _PEAKS if side.get("memory") else ():
+            side["memory"][key] += nbytes
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fastpack_trl.features import micro_step
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
@@ -88,7 +89,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
         stock: Any = self.data_collator
-        self.data_collator = packing_collator(self)
+        shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
+        self.data_collator = packing_collator(self, share_prefixes=shares)
         try:
             return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
         finally:
@@ -153,7 +155,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
         return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     @property

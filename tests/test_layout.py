@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3850,
+    "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
@@ -59,10 +59,10 @@ BUDGETS = {
     "compile": 900,
     "kernels": 1350,
     "lora": 1950,
-    "measure": 1500,
+    "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2750,
+    "packing": 2800,
     "quickstart": 950,
     "recurrent": 750,
     "recipe": 2200,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 600,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}
+TOTALS = {"fastpack_trl": 33000, "benchmarks": 8450, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -138,13 +138,14 @@ def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> Iterator[o
     yield not shifts and "this model's loss counts the first label of each padded row"
 
 
-def packing_collator(trainer: SFTTrainer) -> PackingCollator:
+def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> PackingCollator:
     """Return our collator with the settings of the trainer's stock collator."""
     stock = trainer.data_collator
     return PackingCollator(
         pad_token_id=stock.pad_token_id,
         pad_to_multiple_of=stock.pad_to_multiple_of,
         vocab_size=vocabulary(trainer.model),
+        share_prefixes=share_prefixes,
     )
 
 

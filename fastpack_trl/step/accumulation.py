@@ -46,10 +46,11 @@ _MEMORY_SHARE = 0.7
 def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
     """Join the keywords of several rows into those of one (`merge_batches`); tokens and labels follow the documents."""
     batches = [one["packed_batch"] for one in inputs]
-    lengths = [sum(batch.seq_lengths) for batch in batches]
+    tokens = [sum(batch.seq_lengths) for batch in batches]
+    labelled = [sum(batch.documents.lengths if batch.documents else batch.seq_lengths) for batch in batches]
     flat = {
         name: torch.cat([one[name][:, :n] for one, n in zip(inputs, lengths, strict=True)], dim=1)
-        for name in ("input_ids", "labels")
+        for name, lengths in (("input_ids", tokens), ("labels", labelled))
     }
     batch = merge_batches(batches, flat["labels"])
     return PackedInputs(flat | to_transformers_kwargs(batch) | {"packed_batch": batch})

@@ -77,10 +77,13 @@ def step_loss(
     aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
     if aux_losses is not None:
         loss = loss + trainer.router_aux_loss_coef * aux_losses.sum() / steps
-    entropy, correct = split.sums(outputs.entropy), split.sums(outputs.is_top1)
+    weights = outputs.weights
+    entropy, correct = (
+        split.sums(figures if weights is None else figures * weights) for figures in (outputs.entropy, outputs.is_top1)
+    )
     figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float()]
     table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
-    return StepLoss(loss, table, split.sizes, outputs.positions is not None)
+    return StepLoss(loss, table, split.counted, outputs.positions is not None)
 
 
 class _Split:
@@ -88,11 +91,13 @@ class _Split:
 
     Attributes:
         sizes: positions of each; empty for a static batch. Synchronises only after an edit of the labels.
+        counted: tokens that the loss counts in each: more than positions where documents share some.
         is_one: the row is a micro-batch by itself.
     """
 
     def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
         self.sizes: list[int] = []
+        self.counted: list[int] = []
         self._members = self._mask = None
         if batch is not None and batch.part_bounds is not None:
             bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
@@ -105,16 +110,19 @@ class _Split:
         if not parts:
             assert outputs.entropy is not None
             self.sizes = [outputs.entropy.numel()]
+            documents = None if batch is None or outputs.weights is None else batch.documents
+            self.counted = self.sizes if documents is None else [documents.loss_tokens]
         elif outputs.positions is None:
             self.sizes = [part.loss_tokens for part in parts]
+            self.counted = [part.counted or part.loss_tokens for part in parts]
         else:
             bounds = torch.tensor(ends(parts), device=outputs.positions.device)
             part_of = torch.bucketize(outputs.positions, bounds, right=True)
-            self.sizes = part_of.bincount(minlength=len(parts)).tolist()
+            self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
 
     def count(self) -> Tensor | int:
         """Return the positions that the loss counts in the whole row, at least 1."""
-        return max(1, sum(self.sizes)) if self._mask is None else self._mask.sum().clamp(min=1)
+        return max(1, sum(self.counted)) if self._mask is None else self._mask.sum().clamp(min=1)
 
     def sums(self, figures: Tensor) -> Tensor:
         """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself.

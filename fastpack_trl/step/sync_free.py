@@ -13,6 +13,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.facts import is_prompt_learning, text_model
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, MicroStep, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
@@ -66,7 +67,7 @@ class SyncFreeStep:
         if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
             batch, why_stock = None, "a batch without packed_batch"
         elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
-            batch = None
+            inputs, batch = unshared(inputs), None
         # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
         steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
         loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, steps, batch)
@@ -75,7 +76,8 @@ class SyncFreeStep:
         if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them: a row may have been cut short.
-        tokens = row_tokens(batch) if batch is not None and batch.parts else [inputs["position_ids"].size(1)]
+        known = batch is not None and (batch.parts or batch.documents)
+        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].size(1)]
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
@@ -269,7 +271,8 @@ def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[o
 
 def row_tokens(batch: PackedBatch) -> list[int]:
     """Return the tokens of each row that a plain batch was made of, padding included."""
-    return [part.capacity for part in batch.parts] or [batch.total_tokens]
+    whole = batch.total_tokens if batch.documents is None else batch.documents.capacity
+    return [part.capacity for part in batch.parts] or [whole]
 
 
 def _remarks(run: Run, own_step: str) -> list[str]:
