@@ -1,9 +1,9 @@
 """Attention alone: forward and backward of every backend that loads, on packed rows of real document lengths.
 
-Each backend is first compared with float64 on a small row (`check`). Rates are counted by two conventions, named in the
-record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention papers count; ``attended``: the
-pairs that the mask lets through, the window included. A pair costs ``4 * head_dim`` operations per head forward (two
-products) and ``10 * head_dim`` backward (five).
+Each backend first passes the trial in which a run tries it too, against plain torch on a small row. Rates are counted
+by two conventions, named in the record. ``causal_half``: half of all pairs of tokens of a document, as flash-attention
+papers count; ``attended``: the pairs that the mask lets through, the window included. A pair costs ``4 * head_dim``
+operations per head forward (two products) and ``10 * head_dim`` backward (five).
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import Run, row_lengths, seconds_of
+from benchmarks.cases import PeakMemory, Run, row_lengths, seconds_of
 from benchmarks.command import known
-from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.attention.backends import BACKENDS, failure
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.bench.result_file import RowTask
-from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import attention_pairs
 from fastpack_trl.measure.intervals import median_interval, summary
@@ -38,9 +36,6 @@ FORWARD_PER_PAIR, BACKWARD_PER_PAIR = 4, 10  # operations per head and per unit 
 DOCUMENTS: dict[str, int | None] = {"short": 150, "medium": 1500, "row": None}
 """Mean tokens per document; None: one document as long as the row."""
 NAMES = tuple(BACKENDS)
-TIMES_BUDGET = 2.0
-"""A backend may be this many times as far from float64 as dense attention in the same dtype is."""
-GATE_LENGTHS, GATE_WINDOW, GATE_SEEDS = (1, 77, 160, 62), 40, 4
 
 Attend = Callable[[list[Tensor]], Tensor]
 """From query, key, value and, where there are any, sinks to (1, total_tokens, heads, head_dim)."""
@@ -182,7 +177,7 @@ def measure(
     run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, backends: Sequence[str] = NAMES,
     plan: Grid | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time every backend in turn, forward and backward, after each has been compared with float64.
+    """Time every backend in turn, forward and backward, after each has passed its trial.
 
     Args:
         run: on CUDA the cache is cold; what launches slowly is timed with the host's gaps.
@@ -192,8 +187,8 @@ def measure(
 
     Returns:
         A record. A row has ``backends``: per name seconds, rates in TFLOP/s by convention for forward and backward,
-        bytes of memory and the errors of the check; or the reason under ``refused`` (not tried), ``wrong`` (over twice
-        the error of dense attention, not timed) or ``failed`` (it raised).
+        and bytes of memory; or the reason under ``refused`` (not tried), ``wrong`` (its trial failed) or ``failed`` (it
+        raised).
 
     Raises:
         UserError: a row length below 1, a backend that does not exist.
@@ -201,9 +196,8 @@ def measure(
     chosen = known("backend", backends, NAMES)
     plan = plan or (CUDA if run.device == "cuda" else CPU)
     plan = replace(plan, tokens=row_lengths(tokens, plan.tokens))
-    checks: dict[tuple[str, Layer], dict[str, Any]] = {}
     tasks = [
-        RowTask(each.describe(), partial(_measure_row, run, each, chosen, checks), empty={"backends": {}})
+        RowTask(each.describe(), partial(_measure_row, run, each, chosen), empty={"backends": {}})
         for each in configurations(plan, run.device, run.seed)
     ]
     settings = {
@@ -215,16 +209,13 @@ def measure(
             "causal_half": "pairs: half of the sum of squared document lengths",
             "attended": "pairs: those that mask and window let through",
         },
-        "gate": f"within {TIMES_BUDGET:g} x dense attention's error against float64, on a small row",
+        "gate": "the trial of a run, against plain torch on a small row",
     }
     with _compiling():
         return run.record("attention", tasks, settings)
 
 
-def _measure_row(
-    run: Run, configuration: Configuration, names: Sequence[str], checks: dict[tuple[str, Layer], dict[str, Any]],
-    seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+def _measure_row(run: Run, configuration: Configuration, names: Sequence[str], seconds: float) -> dict[str, Any]:
     layer, device = configuration.layer, run.device
     end_at = time.perf_counter() + seconds
     batch = PackedBatch.from_lengths(configuration.lengths).to(device)
@@ -233,19 +224,13 @@ def _measure_row(
     backends: dict[str, dict[str, Any]] = {}
     sides = {}
     for name in names:
-        reason = BACKENDS[name].refuses(layer.features)
-        if reason:
-            backends[name] = {"refused": reason}
+        asked = (("refused", BACKENDS[name].refuses), ("wrong", partial(failure, BACKENDS[name])))
+        found = backends[name] = {key: reason for key, ask in asked if (reason := ask(layer.features))}
+        if found:
             continue
-        if (name, layer) not in checks:  # once per run
-            found, failure = attempt(partial(check, name, layer))
-            checks[name, layer] = found if found is not None else {"failed": f"in its check: {failure}"}
-        backends[name] = dict(checks[name, layer])
-        if "failed" in backends[name] or backends[name]["wrong"]:
-            continue
-        attend, failure = attempt(partial(prepare, name, layer, batch))
+        attend, why = attempt(partial(prepare, name, layer, batch))
         if attend is None:
-            backends[name]["failed"] = failure
+            found["failed"] = str(why)
         else:
             sides[name] = partial(_times, attend, inputs, upstream, device)
     turns, other_load = run.turns(sides, warmup=1, end_at=end_at)
@@ -342,57 +327,3 @@ def _stock_module(layer: Layer) -> Any:
             self.num_key_value_groups = heads.heads // heads.kv_heads
 
     return Module()
-
-
-def dense(layer: Layer, batch: PackedBatch, inputs: list[Tensor]) -> Tensor:
-    """Run attention under a dense mask in plain torch: exact in float64, stock's arithmetic in lower dtypes."""
-    query, key, value, *sinks = inputs
-    key, value = (tensor.repeat_interleave(layer.heads.heads // layer.heads.kv_heads, dim=1) for tensor in (key, value))
-    allowed = dense_mask(batch, layer.window, query.device)
-    scores = (query @ key.transpose(-1, -2) * layer.scale).masked_fill(~allowed, -torch.inf)
-    if sinks:
-        column = sinks[0].view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    probabilities = scores.softmax(-1)[..., : batch.total_tokens]
-    return (probabilities @ value).transpose(1, 2)
-
-
-def check(name: str, layer: Layer) -> dict[str, Any]:
-    """Compare output and gradients on a small row with float64, beside those of dense attention in the same dtype.
-
-    Returns:
-        ``errors`` and ``budget``: relative errors in the 2-norm, over several draws, of the output and of the gradients
-        of query, key, value and sinks; ``wrong``: what is over its budget, empty where nothing is.
-    """
-    # A window that the small row exceeds, where the layer has one.
-    small = replace(layer, window=None if layer.window is None else min(layer.window, GATE_WINDOW))
-    batch = PackedBatch.from_lengths(GATE_LENGTHS).to(layer.device)
-    attend = prepare(name, small, batch)
-    actual, budget = [], []
-    for seed in range(GATE_SEEDS):
-        inputs = small.inputs(batch.total_tokens, seed)
-        upstream = small.upstream(batch.total_tokens, seed + GATE_SEEDS)
-        doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        exact = _run(partial(dense, small, batch), doubles, upstream)
-        actual.append(_errors(_run(attend, inputs, upstream), exact))
-        budget.append(_errors(_run(partial(dense, small, batch), inputs, upstream), exact))
-    parts = ("out", "dquery", "dkey", "dvalue", "dsinks")
-    mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt().tolist() for rows in (actual, budget))
-    # One rounding of the result itself on top: the gradient of a few sinks is too short for its error to average out.
-    bounds = [TIMES_BUDGET * value + torch.finfo(layer.dtype).eps / 2 for value in mean_budget]
-    wrong = [
-        f"{part} is off by {error:.2e}, over {bound:.2e}"
-        for part, error, bound in zip(parts, mean_error, bounds, strict=False)
-        if not error <= bound  # a NaN is over every bound
-    ]
-    errors, allowed = (dict(zip(parts, values, strict=False)) for values in (mean_error, mean_budget))
-    return {"errors": errors, "budget": allowed, "wrong": "; ".join(wrong)}
-
-
-def _run(attend: Attend, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    out = attend(inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
-
-
-def _errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
-    return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)]).cpu()

@@ -6,9 +6,8 @@ A third side has the attention kernel for packed rows of this package, which nee
 from __future__ import annotations
 
 import contextlib
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,16 +16,13 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
-from benchmarks.lora_models import shared_copy
-from benchmarks.model_shapes import PAD
-from benchmarks.steps import Step, SteppedTrainer, measure_in_turns
+from benchmarks.step_turns import packed, steps_in_turn
 from benchmarks.training_rows import Row, material
-from benchmarks.workload import Setting, trainer_arguments, without_emptiest
-from fastpack_trl.attention.install import packed_attention
+from benchmarks.workload import Setting, trainer_arguments
+from fastpack_trl.bench.baselines import SideRecipe
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 REBUILT, ONCE, KERNEL = "in each layer", "once per batch", "kernel for packed rows"
@@ -46,48 +42,35 @@ _ALONE = 7
 """Rows whose rebuild is timed by itself."""
 
 
-def measure_row(row: Row, rounds: int, device: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Time training steps of the sides in turn, over one set of weights, and one rebuild by itself."""
-    start = time.perf_counter()
-    clock = clock_of(device)
-    steps = WARMUP + rounds + 1
+def measure_row(row: Row, rounds: int, device: str, seed: int, _seconds: float) -> dict[str, Any]:
+    """Time training steps of the sides in turn, over one frozen base or the same weights, and one rebuild by itself."""
     given = material(row, device, seed)
-    model = given["model"]
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
-        arguments = trainer_arguments(Setting("", True, True), row.tokens, steps, device, seed, folder)
-        arguments |= {"learning_rate": 1e-6}  # the sides train the same weights in turn: their losses stay comparable
+    model, packed_rows = given["model"], list[list[int]]()
 
-        def make(name: str, first: SteppedTrainer | None) -> SteppedTrainer:
-            trainer = SFTTrainer(
-                shared_copy(model), args=SFTConfig(**arguments), train_dataset=given["train_dataset"],
-                processing_class=given["processing_class"],
-            )  # fmt: skip
-            trainer.train_dataset = without_emptiest(trainer.train_dataset)
-            if name == REBUILT:
-                stack.enter_context(rebuild_per_layer(trainer.model))
-            else:
-                trainer.data_collator = PackingCollator(pad_token_id=PAD)
-                backend = "sdpa" if name == ONCE else "auto"
-                stack.enter_context(packed_attention(trainer.model, backend, compute_dtype=torch.bfloat16))
-            if first is not None:
-                trainer.optimizer = first.optimizer.optimizer
-            return SteppedTrainer(trainer, clock, steps)
+    def noted(trainer: Any, backend: str) -> Any:
+        packed_rows[:] = trainer.train_dataset["seq_lengths"][:_ALONE]
+        return packed(trainer, backend)
 
-        turns = measure_in_turns(
-            SIDES, make, weights=model, device=device, rounds=rounds, warmup=WARMUP,
-            seconds=seconds - (time.perf_counter() - start), clock=clock,
-        )  # fmt: skip
-        packed = [row for side in turns.sides.values() for row in side.trainer.train_dataset["seq_lengths"][:_ALONE]]
-        rebuild = rebuild_seconds(packed[:_ALONE], device, clock)
-        layers = int(model.config.get_text_config().num_hidden_layers)
-        passes = {
-            name: [_pass(step, memory, clock) for step, memory in found] for name, found in turns.found.results.items()
-        }
-        return row_of(
-            passes, turns.failed, REBUILT, ONCE, metadata_saved(layers, rebuild, recomputed=True),
-            {"rebuild_seconds": rebuild, "layers": layers}, TOLERANCE,
-        ) | {"other_load": turns.other_load}  # fmt: skip
+    recipes = {
+        REBUILT: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
+        ONCE: SideRecipe(SFTTrainer, SFTConfig, {}, partial(noted, backend="sdpa")),
+        KERNEL: SideRecipe(SFTTrainer, SFTConfig, {}, partial(noted, backend="auto")),
+    }
+    arguments = trainer_arguments(Setting("", True, True), row.tokens, device, seed)
+    found = steps_in_turn(recipes, given, arguments, rounds=rounds, warmup=WARMUP, seed=seed)
+    rebuild = rebuild_seconds(packed_rows, device, clock_of(device))
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    failed = {name: side["failed"] for name, side in found["sides"].items() if "failed" in side}
+    return row_of(
+        {name: _passes(side) for name, side in found["sides"].items() if name not in failed}, failed, REBUILT, ONCE,
+        metadata_saved(layers, rebuild, recomputed=True), {"rebuild_seconds": rebuild, "layers": layers}, TOLERANCE,
+    ) | {"other_load": found["other_load"]}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _rebuilt(trainer: Any) -> Iterator[str]:
+    with rebuild_per_layer(trainer.model):
+        yield REBUILT
 
 
 def rebuild_seconds(rows: list[list[int]], device: str, clock: Clock) -> float:
@@ -103,10 +86,8 @@ def rebuild_seconds(rows: list[list[int]], device: str, clock: Clock) -> float:
     return median(found.seconds["rebuild"])
 
 
-def _pass(step: Step, memory: dict[str, int] | None, clock: Clock) -> Pass:
-    _, data, forward, backward, end = step.marks
+def _passes(side: Mapping[str, Any]) -> list[Pass]:
+    phases, memory = side["phase_seconds"], side["memory"]
     peak = None if memory is None else memory["peak_bytes"]
-    return Pass(
-        clock.seconds(data, forward), clock.seconds(forward, backward), clock.seconds(step.marks[0], end),
-        float(step.loss), peak,
-    )  # fmt: skip
+    values = (phases["forward"]["values"], phases["backward"]["values"], side["seconds"]["values"], side["losses"])
+    return [Pass(*each, peak) for each in zip(*values, strict=True)]

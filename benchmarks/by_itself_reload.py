@@ -22,8 +22,8 @@ from benchmarks.activation_memory import (
     side,
 )
 from benchmarks.arithmetic import reload_saved
-from benchmarks.by_itself_row import Marked, passes_of, row_of
-from benchmarks.cases import loaded_turns
+from benchmarks.by_itself_row import passes_of, row_of
+from benchmarks.cases import Pass, loaded_turns
 from benchmarks.lora_models import LoraModel, build
 from fastpack_trl.checkpointing.streams import host_copy_seconds
 from fastpack_trl.measure.timing import Clock, clock_of
@@ -63,7 +63,7 @@ def measure_row(row: Workload, rounds: int, device: str, seed: int, seconds: flo
     return row_of(passes, turns.failed, SINGLE, OURS, predicted, parts, TOLERANCE) | {"other_load": busy}
 
 
-def _pass(made: DecoderSide, batch: Batch, clock: Clock) -> Marked:
+def _pass(made: DecoderSide, batch: Batch, clock: Clock) -> tuple[Pass, torch.Tensor]:
     start, middle = clock.mark(), []
     loss, memory = made.step(batch, between=lambda: middle.append(clock.mark()))
-    return Marked((start, *middle, clock.mark()), loss, memory)
+    return Pass(start, middle[0], clock.mark(), memory), loss

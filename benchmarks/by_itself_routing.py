@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from benchmarks import moe
 from benchmarks.arithmetic import routing_saved
-from benchmarks.by_itself_row import Marked, passes_of, row_of
+from benchmarks.by_itself_row import passes_of, row_of
 from benchmarks.cases import loaded_turns
-from benchmarks.moe import Subject, decoder
+from benchmarks.moe import decoder
 from benchmarks.moe_sides import OURS, SHAPES, implementation, routing
-from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.moe.apply import apply_moe
@@ -52,7 +51,7 @@ def measure_row(row: moe.Row, rounds: int, device: str, seed: int, seconds: floa
     }  # fmt: skip
     with decoder(row, device, seed) as subject:
         turns, busy = loaded_turns(
-            {name: partial(_pass, subject, enter, clock, device) for name, enter in contexts.items()}, device,
+            {name: partial(subject.run, enter, device) for name, enter in contexts.items()}, device,
             rounds=rounds, warmup=WARMUP, seconds=seconds - (time.perf_counter() - start), clock=clock,
         )  # fmt: skip
     passes = passes_of(turns, clock)
@@ -141,15 +140,3 @@ def dispatch_seconds(
     take_turns({"dispatch": dispatch}, rounds=_ALONE, warmup=2, clock=clock)
     timed = marks[-_ALONE:]
     return median(clock.seconds(a, b) for a, b, _ in timed), median(clock.seconds(b, c) for _, b, c in timed)
-
-
-def _pass(subject: Subject, enter: Any, clock: Clock, device: str) -> Marked:
-    with enter(subject.model):
-        subject.model.zero_grad(set_to_none=True)
-        memory = PeakMemory(device)
-        start = clock.mark()
-        out = subject.forward()
-        middle = clock.mark()
-        out.backward(subject.upstream)
-        marks = start, middle, clock.mark()
-        return Marked(marks, out.detach().float().square().mean(), memory.read())

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.arithmetic import Saved, sound
+from benchmarks.cases import Pass as Marks
 from fastpack_trl.measure.intervals import ratio_summary, summary
 from fastpack_trl.measure.rounds import Rounds
 from fastpack_trl.measure.timing import Clock
@@ -26,25 +27,16 @@ class Pass:
     peak: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Marked:
-    """One pass as it is measured: the begin, the end of forward and the end of backward, in the unit of a clock."""
-
-    marks: tuple[Any, Any, Any]
-    loss: Any
-    memory: Mapping[str, int] | None
-
-    def read(self, clock: Clock) -> Pass:
-        """Return the seconds; the device has finished."""
-        start, middle, end = self.marks
-        peak = None if self.memory is None else self.memory["peak_bytes"]
-        parts = clock.seconds(start, middle), clock.seconds(middle, end), clock.seconds(start, end)
-        return Pass(*parts, float(self.loss), peak)
+def passes_of(found: Rounds[tuple[Marks, Any]], clock: Clock) -> dict[str, list[Pass]]:
+    """Return the passes of each side that went through, from their marks and losses; the device has finished."""
+    return {name: [_read(marks, loss, clock) for marks, loss in each] for name, each in found.results.items()}
 
 
-def passes_of(found: Rounds[Marked], clock: Clock) -> dict[str, list[Pass]]:
-    """Return the passes of each side that went through."""
-    return {name: [one.read(clock) for one in each] for name, each in found.results.items()}
+def _read(marks: Marks, loss: Any, clock: Clock) -> Pass:
+    start, middle, end = marks.start, marks.middle, marks.end
+    peak = None if marks.memory is None else marks.memory["peak_bytes"]
+    parts = clock.seconds(start, middle), clock.seconds(middle, end), clock.seconds(start, end)
+    return Pass(*parts, float(loss), peak)
 
 
 def row_of(

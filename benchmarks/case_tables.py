@@ -62,19 +62,27 @@ def packed_attention_table(name: str, record: Record) -> str:
     """Return tokens per second of both trainers by row and setting."""
     work, documents = record["settings"], record["settings"]["documents"]
     lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
-    coverage = min(row["ratio"]["coverage"] for row in record["rows"])
+    coverage = min(_ratio(row)["coverage"] for row in record["rows"])
     head = (
         f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
         f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
         f"alternating pairs; ratio with its {coverage:.0%} interval."
     )
-    rows = [[f"{row['tokens']:,}", row["setting"], *_pair(row), ratio_cell(row["ratio"])] for row in record["rows"]]
+    rows = [
+        [f"{row['tokens']:,}", row["setting"], *_pair(row.get("sides", row)), ratio_cell(_ratio(row))]
+        for row in record["rows"]
+    ]
     columns = ">row, tokens | setting | >stock, tokens/s | >fastpack, tokens/s | >ratio"
     return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
 
 
 def _pair(sides: Record) -> list[str]:
     return [f"{sides[side]['tokens_per_second']['median']:,.0f}" for side in _PAIR]
+
+
+def _ratio(row: Record) -> Any:
+    """Return stock's time over ours; older records have it alone."""
+    return row["ratios"]["stock"] if "ratios" in row else row["ratio"]
 
 
 def collator_table(name: str, record: Record) -> str:
@@ -92,7 +100,7 @@ def collator_table(name: str, record: Record) -> str:
 
 def host_overhead_table(name: str, record: Record) -> str:
     """Return the host's work of both trainers by setting and row."""
-    coverage = min(row[part]["coverage"] for row in record["rows"] for part in ("ratio", "overhead"))
+    coverage = min(part["coverage"] for row in record["rows"] for part in (_ratio(row), row["overhead"]))
     head = (
         "**Host work of a training step outside of forward, backward, clipping and optimizer.** Both trainers' own "
         f"loops, micro-batches of one row; ratios with their intervals of at least {coverage:.0%}."
@@ -100,8 +108,8 @@ def host_overhead_table(name: str, record: Record) -> str:
     rows = [
         [
             row["setting"], f"{row['tokens']:,}",
-            *(f"{1000 * row[side]['overhead_seconds']['median']:,.1f}" for side in _PAIR),
-            ratio_cell(row["overhead"]), ratio_cell(row["ratio"]),
+            *(f"{1000 * row.get('sides', row)[side]['overhead_seconds']['median']:,.1f}" for side in _PAIR),
+            ratio_cell(row["overhead"]), ratio_cell(_ratio(row)),
         ] for row in record["rows"]
     ]  # fmt: skip
     columns = "setting | >row, tokens | >stock, ms | >fastpack, ms | >of stock's | >whole step, ratio"
@@ -174,7 +182,7 @@ def lora_table(name: str, record: Record) -> str:
                 *(over.get((ours, other), "-") for ours in sides[2:] for other in sides[:2]),
                 _slashed(figures, lambda side: side["launches"] and f"{side['launches']['kernels']:,}"),
                 " / ".join(f"{_peak(row, side) / 2**30:.1f}" if _peak(row, side) else "-" for side in sides),
-                _slashed(figures, lambda side: f"{side['mfu_of_data_sheet']:.0%}" if "tflops" in side else None),
+                _slashed(figures, lambda side: _percent(side.get("mfu_of_data_sheet", side.get("mfu")))),
             ]
         )
     rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
@@ -208,15 +216,22 @@ def activation_table(name: str, record: Record) -> str:
     return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
 
 
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.0%}"
+
+
 def _ran(row: Record, side: str) -> bool:
     return "seconds" in row["sides"].get(side, {})
 
 
 def _peak(row: Record, side: str) -> float:
-    """Return the bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
+    """Return the bytes of one side alone.
+
+    Those of older records have the dense copies of 4-bit weights that the other sides kept in the same process.
+    """
     memory = row["sides"][side]["memory"] if _ran(row, side) else None
-    if memory is None:
-        return 0.0
+    if memory is None or "isolation" in row:
+        return float(memory["peak_bytes"]) if memory else 0.0
     return float(memory["peak_bytes"]) - sum(_copies(row, other) for other in row["sides"] if other != side)
 
 

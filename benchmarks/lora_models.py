@@ -75,9 +75,14 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
     return peft
 
 
-def shared_copy(model: Any) -> Any:
-    """Copy modules, hooks and config around the *same* parameters, and around the scales of those in four bits."""
-    shared = [*model.parameters()]
+def shared_copy(model: Any, *, trained: bool = True) -> Any:
+    """Copy modules, hooks and config around the *same* parameters, and around the scales of those in four bits.
+
+    Args:
+        model: of a row.
+        trained: whether parameters that are trained are shared too; else the copy has its own.
+    """
+    shared = [parameter for parameter in model.parameters() if trained or not parameter.requires_grad]
     shared += [state for module in model.modules() if (state := getattr(module, "quant_state", None)) is not None]
     return copy.deepcopy(model, {id(one): one for one in shared})
 

@@ -119,13 +119,17 @@ class Subject:
     inputs: tuple[Tensor, ...]
     facts: Mapping[str, Any]
 
-    def run(self, enter: Callable[[nn.Module], AbstractContextManager[Any]], device: str) -> Pass:
-        """Run forward and backward under a side's context, gradients from None."""
+    def run(
+        self, enter: Callable[[nn.Module], AbstractContextManager[Any]], device: str
+    ) -> tuple[Pass, Tensor]:  # fmt: skip
+        """Run forward and backward under a side's context, gradients from None; return the mean square of the output
+        too."""
         with enter(self.model):
             self.model.zero_grad(set_to_none=True)
             for tensor in self.inputs:
                 tensor.grad = None
-            return Pass.of(self.forward, lambda out: out.backward(self.upstream), device)
+            made, out = Pass.of(self.forward, lambda out: out.backward(self.upstream), device)
+            return made, out.detach().float().square().mean()
 
 
 def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
@@ -148,11 +152,11 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
         calls = {name: partial(subject.run, contexts[name], run.device) for name in kept if name not in failed}
         found, other_load = run.turns(calls, warmup=WARMUP, end_at=end_at, clock=clock_of(run.device))
         out: dict[str, dict[str, Any]] = {name: {"failed": why} for name, why in (failed | found.failed).items()}
-        for name, passes in found.results.items():
-            rates = median_interval([row.tokens / taken for taken in found.seconds[name]]).to_dict()
+        for name, passes in ((name, [one for one, _ in each]) for name, each in found.results.items()):
+            times = summaries(passes, run.device)
+            rates = median_interval([row.tokens / taken for taken in times["seconds"]["values"]]).to_dict()
             out[name] = {
-                **summaries(passes, run.device), "tokens_per_second": rates, "saved_bytes": kept[name],
-                "memory": passes[-1].memory,
+                **times, "tokens_per_second": rates, "saved_bytes": kept[name], "memory": passes[-1].memory
             }  # fmt: skip
         return {
             **subject.facts, "gate": gate, "sides": out, "ratios": _ratios(out), "order": found.order,

@@ -1,20 +1,15 @@
-"""The workload of the training benchmarks: a random Qwen3 on packed documents of random tokens, by both trainers."""
+"""The workload of the step benchmarks: a random Qwen3 on packed documents of random tokens."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
-from trl import SFTConfig, SFTTrainer
 
-from benchmarks.model_shapes import ModelShape, build_model
-from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.trainer import FastSFTTrainer
+from benchmarks.model_shapes import ModelShape
 
-STOCK, OURS = "stock", "fastpack"
 SPECIAL_TOKENS = ("<pad>", "<eos>")
 SPARE_ROWS = 1  # accelerate's loader fetches one batch ahead
 
@@ -79,32 +74,11 @@ CUDA = Workload(
 )
 
 
-def make_trainers(
-    work: Workload, setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str
-) -> dict[str, Any]:
-    """Make both trainers, ready to train: the same initial weights, documents and order of rows."""
-    model = build_model(work.shape.public, positions=tokens, seed=seed, device="cpu")
-    tokenizer = make_tokenizer(work.shape.vocabulary)
-    documents = random_documents(
-        work.shortest, work.longest, work.shape.vocabulary, tokens * (steps + SPARE_ROWS + 1), seed
-    )
-    sides: dict[str, tuple[Any, Any]] = {STOCK: (SFTTrainer, SFTConfig), OURS: (FastSFTTrainer, FastSFTConfig)}
-    trainers = {}
-    for name, (trainer_class, config_class) in sides.items():
-        args = config_class(**trainer_arguments(setting, tokens, steps, device, seed, folder))
-        trainer = trainer_class(
-            model=copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer
-        )
-        trainer.train_dataset = without_emptiest(trainer.train_dataset)
-        trainers[name] = trainer
-    return trainers
-
-
-def trainer_arguments(setting: Setting, tokens: int, steps: int, device: str, seed: int, folder: str) -> dict[str, Any]:
+def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int) -> dict[str, Any]:
     """Return the arguments of either trainer's configuration; everything else is TRL's default."""
     return {
-        "output_dir": folder, "packing": True, "max_length": tokens, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1, "max_steps": steps, "bf16": setting.bf16,
+        "packing": True, "max_length": tokens, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "bf16": setting.bf16,
         "gradient_checkpointing": setting.gradient_checkpointing, "use_cpu": device == "cpu", "seed": seed,
         "data_seed": seed, "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip

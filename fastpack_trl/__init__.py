@@ -20,9 +20,28 @@ if TYPE_CHECKING:
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
     from fastpack_trl.trainer import FastSFTTrainer
+    from fastpack_trl.trainers.configs import (
+        FastDPOConfig,
+        FastGRPOConfig,
+        FastKTOConfig,
+        FastRewardConfig,
+        FastRLOOConfig,
+    )
+    from fastpack_trl.trainers.online import FastGRPOTrainer, FastRLOOTrainer
+    from fastpack_trl.trainers.preference import FastDPOTrainer, FastKTOTrainer, FastRewardTrainer
 
 _HOME = {
     "AsyncCheckpointCallback": "checkpointing.checkpoint_offload",
+    "FastDPOConfig": "trainers.configs",
+    "FastDPOTrainer": "trainers.preference",
+    "FastGRPOConfig": "trainers.configs",
+    "FastGRPOTrainer": "trainers.online",
+    "FastKTOConfig": "trainers.configs",
+    "FastKTOTrainer": "trainers.preference",
+    "FastRLOOConfig": "trainers.configs",
+    "FastRLOOTrainer": "trainers.online",
+    "FastRewardConfig": "trainers.configs",
+    "FastRewardTrainer": "trainers.preference",
     "FastSFTConfig": "config",
     "FastSFTTrainer": "trainer",
     "PackedBatch": "packing.packed_batch",
@@ -36,6 +55,16 @@ _HOME = {
 
 __all__ = [
     "AsyncCheckpointCallback",
+    "FastDPOConfig",
+    "FastDPOTrainer",
+    "FastGRPOConfig",
+    "FastGRPOTrainer",
+    "FastKTOConfig",
+    "FastKTOTrainer",
+    "FastRLOOConfig",
+    "FastRLOOTrainer",
+    "FastRewardConfig",
+    "FastRewardTrainer",
     "FastSFTConfig",
     "FastSFTTrainer",
     "PackedBatch",

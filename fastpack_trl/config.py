@@ -70,7 +70,7 @@ def _chosen(choices: tuple[str, ...], text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
 
 
-def _choice(text: str) -> dict[str, Any]:
+def choice_field(text: str) -> dict[str, Any]:
     """Return the metadata of an option with choices; the annotation names them."""
     return {"help": text, "action": _Choice}
 
@@ -86,23 +86,24 @@ def _number(name: str, value: object, hint: str) -> float:
 
 
 @dataclass
-class Settings:
-    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`."""
+class ModelSettings:
+    """The fields that any trainer of TRL can have: they are about its model, its rows and its files."""
 
     packed_attention: PackedAttentionPath = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's "
             "flash kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
-            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_2, "
-            "flash_attention_3, flash_attention_4 and xformers (where installed), flex (torch's flex attention, CUDA), "
+            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: "
+            "Hopper and later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), "
+            "flex (torch's flex attention, CUDA), "
             "sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra memory except for "
             "sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
         ),
     )
     verify_packing: Switch = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "Prove before the first rows, of training or of an evaluation, that no packed document sees another, and "
             "stop where one does: auto (when documents are packed), on (also stop where the proof cannot run) or off "
             "(train whatever leaks). Costs a few forward and backward passes over a few dozen tokens, once; with "
@@ -111,7 +112,7 @@ class Settings:
     )
     lora: Switch = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of "
             "a covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
             "kernels of a LoRA layer; parameters and files are PEFT's.",
@@ -119,7 +120,7 @@ class Settings:
     )
     cache_dequantized: Switch = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: "
             "auto (where the plan of activation_memory keeps every layer and leaves enough of its budget; without such "
             "a plan, on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes "
@@ -128,7 +129,7 @@ class Settings:
     )
     frozen_base: FrozenBase = field(
         default="as_loaded",
-        metadata=_choice(
+        metadata=choice_field(
             "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per "
             "row of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
             "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers "
@@ -139,7 +140,7 @@ class Settings:
     )
     moe: Switch = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
             "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place "
             "of any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and "
@@ -148,25 +149,16 @@ class Settings:
     )
     layer_compile: Switch = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer step is "
             "faster and enough steps are left to pay for it), on (any device, not measured), or off. Costs ten seconds "
             "to a minute per kind at the first packed row, by auto in the second step; later runs find most of it in "
             "Inductor's cache.",
         ),
     )
-    cuda_graph: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
-            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
-            "for each length of rows.",
-        ),
-    )
     moe_quantize_experts: OnOff = field(
         default="off",
-        metadata=_choice(
+        metadata=choice_field(
             "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with "
             "QLoRA. About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded "
             "in its own dtype first. Needs bitsandbytes.",
@@ -179,27 +171,9 @@ class Settings:
             "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
         },
     )
-    sync_free: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
-            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
-            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
-            "where the head is trained).",
-        ),
-    )
-    merge_accumulation: Switch = field(
-        default="auto",
-        metadata=_choice(
-            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
-            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
-            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
-            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
-        ),
-    )
     activation_memory: ActivationMemory = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint "
             "(their input), offload (their input, in host memory), auto (the least recompute that fits the memory, on "
             "CUDA) or off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto "
@@ -215,7 +189,7 @@ class Settings:
     )
     checkpoint_offload: CheckpointOffload = field(
         default="auto",
-        metadata=_choice(
+        metadata=choice_field(
             "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a "
             "layer is recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens "
             "x hidden x itemsize bytes of the device, costs as much host memory and two copies of it per step.",
@@ -235,10 +209,9 @@ class Settings:
             "once. Each costs tokens x hidden x itemsize bytes of the device."
         },
     )
-
     save_report: SavesReport = field(
         default="on",
-        metadata=_choice(
+        metadata=choice_field(
             "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the "
             "config of the trackers of report_to: on or off. A few kilobytes."
         ),
@@ -254,7 +227,8 @@ class Settings:
             ValueError: a value outside its choices or its limits; names the remedy.
         """
         for name, choices in _CHOICES.items():
-            setattr(self, name, normalise_choice(name, getattr(self, name), choices))
+            if hasattr(self, name):
+                setattr(self, name, normalise_choice(name, getattr(self, name), choices))
         if self.moe_quantize_experts == "on" and self.moe == "off":
             raise ValueError(
                 "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
@@ -274,6 +248,47 @@ class Settings:
         if self.offload_budget_gib is not None:
             self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
         check_offload(self.offload_budget_gib, self.keep_last_layers)
+
+
+@dataclass
+class Settings(ModelSettings):
+    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of its step beside the others."""
+
+    cuda_graph: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
+            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
+            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
+            "for each length of rows.",
+        ),
+    )
+    sync_free: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
+            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
+            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
+            "where the head is trained).",
+        ),
+    )
+    merge_accumulation: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
+            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
+            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
+            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
+        ),
+    )
+    share_prefixes: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "Compute what several documents of a row begin with alike, such as a system prompt, once: auto (where a "
+            "sample of rows has more than 5 percent fewer tokens by it), on, or off. Same loss, same gradients. With "
+            "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
+        ),
+    )
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from fastpack_trl.attention.feature import install_attention, plan_rows_again
+from fastpack_trl.attention.share_prefixes import share_prefixes
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.feature import cuda_graph
@@ -87,7 +88,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
     Feature(first_step, "any", "training", falls_back=False),  # times all that follows
     Feature(short_data, "sft", "training", falls_back=False),
-    Feature(plan_rows_again, "sft", falls_back=False),
+    Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
@@ -95,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),
     Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
+    Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
     Feature(activation_memory, "any"),
     Feature(cache_dequantized, "any"),  # in what that plan leaves
     Feature(checkpoint_offload, "any"),  # unless that plan offloads

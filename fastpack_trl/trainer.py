@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch import Tensor
@@ -16,42 +12,25 @@ from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from fastpack_trl.attention.feature import choose_attention
-from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
-from fastpack_trl.features import FEATURES, micro_step
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.features import micro_step
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
-from fastpack_trl.model.saved_files import choose_checkpoint
-from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing.batching import fast_view, is_stock_collator, missing_seams, packing_collator
+from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.short_data import ShortData
-from fastpack_trl.step.sync_free import SyncFreeStep, warnings_of_caller
+from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
 
 logger = get_logger(__name__)
 
-_DISABLED = "FASTPACK_DISABLE is set"
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
-    """Give a method the signature and the docstring of stock's: people read them in their editor."""
-
-    def decorate(method: _Method) -> _Method:
-        return cast("_Method", functools.wraps(stock, assigned=("__doc__", "__name__"))(method))
-
-    return decorate
-
-
-class FastSFTTrainer(SFTTrainer):
+class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
 
     One file more: ``fastpack_report.json`` in `output_dir`, which ``save_report="off"`` leaves out.
@@ -67,22 +46,19 @@ class FastSFTTrainer(SFTTrainer):
             the vocabulary, labels of another length than the tokens, an empty data set.
     """
 
+    _fastpack_stock = SFTTrainer
+    _fastpack_kinds = ("any", "sft")
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
     _metrics = SettledAtRead()
     _total_train_tokens = SettledAtRead()
 
-    @_documented_as(SFTTrainer.__init__)
+    @documented_as(SFTTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs).arguments
         run = self.fastpack_run = Run(self, Settings.of(given.get("args")))
-        self._fastpack_entered = False
-        self._fastpack_shown = ""
         self._fastpack_replaced = ""
         self._fastpack_own_collator = given.get("data_collator") is not None
-        missing = missing_seams()
-        self._fastpack_disabled = (
-            _DISABLED if disabled_by_environment() else f"torch, transformers or trl lacks {missing}" if missing else ""
-        )
+        self._fastpack_disabled = self._fastpack_why_disabled()
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
@@ -94,27 +70,6 @@ class FastSFTTrainer(SFTTrainer):
         if run.settings.sync_free != "off":
             run.keep(SyncFreeStep(self.model))  # before accelerate wraps the model
         choose_attention(run, by_name=isinstance(given["model"], str))
-
-    @property
-    def fastpack_report(self) -> FeatureReport:
-        """The chosen paths, with reasons; `FeatureReport.to_dict` for machines. Complete once training has started."""
-        return self.fastpack_run.report
-
-    @property
-    def fastpack_proof(self) -> PackingProof | None:
-        """The packing proof of the last training start; None where none ran."""
-        return self.fastpack_run.part(PackingProof)
-
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.
-        self._fastpack_quantize(model, device)
-        super()._move_model_to_device(model, device)
-
-    def _fastpack_quantize(self, model: Any, device: torch.device | None = None) -> None:
-        if self._fastpack_disabled or self.fastpack_run.settings.moe_quantize_experts != "on":
-            return
-        done, facts = quantize_experts(model, device), self.fastpack_report.facts
-        facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
@@ -134,7 +89,8 @@ class FastSFTTrainer(SFTTrainer):
         if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
         stock: Any = self.data_collator
-        self.data_collator = packing_collator(self)
+        shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
+        self.data_collator = packing_collator(self, share_prefixes=shares)
         try:
             return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
         finally:
@@ -158,71 +114,13 @@ class FastSFTTrainer(SFTTrainer):
         # length would be counted by the first dimension of its batches.
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
-    @_documented_as(SFTTrainer.train)
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not self._fastpack_disabled:
-            resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
-            if note:
-                logger.warning(note)
-        with self._fastpack_features(announce=True):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    @_documented_as(SFTTrainer.evaluate)
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._fastpack_features():
-            return super().evaluate(*args, **kwargs)
-
-    @_documented_as(SFTTrainer.predict)
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._fastpack_features():
-            return super().predict(*args, **kwargs)
-
-    @_documented_as(SFTTrainer.create_model_card)
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if not self._fastpack_disabled:
-            add_to_card(self.fastpack_run)
-
-    @contextlib.contextmanager
-    def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
-        if self._fastpack_disabled or self._fastpack_entered:
-            yield  # evaluation inside of training: installed already
-            return
-        run = self.fastpack_run
-        run.settings, run.training, run.insists = Settings.of(self.args, announce), announce, announce
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, run, "insists", False)  # also where a feature stops the run
-            for feature in FEATURES:
-                if announce or feature.when == "always":
-                    feature.enter(run, stack)
-
-            def begin() -> None:
-                stack.enter_context(run.fixed())
-                if announce:
-                    self._fastpack_announce()
-
-            if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
-                stack.enter_context(during_training(self, at_begin=begin))
-            else:
-                begin()
-            self._fastpack_entered, run.insists = True, False
-            stack.callback(setattr, self, "_fastpack_entered", False)
-            yield
-
-    def _fastpack_announce(self) -> None:
-        """Print the banner, once per content: `train` may be called many times."""
-        banner = self.fastpack_report.banner()
-        if self.is_world_process_zero() and banner != self._fastpack_shown:
-            print(banner, flush=True)
-        self._fastpack_shown = banner
-
     def _prepare_input(self, data: Any) -> Any:
         # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
         if isinstance(data, PackedInputs) and self.args.device.type == "cpu" and not self.is_deepspeed_enabled:
             return data
         return super()._prepare_input(data)
 
-    @_documented_as(SFTTrainer.training_step)
+    @documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         # What was derived from the batch is dropped after its backward pass.
         try:
@@ -230,14 +128,14 @@ class FastSFTTrainer(SFTTrainer):
         finally:
             _clear(inputs)
 
-    @_documented_as(SFTTrainer.prediction_step)
+    @documented_as(SFTTrainer.prediction_step)
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             _clear(inputs)
 
-    @_documented_as(SFTTrainer.get_batch_samples)
+    @documented_as(SFTTrainer.get_batch_samples)
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         run = self.fastpack_run
@@ -249,7 +147,7 @@ class FastSFTTrainer(SFTTrainer):
         run.step.rows = len(batches) if merging is None else merging.rows
         return batches, num_items_in_batch
 
-    @_documented_as(SFTTrainer.compute_loss)
+    @documented_as(SFTTrainer.compute_loss)
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
@@ -257,15 +155,14 @@ class FastSFTTrainer(SFTTrainer):
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
-            with warnings_of_caller() if return_outputs else contextlib.nullcontext():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
         return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
         return self.fastpack_run.part(SyncFreeStep)
 
-    @_documented_as(SFTTrainer.floating_point_ops)
+    @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
         step = self._fastpack_step
         if step is None or not step.host:
@@ -286,12 +183,12 @@ class FastSFTTrainer(SFTTrainer):
             model = step.with_gradients(self.fastpack_run, model)
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
-    @_documented_as(SFTTrainer.log)
+    @documented_as(SFTTrainer.log)
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self._fastpack_settle(alone=True)
         super().log(logs, *args, **kwargs)
 
-    @_documented_as(SFTTrainer.evaluation_loop)
+    @documented_as(SFTTrainer.evaluation_loop)
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._fastpack_settle()  # stock reports the tokens trained on so far beside the evaluation
         outputs = super().evaluation_loop(*args, **kwargs)

@@ -7,15 +7,27 @@ tiny forward and backward on the device, would fail in the first step; what sees
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
-from fastpack_trl.attention import dense, flash_attention, flex, per_document, varlen, xformers
+from fastpack_trl.attention import dense, flash_attention, flash_attention_4, flex, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
+from fastpack_trl.attention.operators import sink_gradient
+from fastpack_trl.attention.reference import (
+    NO_SOFTCAP,
+    NO_WINDOW,
+    DocumentInputs,
+    additive,
+    band_mask,
+    reference_backward,
+    reference_forward,
+)
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import PADDED_ROWS, Choice
@@ -25,11 +37,15 @@ logger = logging.getLogger(__name__)
 _LARGEST_WINDOW = 256  # tokens: a trial stays tiny
 _PAST = 3  # tokens of a document past the window
 _SHORT = (7, 5)  # tokens per document without one
+_MOST_ERROR = 0.1
+"""Relative, of a trial in 16 bits, with gradients of sinks that nearly cancel; a wrong factor is far beyond."""
 
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
 
-AUTO: tuple[Backend, ...] = (varlen.Varlen(), per_document.PerDocument(), dense.Dense())
+AUTO: tuple[Backend, ...] = (
+    flash_attention_4.FlashAttention4(), varlen.Varlen(), per_document.PerDocument(), dense.Dense(),
+)  # fmt: skip
 """In the order of ``auto``: the first that is right is taken."""
 BY_NAME: tuple[Backend, ...] = (
     flex.Flex(),
@@ -51,6 +67,7 @@ def choose(
     *,
     stock_requested: str | None = None,
     attempt: Callable[[Backend, ModelFeatures], str] | None = None,
+    elements: float = math.inf,
 ) -> Choice:
     """Choose the path for a model.
 
@@ -60,13 +77,15 @@ def choose(
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
         attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
+        elements: of the queries of the whole run (`Backend.too_costly`).
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
     """
 
-    def refused(backend: Backend) -> str:
-        return features.gap or backend.refuses(features) or (attempt(backend, features) if attempt else "")
+    def refused(backend: Backend, elements: float = math.inf) -> str:
+        reason = features.gap or backend.refuses(features) or backend.too_costly(features, elements)
+        return reason or (attempt(backend, features) if attempt else "")
 
     if requested == "off":
         return Choice("off", "switched off")
@@ -89,7 +108,9 @@ def choose(
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
     for backend in AUTO:
-        refusal = refused(backend)
+        if not backend.considered(features):
+            continue
+        refusal = refused(backend, elements)
         if not refusal:
             return _choice(backend, features, backend.reason(features), *asked, *refusals)
         refusals.append(refusal)
@@ -150,4 +171,23 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
             seen = gradients[2][0].abs().amax((0, 2)).nonzero().flatten().tolist()
             if seen != list(range(max(start, end - (window or end)), end)):
                 return "a query sees other tokens than those before it in its document and window"
-    return ""
+        error = _error(call, lengths, out, leaves)
+    return f"its results are {error:.1%} off those of plain torch" if error > _MOST_ERROR else ""
+
+
+def _error(call: AttentionCall, lengths: Sequence[int], out: Tensor, leaves: list[Tensor]) -> float:
+    """Return the largest relative error of output and gradients against plain torch in fp32."""
+    query, key, value, *more = (leaf.detach().float() for leaf in leaves)
+    window, longest, sinks = call.window or NO_WINDOW, max(lengths), more[0] if more else None
+    band = additive(band_mask(longest, window, out.device)) if longest > window > 0 else None
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    inputs = DocumentInputs(
+        query, key, value, ends, sinks, band, window, call.scale, call.softcap or NO_SOFTCAP, longest
+    )  # fmt: skip
+    oracle, lse = reference_forward(inputs)
+    upstream = torch.randn(oracle.shape, generator=torch.Generator().manual_seed(1)).to(oracle)
+    expected = [oracle, *reference_backward(inputs, upstream, oracle, lse)]
+    if sinks is not None:
+        expected.append(sink_gradient(upstream, oracle, lse, sinks))
+    found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+    return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))

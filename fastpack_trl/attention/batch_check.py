@@ -45,7 +45,8 @@ class BatchCheck:
             position ids were edited, or None if only stock's attention knows what such position ids mean.
 
         Raises:
-            ValueError: the documents do not add up to the row, and nothing else tells them.
+            ValueError: the documents do not add up to the row, and nothing else tells them; or position ids of a row
+                with shared prefixes were edited, which say no longer where documents begin.
         """
         row = kwargs.get("inputs_embeds")
         row = kwargs.get("input_ids") if row is None else row
@@ -58,6 +59,9 @@ class BatchCheck:
                     f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "
                     f"(batch of {row.shape[0]}): give one row and the PackedBatch that was collated with it"
                 )
+            if batch.shared is not None:
+                _check_shared(batch, position_ids)
+                return self._seen(batch)
             read = _read(position_ids)
             if read is None:
                 self._say(_STOCK)
@@ -65,6 +69,9 @@ class BatchCheck:
             if read.segment_lengths != batch.segment_lengths:  # else the same positions in another tensor
                 self._say(_READ_AGAIN)
                 batch = read.to(batch.device)
+        return self._seen(batch)
+
+    def _seen(self, batch: PackedBatch) -> PackedBatch:
         if self._last is None or self._last() is not batch:
             self.close()
             self._last = weakref.ref(batch)
@@ -92,3 +99,14 @@ def _read(position_ids: Tensor) -> PackedBatch | None:
         return None
     batch = PackedBatch.from_lengths(torch.cat([starts, torch.tensor([positions.shape[1]])]).diff().tolist())
     return batch if torch.equal(positions, batch.position_ids) else None
+
+
+def _check_shared(batch: PackedBatch, position_ids: Tensor) -> None:
+    """Raise ValueError if these are not the positions that `batch` was made with. Synchronises with the device."""
+    made, kept = batch.position_ids, batch.positions
+    edited = kept is not None and not kept.matches(kept.tensor)
+    if edited or position_ids.shape != made.shape or not torch.equal(position_ids.to(made.device), made):
+        raise ValueError(
+            "position_ids of a row whose documents share a prefix were edited or cut after collation: they alone do "
+            "not tell the documents; set share_prefixes='off'"
+        )

@@ -49,6 +49,9 @@ class Dense(Backend):
     def reason(self, features: ModelFeatures) -> str:
         return f"stock {features.implementation} with a dense mask built once per batch"
 
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        return ""
+
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
         masks = {window: dense_mask(batch, window, device) for window in (None, *features.windows)}
         if features.implementation == "eager":  # it adds the mask to the scores
@@ -57,10 +60,21 @@ class Dense(Backend):
 
 
 def dense_mask(batch: PackedBatch, window: int | None, device: torch.device) -> Tensor:
-    """Return (1, 1, total_tokens, total_tokens) bool: block-diagonal over segments, causal, windowed if so asked.
+    """Return (1, 1, total_tokens, total_tokens) bool: causal over segments and their prefixes, windowed if so asked.
 
     Every token sees itself, so no row is all False. Nothing is read back from a device.
     """
     segment = batch.seq_idx.to(device)[0]
     total = segment.numel()
-    return ((segment[:, None] == segment) & band_mask(total, window or total, device))[None, None]
+    if batch.shared is None:
+        return ((segment[:, None] == segment) & band_mask(total, window or total, device))[None, None]
+    # Positions on the way through a tree of prefixes count up by one: they are distances there.
+    shared, position = batch.shared.map(lambda tensor: tensor.to(device)), batch.position_ids.to(device)[0]
+    distance = position[:, None] - position
+    seen = torch.zeros(len(batch.segment_lengths), total, dtype=torch.bool, device=device)
+    # All of this has sizes that the host knows.
+    of_key = torch.arange(len(seen), device=device).repeat_interleave(
+        shared.cu_seqlens_k.diff(), output_size=shared.key_index.numel()
+    )
+    seen[of_key, shared.key_index] = True
+    return (seen[segment.long()] & (distance >= 0) & (distance < (window or total)))[None, None]

@@ -17,8 +17,9 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.facts import asked_for, read_features
-from fastpack_trl.packing.batching import BatchPlan, plan_batches, vocabulary
+from fastpack_trl.model.facts import asked_for, attention_modules, read_features
+from fastpack_trl.packing.batching import BatchPlan, vocabulary
+from fastpack_trl.packing.buckets import BLOCK_COST
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
@@ -43,14 +44,26 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
     """
     run.keep(_Asked("", 0, by_name))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
+    features = read_features(run.model, run.compute_dtype)
     run.choice = choose(
         run.settings.packed_attention,
-        read_features(run.model, run.compute_dtype),
+        features,
         stock_requested=asked_for(run.model, keywords.get("attn_implementation") if by_name else None),
         attempt=failure,
+        elements=_tokens_of(run) * features.num_heads * features.head_dim * len(list(attention_modules(run.model))),
     )
     plan_rows(run)
     run.keep(_Asked(run.settings.packed_attention, run.settings.padded_rows_limit, by_name))
+
+
+def _tokens_of(run: Run) -> float:
+    """Return the most tokens that a run can train on, as far as its arguments and its data set say."""
+    args, dataset = run.args, run.trainer.train_dataset
+    if args.max_steps > 0:
+        rows: float = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
+    else:
+        rows = args.num_train_epochs * len(dataset) if isinstance(dataset, Dataset) else math.inf
+    return rows * run.sequences * (run.max_length or math.inf)
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
@@ -64,8 +77,9 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.plan = plan or _plan(run)
     _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
-    unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
-    run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
+    if run.counts_documents:
+        unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
+        run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
     dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
     if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
         return
@@ -97,7 +111,7 @@ def _tell(run: Run) -> None:
 
 def _plan(run: Run) -> BatchPlan:
     unproven = "" if run.settings.verify_packing == "off" else run.choice.unproven
-    return plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
+    return run.plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
 
 
 def plan_rows_again(run: Run) -> None:
@@ -199,8 +213,9 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
             yield attention
             return
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
-        run.alone_from = backend.alone_from(attention.features)
+        run.alone_from, run.block_cost = backend.alone_from(attention.features), backend.block_cost
         try:
-            yield attention
+            with run.keeping(attention):  # for `why_not_shared`
+                yield attention
         finally:
-            run.refuses_static, run.alone_from = before, math.inf
+            run.refuses_static, run.alone_from, run.block_cost = before, math.inf, BLOCK_COST

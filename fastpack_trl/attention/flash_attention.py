@@ -1,4 +1,4 @@
-"""An installed flash-attn (2, 3 or 4) behind transformers' own function, with our metadata: no device is asked."""
+"""An installed flash-attn (2 or 3) behind transformers' own function, with our metadata: no device is asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+NAMES = ("flash_attention_2", "flash_attention_3")
 
 
 class FlashAttentionLayer(NamedTuple):

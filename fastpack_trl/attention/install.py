@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.batch_check import BatchCheck
-from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
@@ -33,6 +33,8 @@ from fastpack_trl.model.facts import (
 )  # fmt: skip
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.chunks import chunks_of
+from fastpack_trl.recurrent.seams import KEYWORD, recurrent_layers
 from fastpack_trl.run import PADDED_ROWS, Choice
 
 
@@ -100,6 +102,7 @@ def packed_attention(
             stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
         elif handle.path in BACKENDS:
             stack.enter_context(switched(model, features))
+            stack.enter_context(recurrent_layers(model))
             stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.batch_check))
         yield handle
 
@@ -211,8 +214,13 @@ class _Prepare:
             )
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
+        if batch.shared is not None and (reason := shared_refusal(self.backend, self.features)):
+            raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
+        if self.features.mixers:
+            kwargs[KEYWORD] = chunks_of(batch)
+            kwargs["use_cache"] = False  # of which document the last state is, nobody could say
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
             ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.buckets import BLOCK_COST, Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
@@ -56,15 +56,30 @@ class Backend(ABC):
         name: its value of `FastSFTConfig.packed_attention`.
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
+        block_cost: see `choose_buckets`: what a surplus token of segments x max_seqlen costs its kernel.
     """
 
     name: str
     tried: bool = True
     flattens: bool = False
+    block_cost: float = BLOCK_COST
 
     @abstractmethod
     def refuses(self, features: ModelFeatures) -> str:
         """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
+
+    def considered(self, features: ModelFeatures) -> bool:
+        """Return whether ``auto`` asks it at all, and reports why it refuses."""
+        return True
+
+    def too_costly(self, features: ModelFeatures, elements: float) -> str:
+        """Return why its start-up would not be paid back by a run, or ``""``.
+
+        Args:
+            features: of the model's attention.
+            elements: of the queries of all layers and rows of the run: tokens x num_heads x head_dim x layers.
+        """
+        return ""
 
     @abstractmethod
     def reason(self, features: ModelFeatures) -> str:
@@ -89,6 +104,10 @@ class Backend(ABC):
         """
         return math.inf
 
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        """Return why it cannot attend over rows whose documents share a prefix (`PackedBatch.shared`), or ``""``."""
+        return f"{self.name} has no form for rows that hold a shared prefix once"
+
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
@@ -99,7 +118,15 @@ class Backend(ABC):
 
 
 def described(features: ModelFeatures) -> str:
-    """Return what the attention of a model has beside causality: ``window 128, sinks``."""
+    """Return what a model has beside causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]
     parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
+    parts += [f"{mixer} over chunks" for mixer in sorted(features.mixers)]
     return ", ".join(parts) or "plain causal"
+
+
+def shared_refusal(backend: Backend, features: ModelFeatures) -> str:
+    """Return why rows with shared prefixes cannot run in a model with `backend`, or ``""``."""
+    if features.mixers:
+        return f"a state ({', '.join(sorted(features.mixers))}) goes on from one token to one other, not to several"
+    return backend.refuses_shared(features)

@@ -9,17 +9,19 @@ denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 
-_TENSORS = 6
-"""Fields that are tensors: query, key, value, cu_seqlens, sinks, and the band or the bounds."""
+_HEAD_ALIGNMENT = 8
+_OF_TOKENS = 5
+"""The first fields: query, key, value, cu_seqlens, sinks."""
 
 
 def attention_operator(
@@ -30,18 +32,18 @@ def attention_operator(
     fake: Callable[..., tuple[Tensor, Tensor]],
     flops: Callable[..., int],
     flops_backward: Callable[..., int],
-    on_host: int,
+    on_host: tuple[str, ...] = (),
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Any:
     """Register two operators and their gradient; return ``(*inputs) -> (out, log-sum-exp)``, the latter without one.
 
     Args:
-        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, a further tensor or None, then constants.
+        inputs: a named tuple: ``query, key, value, cu_seqlens, sinks``, then tensors and constants without a gradient.
         forward: of the fields of `inputs`; returns output and log-sum-exp.
         backward: of ``grad_out, out, lse, *inputs``; returns the gradients of query, key, value and sinks.
         fake: as `forward`, with empty tensors.
         flops, flops_backward: of the arguments of `forward` and `backward`.
-        on_host: index of the tensor that stays on the host. It is not saved: hooks on saved tensors need not move it.
+        on_host: tensors that stay on the host. They are not saved: hooks on saved tensors need not move them.
         memory_format: of the gradients that `backward` returns.
     """
 
@@ -50,7 +52,8 @@ def attention_operator(
         gradients = [torch.empty_like(tensor, memory_format=memory_format) for tensor in fields[:3]]
         return *gradients, grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
-    arguments = arguments_of(inputs)
+    arguments, hints = arguments_of(inputs), get_type_hints(inputs)
+    saved = [i for i, name in enumerate(hints) if hints[name] in (Tensor, Tensor | None) and name not in on_host]
     run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> (Tensor, Tensor)")
     run_backward = operator(
         backward, fake=fake_backward, flops=flops_backward,
@@ -61,9 +64,8 @@ def attention_operator(
         @staticmethod
         def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
             out, lse = run(*fields)
-            tensors = list(fields[:_TENSORS])
-            ctx.host, ctx.constants = tensors.pop(on_host), fields[_TENSORS:]
-            ctx.save_for_backward(out, lse, *tensors)
+            ctx.rest = {i: field for i, field in enumerate(fields) if i not in saved}
+            ctx.save_for_backward(out, lse, *(fields[i] for i in saved))
             ctx.mark_non_differentiable(lse)
             return out, lse
 
@@ -71,9 +73,10 @@ def attention_operator(
         @once_differentiable
         def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
             out, lse, *tensors = ctx.saved_tensors
-            tensors.insert(on_host, ctx.host)
-            dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
-            return dq, dk, dv, None, None if tensors[4] is None else dsinks, None, *(None for _ in ctx.constants)
+            fields = dict(zip(saved, tensors, strict=True)) | ctx.rest
+            ordered = [fields[i] for i in range(len(hints))]
+            dq, dk, dv, dsinks = run_backward(grad_out.contiguous(), out, lse, *ordered)
+            return dq, dk, dv, None, None if fields[4] is None else dsinks, *(None,) * (len(hints) - _OF_TOKENS)
 
     name = f"{forward.__name__}_with_gradient"
     return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
@@ -107,6 +110,63 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
     delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
     weighted = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
     return -weighted.movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)
+
+
+def tokens_of(call: AttentionCall) -> list[Tensor]:
+    """Return query, key and value as kernels over a whole row take them: (total_tokens, heads, head_dim).
+
+    Their head_dim is one, a multiple of 8.
+    """
+    width = -(-max(call.query.shape[-1], call.value.shape[-1]) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
+    tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (call.query, call.key, call.value)]
+    # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the kernel
+    # that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
+    return [tensor.contiguous() for tensor in tokens] if torch.compiler.is_compiling() else tokens
+
+
+def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return (keys, heads, head_dim): the tokens of each key, some more than once."""
+    return tensor.index_select(0, index)
+
+
+def add_rows(grad: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """Return (tokens, heads, head_dim): the sum over the copies of each token, made in fp32.
+
+    Of two copies, as a prompt of a pair has, any order gives the same sum; of more, the order on CUDA is that of atomic
+    additions unless `torch.use_deterministic_algorithms` is on.
+    """
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    return grad.new_zeros(tokens, *grad.shape[1:], dtype=exact).index_add_(0, index, grad.to(exact)).to(grad.dtype)
+
+
+def _registered() -> Any:
+    run = operator(
+        gather_rows, fake=lambda tensor, index: tensor.new_empty(index.shape[0], *tensor.shape[1:]),
+        flops=lambda *_fields, **_keywords: 1,
+    )  # fmt: skip
+    run_backward = operator(
+        add_rows, fake=lambda grad, _index, tokens: grad.new_empty(tokens, *grad.shape[1:]),
+        flops=lambda *_fields, **_keywords: 1, signature="(Tensor grad, Tensor index, SymInt tokens) -> Tensor",
+    )  # fmt: skip
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, index: Tensor) -> Tensor:
+            ctx.tokens = tensor.shape[0]
+            ctx.save_for_backward(index)
+            gathered: Tensor = run(tensor, index)
+            return gathered
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return run_backward(grad, *ctx.saved_tensors, ctx.tokens), None
+
+    return differentiable("gather_keys", "(Tensor tensor, Tensor index) -> Tensor", Gather)
+
+
+gather_keys = _registered()
+"""`gather_rows` with `add_rows` as its gradient: one function for eager and compiled layers."""
 
 
 def pad_head(tensor: Tensor, width: int) -> Tensor:

@@ -111,6 +111,10 @@ class _BackboneHooks:
         if batch is None:
             return args, kwargs
         self.inside = module
+        if batch.shared is not None:
+            raise ValueError(
+                "padded_rows has no form for rows that hold a shared prefix once: set share_prefixes='off'"
+            )
         cost = padding_cost(batch.seq_lengths)
         if cost > self.limit:
             raise ValueError(

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.model.facts import attention_modules, keeps_logits, text_model, token_table
+from fastpack_trl.model.facts import (
+    attention_modules,
+    backbones,
+    keeps_logits,
+    state_modules,
+    text_model,
+    token_table,
+)  # fmt: skip
 from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
+from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -22,6 +30,7 @@ LARGEST_WINDOW = {"cpu": 512, "cuda": 1024}
 PAST = 16
 """Tokens of that document past the window; of its logits only theirs are made."""
 
+_OVER_CHUNKS = 2 * CHUNK + PAST  # tokens of a document whose state goes through a chunk
 _NEIGHBOURS = (9, 6)  # documents before and after it
 _LAST_PREDICTS_NOTHING = 1
 # What a probe past a window may cost, above which the window stays unexercised: operations, and bytes of logits.
@@ -84,7 +93,7 @@ class Probe:
         """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
         kwargs = self.packed_keywords if packed else {}
         with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
-            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kwargs).logits[0]
+            logits = self._run(input_ids=ids, **kwargs)
         return logits[-ids.shape[1] :].detach()
 
     def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
@@ -96,8 +105,16 @@ class Probe:
                 kwargs["input_ids"] = self.ids.new_zeros(leaf.shape[:2])
             else:
                 kwargs["inputs_embeds"] = leaf.clone()  # some families scale their embeddings in place
-            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+            logits = self._run(**kwargs)
         return logits[-last:]  # prompt learning puts its virtual tokens before
+
+    def _run(self, **kwargs: Any) -> Tensor:
+        """Return logits of all tokens; of a classifier, which has none, the products with its embedding."""
+        if text_model(self.model).can_generate():
+            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+            return logits
+        hidden: Tensor = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        return hidden @ token_table(self.model).weight.to(hidden.dtype).T
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""
@@ -189,6 +206,17 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
 
 def _never(_packed: None) -> Tensor:
     raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
+
+
+def default_lengths(model: nn.Module) -> tuple[int, ...]:
+    """Return the tokens per document of a probe: `DEFAULT_LENGTHS`, one of them longer where layers carry a state.
+
+    A state crosses no chunk of a short document. Where positions are a table, it has no more of them.
+    """
+    if not state_modules(text_model(model)):
+        return DEFAULT_LENGTHS
+    longest = min(_OVER_CHUNKS, getattr(text_config(model), "max_position_embeddings", None) or _OVER_CHUNKS)
+    return tuple(longest if length == max(DEFAULT_LENGTHS) else length for length in DEFAULT_LENGTHS)
 
 
 def text_config(model: nn.Module) -> Any:

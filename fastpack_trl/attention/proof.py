@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import DEFAULT_LENGTHS, Probe, exceeds, last_past, lengths_past, spans, text_config
+from fastpack_trl.attention.probe import Probe, default_lengths, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import UNREADABLE
@@ -43,6 +43,8 @@ class PackingProof:
             none was needed or affordable.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
             number of tokens in the packed row than in the document by itself. Empty is right.
+        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that goes on from segment i and does not
+            depend on it. Empty is right.
     """
 
     path: str
@@ -54,6 +56,7 @@ class PackingProof:
     not_exercised: tuple[str, ...] = ()
     past_window: tuple[int, ...] = ()
     windows: tuple[tuple[str, int, int], ...] = ()
+    unseen: tuple[tuple[int, int], ...] = ()
 
     @property
     def difference(self) -> float:
@@ -61,7 +64,9 @@ class PackingProof:
 
     @property
     def proven(self) -> bool:
-        return not self.leaks and not self.windows and (self.budget is None or self.difference <= self.budget)
+        return not (self.leaks or self.windows or self.unseen) and (
+            self.budget is None or self.difference <= self.budget
+        )
 
     def __str__(self) -> str:
         if self.leaks:
@@ -76,6 +81,8 @@ class PackingProof:
                 f"WINDOW: attention layers that see another number of tokens than in separate documents: "
                 f"{len({name for name, *_ in self.windows})}; {layer} sees {packed}, not {separate}"
             )
+        if self.unseen:
+            return f"UNSEEN: segment {self.unseen[0][1]} does not depend on segment {self.unseen[0][0]} before it"
         loss = f"loss differs by {self.difference:.1e} from separate documents"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
@@ -125,7 +132,7 @@ def verify_packing(
     Args:
         model: a transformers causal language model, plain or inside PEFT.
         implementation: as in `packed_attention`; ``off`` examines stock.
-        lengths: tokens per document of the probe, at least two documents; None: `DEFAULT_LENGTHS`, and for windows that
+        lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
         attention: what `packed_attention` yielded, when the model is already inside of it.
         padded_rows_limit: as in `packed_attention`; the probe's own padding says nothing about the data.
@@ -144,7 +151,7 @@ def verify_packing(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
         stack.enter_context(run_aside(model, training=False))
-        probe = Probe(model, attention, tuple(lengths or DEFAULT_LENGTHS), seed)
+        probe = Probe(model, attention, tuple(lengths or default_lengths(model)), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
         past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
     # The losses of the second row count as those of the first.
@@ -159,7 +166,7 @@ def verify_packing(
         leaks=tuple(leaks),
         packed_loss=packed / predictions,
         separate_loss=separate / predictions,
-        budget=_budget(model, separate / predictions),
+        budget=budget_of(model, separate / predictions),
         not_exercised=tuple(name for name, size in spans(attention, model).items() if not exceeds(exercised, size)),
         past_window=past,
         windows=windows,
@@ -254,7 +261,7 @@ def _changes(probe: Probe, packed: Tensor, seed: int) -> Leaks:
 def _check_steady(probe: Probe, packed: float, separate: float) -> None:
     """Run separate documents again where the packed ones give another loss: a model may be random by itself."""
     predictions = _predictions(probe)
-    budget = _budget(probe.model, separate / predictions)
+    budget = budget_of(probe.model, separate / predictions)
     if budget is None or not in_any_process(probe.model, abs(packed - separate) > budget * predictions):
         return
     again = probe.separate_losses()
@@ -297,7 +304,8 @@ def _past_windows(
     return past, wrong if _compute_dtype(model) != torch.float16 else (), losses
 
 
-def _budget(model: nn.Module, loss: float) -> float | None:
+def budget_of(model: nn.Module, loss: float) -> float | None:
+    """Return how far two mean losses may be apart by rounding; None where that says nothing (`PackingProof.budget`)."""
     dtype, device = _compute_dtype(model), next(iter(model.parameters())).device
     if _has_experts(model) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
         return None

@@ -19,20 +19,32 @@ class DocumentInputs(NamedTuple):
     query: Tensor
     """(1, num_heads, total_tokens, head_dim)."""
     key: Tensor
-    """(1, num_kv_heads, total_tokens, head_dim)."""
+    """(1, num_kv_heads, total_keys, head_dim)."""
     value: Tensor
-    """(1, num_kv_heads, total_tokens, value head_dim)."""
+    """(1, num_kv_heads, total_keys, value head_dim)."""
     cu_seqlens: Tensor
     """(num_segments + 1,) int32 on the host."""
     sinks: Tensor | None
     """(num_heads,)."""
     band: Tensor | None
-    """(longest, longest) additive float mask of the window; None where no segment exceeds it."""
+    """(most keys, most keys) additive float mask of the window; None where no segment exceeds it."""
     window: int
     scale: float
     softcap: float
     max_seqlen: int
     """At least the longest segment."""
+    cu_seqlens_k: Tensor | None = None
+    """(num_segments + 1,) int32 on the host: segments of the keys, whose last ones are aligned with the queries (see
+    `SharedKeys`). None: each token is a query and a key."""
+
+    @property
+    def segments(self) -> list[tuple[slice, slice]]:
+        """Return queries and keys of each segment; the host's tensors are read, no device is asked."""
+        queries = [slice(*pair) for pair in pairwise(self.cu_seqlens.tolist())]
+        if self.cu_seqlens_k is None:
+            return [(part, part) for part in queries]
+        keys = [slice(*pair) for pair in pairwise(self.cu_seqlens_k.tolist())]
+        return list(zip(queries, keys, strict=True))
 
 
 def band_mask(length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
@@ -61,18 +73,19 @@ def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
     """
     query, value, sinks = inputs.query, inputs.value, inputs.sinks
     out, lse = (tensor.fill_(torch.nan) for tensor in empty_output(query, value))
-    for start, end in _segments(inputs.cu_seqlens):
-        end = min(end, start + inputs.max_seqlen)
-        if start == end:
+    for part, seen in inputs.segments:
+        beyond = max(0, part.stop - part.start - inputs.max_seqlen)
+        part, seen = slice(part.start, part.stop - beyond), slice(seen.start, seen.stop - beyond)
+        if part.start == part.stop:
             continue
-        scores, _ = _scores(inputs, start, end)
+        scores, _ = _scores(inputs, part, seen)
         total = scores.logsumexp(-1)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.to(total.dtype)[None, :, None])
         probabilities = torch.exp(scores - total[..., None])
-        values = _repeat(value[:, :, start:end], query.shape[1]).to(scores.dtype)
-        out[:, start:end] = (probabilities @ values).transpose(1, 2).to(out.dtype)
-        lse[:, :, start:end] = total
+        values = _repeat(value[:, :, seen], query.shape[1]).to(scores.dtype)
+        out[:, part] = (probabilities @ values).transpose(1, 2).to(out.dtype)
+        lse[:, :, part] = total
     return out, lse
 
 
@@ -86,41 +99,40 @@ def reference_backward(
     query, key, value = inputs.query, inputs.key, inputs.value
     heads, kv_heads = query.shape[1], key.shape[1]
     grads = tuple(torch.full_like(tensor, torch.nan) for tensor in (query, key, value))
-    for start, end in _segments(inputs.cu_seqlens):
-        if start == end or end - start > inputs.max_seqlen:
+    for part, seen in inputs.segments:
+        if part.start == part.stop or part.stop - part.start > inputs.max_seqlen:
             continue
-        part = slice(start, end)
-        scores, slope = _scores(inputs, start, end)
+        scores, slope = _scores(inputs, part, seen)
         probabilities = torch.exp(scores - lse[:, :, part, None])
         upstream = grad_out[:, part].transpose(1, 2).to(scores.dtype)
-        values = _repeat(value[:, :, part], heads).to(scores.dtype)
+        values = _repeat(value[:, :, seen], heads).to(scores.dtype)
         delta = (upstream * out[:, part].transpose(1, 2)).sum(-1, keepdim=True)
         d_scores = probabilities * (upstream @ values.transpose(-1, -2) - delta)
         d_scores = d_scores * slope * inputs.scale if slope is not None else d_scores * inputs.scale
-        keys = _repeat(key[:, :, part], heads).to(scores.dtype)
+        keys = _repeat(key[:, :, seen], heads).to(scores.dtype)
         grads[0][:, :, part] = (d_scores @ keys).to(query.dtype)
         for grad, per_head in (
             (grads[1], d_scores.transpose(-1, -2) @ query[:, :, part].to(scores.dtype)),
             (grads[2], probabilities.transpose(-1, -2) @ upstream),
         ):
-            grad[:, :, part] = per_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).to(grad.dtype)
+            grad[:, :, seen] = per_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).to(grad.dtype)
     return grads[0], grads[1], grads[2]
 
 
-def _scores(inputs: DocumentInputs, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-    """Return masked scores of one segment, (1, num_heads, length, length), and the slope of the cap if there is one."""
-    query, key = inputs.query[:, :, start:end], inputs.key[:, :, start:end]
+def _scores(inputs: DocumentInputs, part: slice, seen: slice) -> tuple[Tensor, Tensor | None]:
+    """Return masked scores of one segment, (1, num_heads, queries, keys), and the slope of the cap if there is one."""
+    query, key = inputs.query[:, :, part], inputs.key[:, :, seen]
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(dtype) @ _repeat(key, query.shape[1]).to(dtype).transpose(-1, -2)) * inputs.scale
     slope = None
     if inputs.softcap != NO_SOFTCAP:
         bounded = torch.tanh(scores / inputs.softcap)
         scores, slope = bounded * inputs.softcap, 1 - bounded.square()
-    length = end - start
-    mask = corner(inputs.band, length, inputs.window)
+    length, keys = scores.shape[-2:]
+    mask = corner(inputs.band, length, inputs.window, keys - length)
     if mask is not None:
         return scores + mask, slope
-    above = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
+    above = torch.ones(length, keys, dtype=torch.bool, device=scores.device).triu_(1 + keys - length)
     return scores.masked_fill(above, -torch.inf), slope
 
 
@@ -139,15 +151,10 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-def corner(band: Tensor | None, length: int, window: int) -> Tensor | None:
-    """Return the band of a segment; None if it fits into the window, where plain causal attention is the same."""
-    return None if band is None or length <= window else band[:length, :length]
+def corner(band: Tensor | None, length: int, window: int, prefix: int = 0) -> Tensor | None:
+    """Return the band of a segment behind a prefix: (length, prefix + length).
 
-
-def segment_lengths(cu_seqlens: Tensor) -> list[int]:
-    """Return the tokens of each segment of a host tensor: no device is asked."""
-    return [end - start for start, end in _segments(cu_seqlens)]
-
-
-def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise(cu_seqlens.tolist()))
+    None if all of it fits into the window, where plain causal attention, aligned bottom-right, is the same.
+    """
+    keys = prefix + length
+    return None if band is None or keys <= window else band[prefix:keys, :keys]

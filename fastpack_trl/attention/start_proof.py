@@ -209,6 +209,8 @@ def _due(run: Run) -> bool:
 def _documents_are_alone(run: Run) -> bool:
     """Return whether no row of a run has two documents: neither collated nor merged, nor in an evaluation."""
     args = run.args
+    if run.sequences > 1:
+        return False
     if not run.training:
         return run.plan.kind == "padding_free" and args.eval_batch_size == 1
     merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastpack_trl.attention import cudnn
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
-from fastpack_trl.attention.operators import attention_operator, fold_sinks, pad_head, sink_gradient
+from fastpack_trl.attention.operators import attention_operator, fold_sinks, gather_keys, sink_gradient, tokens_of
 from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES, PerDocument
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
@@ -32,10 +32,10 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import lacks
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+from fastpack_trl.packing.shared_keys import SharedKeys
 
 MAX_HEAD_DIM = 256
-_HEAD_ALIGNMENT = 8
 # The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
 # elements with an int32.
 _INT32 = 2**31
@@ -63,6 +63,11 @@ class RowPart(NamedTuple):
     end: int
     bounds: Tensor | None = None
     """See `RowInputs`."""
+    key_index: Tensor | None = None
+    """(total_keys,) int64 on the device, tokens of the row that are its keys (`SharedKeys`); None: its own tokens."""
+    cu_seqlens_k: Tensor | None = None
+    """(num_segments + 1,) int32 on the device, of these keys."""
+    max_seqlen_k: int = 0
 
 
 class VarlenLayer(NamedTuple):
@@ -76,26 +81,24 @@ class VarlenLayer(NamedTuple):
         Raises:
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
-        query, key, value, scale, window, sinks, softcap, dropout, _ = call
+        query, _, value, scale, window, sinks, softcap, dropout, _ = call
         wrong_dtype = query.is_cuda and query.dtype not in FLASH_DTYPES
         # No message is made before it is needed: inside a graph these are symbols.
         if wrong_dtype or dropout or softcap is not None:
             what = f"dropout {dropout}" if dropout else f"softcap {softcap}"
             what = str(query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
             raise ValueError(f"varlen has no {what}: set packed_attention='per_document' or 'sdpa'")
-        value_dim = value.shape[-1]
-        width = -(-max(query.shape[-1], value_dim) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
-        tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (query, key, value)]
-        if torch.compiler.is_compiling():
-            # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the
-            # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
-            tokens = [tensor.contiguous() for tensor in tokens]
+        tokens = tokens_of(call)
         outs = []
-        for cu_seqlens, max_seqlen, start, end, bounds in self.parts:
+        for cu_seqlens, max_seqlen, start, end, bounds, key_index, cu_seqlens_k, max_seqlen_k in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
-            outs.append(_attention(q, k, v, cu_seqlens, sinks, bounds, window or NO_WINDOW, scale, max_seqlen)[0])
+            if key_index is not None:
+                k, v = (gather_keys(tensor, key_index) for tensor in tokens[1:])
+            window = window or NO_WINDOW
+            row = RowInputs(q, k, v, cu_seqlens, sinks, bounds, window, scale, max_seqlen, cu_seqlens_k, max_seqlen_k)
+            outs.append(_attention(*row)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out[None, ..., :value_dim].contiguous()
+        return out[None, ..., : value.shape[-1]].contiguous()
 
 
 class Varlen(Backend):
@@ -140,6 +143,9 @@ class Varlen(Backend):
         plain = not features.windows and not features.sinks
         return LONG_DOCUMENTS.get(features.capability or (), math.inf) if plain and has else math.inf
 
+    def refuses_shared(self, features: ModelFeatures) -> str:
+        return ""
+
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
         """Cut the row where the kernel's backward could no longer index it; usually nowhere.
 
@@ -155,14 +161,18 @@ class Varlen(Backend):
         lengths = batch.segment_lengths
         if alone_from < math.inf and not can_index(max(lengths), elements):
             return PerDocument().prepare(batch, features, device)
-        runs = indexable_runs(lengths, elements)
-        if len(runs) == 1:
-            return VarlenLayer((_part(batch, lengths, 0, device, alone_from),))
-        parts, start = [], 0
+        runs, shared = indexable_runs(lengths, elements), batch.shared
+        alone_from = math.inf if shared is not None else alone_from  # cuDNN is called for keys of their own
+        parts, start, keys = [], 0, 0
         for first, end in runs:
             run = lengths[first:end]
-            parts.append(_part(PackedBatch.from_lengths(run), run, start, device, alone_from))
-            start = parts[-1].end
+            row = batch if len(runs) == 1 else PackedBatch.from_lengths(run)
+            part = _part(row, run, start, device, alone_from)
+            if shared is not None:
+                stop = keys + sum(run) + sum(shared.prefix_lengths[first:end])
+                part, keys = _with_keys(part, shared, slice(first, end), slice(keys, stop), device), stop
+            parts.append(part)
+            start = part.end
         return VarlenLayer(tuple(parts))
 
 
@@ -182,6 +192,14 @@ def _part(row: PackedBatch, lengths: Sequence[int], start: int, device: torch.de
         apart = lengths and sum(lengths) >= alone_from * len(lengths) and min(lengths) >= cudnn.LEAST_TOKENS
         bounds = torch.tensor([0, *accumulate(lengths)] if apart else [0, 0], dtype=torch.int32)
     return RowPart(row.cu_seqlens.to(device), row.bucketed_max_seqlen, start, start + row.total_tokens, bounds)
+
+
+def _with_keys(part: RowPart, shared: SharedKeys, segments: slice, keys: slice, device: torch.device) -> RowPart:
+    """Return a piece of a row with the keys of its segments, which may be tokens of other pieces."""
+    ends = shared.cu_seqlens_k[segments.start : segments.stop + 1].to(device)
+    index = shared.key_index[keys].to(device)
+    longest = rounded_length(shared.max_seqlen_k)
+    return part._replace(key_index=index, cu_seqlens_k=ends - keys.start if keys.start else ends, max_seqlen_k=longest)
 
 
 def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
@@ -216,9 +234,9 @@ class RowInputs(NamedTuple):
     query: Tensor
     """(total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most 256."""
     key: Tensor
-    """(total_tokens, num_kv_heads, head_dim)."""
+    """(total_keys, num_kv_heads, head_dim)."""
     value: Tensor
-    """(total_tokens, num_kv_heads, head_dim)."""
+    """(total_keys, num_kv_heads, head_dim)."""
     cu_seqlens: Tensor
     """(num_segments + 1,) int32, on the device of the query."""
     sinks: Tensor | None
@@ -232,6 +250,18 @@ class RowInputs(NamedTuple):
     scale: float
     max_seqlen: int
     """At least the longest segment."""
+    cu_seqlens_k: Tensor | None = None
+    """(num_segments + 1,) int32, on the device of the query: segments of the keys, aligned bottom-right with those of
+    the queries. None: each token is a query and a key."""
+    max_seqlen_k: int = 0
+    """At least the most keys of a segment."""
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, int, int]:
+        """Return segments of queries and keys, and the longest of each, as torch's operators take them."""
+        if self.cu_seqlens_k is None:
+            return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
+        return self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k
 
     @property
     def in_kernel(self) -> dict[str, Any]:
@@ -249,11 +279,13 @@ class RowInputs(NamedTuple):
     def for_reference(self) -> DocumentInputs:
         """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
-        band, longest = None, min(self.max_seqlen, self.query.shape[0])
+        band, longest = None, min(self.segments[-1], self.key.shape[0])
         if self.window and longest > self.window:
             band = additive(band_mask(longest, self.window))
         cu_seqlens = self.bounds if self.documents and self.bounds is not None else self.cu_seqlens
-        return DocumentInputs(q, k, v, cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen)
+        return DocumentInputs(
+            q, k, v, cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen, self.cu_seqlens_k
+        )
 
 
 def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
@@ -263,13 +295,12 @@ def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
         (total_tokens, num_heads, head_dim), and the log-sum-exp, (num_heads, total_tokens) fp32.
     """
     row = RowInputs(*fields)
-    longest, documents = row.max_seqlen, row.documents
+    documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
         return cudnn.forward(row.query, row.key, row.value, documents, row.scale)
     if row.query.is_cuda:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            row.query, row.key, row.value, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0, True, False,
-            **row.in_kernel,
+            row.query, row.key, row.value, *row.segments, 0.0, True, False, **row.in_kernel
         )  # fmt: skip
     else:
         with torch.autocast(row.query.device.type, enabled=False):
@@ -283,14 +314,14 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks (an empty tensor if there are none)."""
     row = RowInputs(*fields)
-    longest, documents = row.max_seqlen, row.documents
+    documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
         grads = cudnn.backward(grad_out, out, lse, row.query, row.key, row.value, documents, row.scale)
     elif row.query.is_cuda:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
         grads = torch.ops.aten._flash_attention_backward(
-            grad_out, row.query, row.key, row.value, out, lse, row.cu_seqlens, row.cu_seqlens, longest, longest, 0.0,
-            True, no_dropout, row.query.new_empty(0), **row.in_kernel,
+            grad_out, row.query, row.key, row.value, out, lse, *row.segments, 0.0, True, no_dropout,
+            row.query.new_empty(0), **row.in_kernel,
         )  # fmt: skip
     else:
         found = reference_backward(row.for_reference, grad_out[None], out[None], lse[None])
@@ -308,7 +339,7 @@ def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
 # Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.
 def _flops(*fields: Any, **_keywords: Any) -> int:
     row = RowInputs(*fields)
-    return int(4 * row.query.numel() * row.max_seqlen)
+    return int(4 * row.query.numel() * row.segments[-1])
 
 
 def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
@@ -317,5 +348,5 @@ def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any,
 
 _attention = attention_operator(
     RowInputs, varlen_attention, varlen_attention_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward,
-    on_host=RowInputs._fields.index("bounds"), memory_format=torch.contiguous_format,
+    on_host=("bounds",), memory_format=torch.contiguous_format,
 )  # fmt: skip

@@ -16,7 +16,6 @@ print(table(record))
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,15 +27,16 @@ from tqdm.auto import tqdm
 from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SideRecipe, recipe_of
 from fastpack_trl.bench.compare_tables import table
 from fastpack_trl.bench.environment import one_bar
-from fastpack_trl.bench.parity import check_batches, check_loss, gate_of, without_dropout
-from fastpack_trl.bench.row import assemble, part_of
+from fastpack_trl.bench.parity import without_dropout
+from fastpack_trl.bench.row import assemble, disagreement, part_of
 from fastpack_trl.bench.side import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Build, RoundPlan, Side
 from fastpack_trl.bench.step_watch import StepFigures
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
 from fastpack_trl.measure.record import OtherLoad, make_record
-from fastpack_trl.measure.rounds import take_turns
+from fastpack_trl.measure.rounds import turn_order
+from fastpack_trl.recipe.methods import SFT, Method
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "RoundPlan", "compare", "measure", "table"]
 
@@ -94,14 +94,21 @@ def compare(
     for name in sides:
         if name not in SIDES:
             raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
-    ordered = [name for name in SIDES if name in sides]
+    return record_of(plan, *in_turn(build, plan, sides, progress))
+
+
+def in_turn(
+    build: Build, plan: RoundPlan, sides: Sequence[str], progress: bool = True, method: Method = SFT
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the row of `compare`, none where nothing was timed, and whether it is complete."""
+    recipes = {name: recipe_of(name, method) for name in SIDES if name in sides}
     with bar("rounds", plan.rounds, progress) as shown:
-        row, complete = measure({name: recipe_of(name) for name in ordered}, build, plan, shown)
-    return record_of([row] if row else [], plan, complete)
+        row, complete = measure(recipes, build, plan, shown)
+    return [row] if row else [], complete
 
 
 def record_of(
-    rows: Sequence[Mapping[str, Any]], plan: RoundPlan, complete: bool, *, case: str = CASE, **settings: Any
+    plan: RoundPlan, rows: Sequence[Mapping[str, Any]], complete: bool, *, case: str = CASE, **settings: Any
 ) -> dict[str, Any]:
     """Return the rows of one call as a record."""
     rounds = {
@@ -124,6 +131,12 @@ def record_of(
 def bar(name: str, total: int, progress: bool = True) -> Any:
     """Return a progress bar over rounds (on a terminal)."""
     return tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True)
+
+
+def check_measured(parts: Mapping[str, Any], failed: Mapping[str, str], complete: bool) -> None:
+    """Raise `UserError` where no side was measured, and nobody has interrupted it."""
+    if complete and not parts:
+        raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
 
 def measure(
@@ -158,25 +171,20 @@ def measure(
                 for name in sorted(recipes, key=lambda name: why_not is not None and name != row.subject):
                     shown.set_postfix_str(f"loading {name}")
                     row.add(name, partial(Side, name, recipes[name], build, plan))
-                    if why_not is not None and name == row.subject and name in row.sides:
-                        reason = why_not(row.sides[name])
-                        if reason:
-                            return {"skipped": reason, "sides": {}, "tokens": 0}, True
+                    ours = row.sides.get(name) if name == row.subject else None
+                    if why_not is not None and ours is not None and (reason := why_not(ours)):
+                        return {"skipped": reason, "sides": {}, "tokens": 0}, True
                 row.sides = {name: row.sides[name] for name in recipes if name in row.sides}
                 row.run()
-                for side in row.sides.values():
-                    side.run_extras()
             except KeyboardInterrupt:
                 complete = False
             finally:
-                other_load = row.load.cores()
+                more = {"other_load": row.load.cores()}
                 for side in row.sides.values():
                     side.close()
-        found = row.result(complete)
-        return found and {**found, "other_load": other_load}, complete
+        return row.result(complete, **more), complete
     finally:
         row.sides.clear()
-        gc.collect()
         attempt(_free_memory)
 
 
@@ -189,8 +197,6 @@ class _Row:
         self.sides: dict[str, Side] = {}
         self.failed: dict[str, str] = {}
         self._order: list[str] = []
-        self._losses: list[dict[str, float]] = []
-        self._rounds = 0
         self._dropout = False
 
     def add(self, name: str, make: Callable[[], Side]) -> None:
@@ -212,80 +218,53 @@ class _Row:
 
     def _drop(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        side = self.sides.pop(name, None)
-        if side is not None:
-            side.close()
-        del side
+        if name in self.sides:
+            self.sides.pop(name).close()
         _free_memory()
 
     def run(self) -> None:
-        """Run the gate, the warm-up and the timed rounds; keep the order of the latter, and the load of others."""
-
-        def begin() -> None:
-            self.shown.set_postfix_str("timing")
-            self._order.clear()
-            self.load.restart()
-
-        self.shown.set_postfix_str("gate")
+        """Run the gate, the warm-up and the timed rounds, of which the order is kept, then the untimed extra steps."""
         with without_dropout([side.trainer.model for side in self.sides.values()]) as self._dropout:
-            self._turns(rounds=self.plan.gate_steps)
-        self.shown.set_postfix_str("warm-up")
-        self._turns(rounds=self.plan.pairs, warmup=self.plan.warmup, begin=begin)
+            self._rounds("gate", range(-self.plan.untimed, -self.plan.warmup))
+        self._rounds("warm-up", range(-self.plan.warmup, 0))
+        self._order.clear()
+        self.load.restart()
+        self._rounds("timing", range(self.plan.pairs))
+        for side in self.sides.values():
+            side.run_extras()
 
-    def _turns(self, *, rounds: int, warmup: int = 0, begin: Callable[[], None] = lambda: None) -> None:
-        if self.sides and rounds:
-            take_turns(
-                {name: partial(self._step, name) for name in self.sides}, rounds=rounds, warmup=warmup,
-                loud=(UserError,), begin=begin, dropped=self._drop, after_round=self._check,
-            )  # fmt: skip
+    def _rounds(self, kind: str, indices: range) -> None:
+        self.shown.set_postfix_str(kind)
+        for index in indices:
+            steps: dict[str, StepFigures] = {}
+            for name in turn_order(list(self.sides), index):
+                step, failure = attempt(self.sides[name].step, (UserError,))
+                if step is None:
+                    self._drop(name, failure or "")
+                    continue
+                steps[name] = step
+                self._order.append(name)
+            self.shown.update(1)
+            self._check(index + self.plan.untimed + 1, steps)
 
-    def _step(self, name: str) -> StepFigures:
-        figures = self.sides[name].step()  # times itself, on the device's clock, from inside of its training
-        self._order.append(name)
-        return figures
+    def _check(self, number: int, steps: Mapping[str, StepFigures]) -> None:
+        """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's."""
+        first, *others = [name for name in self.sides if name in steps] or [""]  # the reference, first in turn or not
+        for name in others:
+            found = {each: (steps[each].digest, steps[each].loss) for each in (first, name)}
+            dtype = self.sides[first].dtype
+            reason = disagreement(number, found, self.plan, dtype=dtype, dropout=self._dropout, subject=self.subject)
+            if reason:
+                self._drop(name, reason)
 
-    def _check(self, steps: Mapping[str, StepFigures]) -> dict[str, str]:
-        """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's.
-
-        Returns:
-            The sides other than the subject whose loss is another one, with the reason.
-        """
-        self.shown.update(1)
-        self._rounds += 1
-        names = [name for name in self.sides if name in steps]  # the reference first, whose turn it was first or not
-        if len(names) < 2:
-            return {}
-        check_batches({name: steps[name].digest for name in names}, self._rounds)
-        if self._rounds > self.plan.checked(self._dropout):
-            return {}
-        losses = {name: steps[name].loss for name in names}
-        wrong: dict[str, str] = {}
-        for name in names[1:]:
-            try:
-                check_loss(losses, self._rounds, self.sides[names[0]].dtype, [name])
-            except UserError as error:
-                if name == self.subject:
-                    raise
-                wrong[name] = str(error)
-        self._losses.append({name: loss for name, loss in losses.items() if name not in wrong})
-        return wrong
-
-    def result(self, complete: bool) -> dict[str, Any] | None:
+    def result(self, complete: bool, **more: Any) -> dict[str, Any] | None:
         """Return the row; None where an interrupt came before the first timed step."""
         good = {name: side for name, side in self.sides.items() if len(side.steps) > self.plan.untimed}
-        if not good and complete:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-            raise UserError(f"no side could be measured: {reasons}")
-        if not good:
-            return None
-        rounds = min(len(side.steps) for side in good.values())
-        parts = {name: part_of(side, rounds) for name, side in good.items()}
-        return {
-            **assemble(parts, self.failed, self.subject),
-            "isolation": INTERLEAVED,
-            "gate": gate_of(self._losses, next(iter(good.values())).dtype, self._dropout) if self._losses else None,
-            "order": self._order,
-        }
+        check_measured(good, self.failed, complete)
+        rounds = min((len(side.steps) for side in good.values()), default=0)
+        parts = {name: part_of(side, rounds, self._dropout) for name, side in good.items()}
+        more |= {"isolation": INTERLEAVED, "order": self._order}
+        return assemble(parts, self.failed, self.subject, self.plan, **more) if parts else None
 
 
 def _free_memory() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from fastpack_trl.bench.baselines import OURS, SIDES, recipe_of
-from fastpack_trl.bench.compare import bar
+from fastpack_trl.bench.compare import bar, check_measured
 from fastpack_trl.bench.environment import one_bar
-from fastpack_trl.bench.parity import check_batches, check_loss, gate_of, without_dropout
-from fastpack_trl.bench.row import assemble, part_of
+from fastpack_trl.bench.parity import without_dropout
+from fastpack_trl.bench.row import assemble, disagreement, part_of
 from fastpack_trl.bench.side import Build, RoundPlan, Side
 from fastpack_trl.bench.training_run import Launcher, OwnProcess, TrainingRun
-from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.errors import preparing
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
@@ -65,7 +65,7 @@ def isolated(
             for name in ordered:
                 progress.set_postfix_str(name)
                 found = TrainingRun(row, name, launcher).measure()
-                reason = found.get("failed") or (_other_losses(parts, name, found, plan) if parts else "")
+                reason = found.get("failed") or _other_steps(parts, name, found, plan)
                 if reason:
                     failed[name] = reason
                 else:
@@ -73,46 +73,29 @@ def isolated(
                 progress.update()
         except KeyboardInterrupt:
             complete = False
-    if not parts and complete:
-        raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
-    if not parts:
-        return [], complete
-    more = {"isolation": ISOLATED, "gate": _gate(parts, plan), "order": list(parts), "other_load": load.cores()}
-    return [{**assemble(parts, failed, OURS), **more}], complete
+    check_measured(parts, failed, complete)
+    more = {"isolation": ISOLATED, "order": list(parts), "other_load": load.cores()}
+    return [assemble(parts, failed, OURS, plan, **more)] if parts else [], complete
 
 
-def _other_losses(parts: Mapping[str, Mapping[str, Any]], name: str, found: Mapping[str, Any], plan: RoundPlan) -> str:
+def _other_steps(parts: Mapping[str, Mapping[str, Any]], name: str, found: Mapping[str, Any], plan: RoundPlan) -> str:
     """Return where a side's tokens or losses are not those of the first one; empty if nowhere. Of ours it is raised."""
-    first, reference = next(iter(parts.items()))
-    dtype = getattr(torch, reference["setting"]["dtype"])
-    try:
-        for number, (expected, own) in enumerate(zip(reference["steps"], found["steps"], strict=False), 1):
-            check_batches({first: expected["digest"], name: own["digest"]}, number)
-            if number <= plan.checked(reference["dropout"]):
-                check_loss({first: expected["loss"], name: own["loss"]}, number, dtype, [name])
-    except UserError as error:
-        if name == OURS:
-            raise
-        return str(error)
+    for first, part in list(parts.items())[:1]:
+        judged = {"dtype": part["setting"]["dtype"], "dropout": part["dropout"], "subject": OURS}
+        for number, (expected, own) in enumerate(zip(part["steps"], found["steps"], strict=False), 1):
+            if reason := disagreement(number, {first: tuple(expected), name: tuple(own)}, plan, **judged):
+                return reason
     return ""
 
 
-def _gate(parts: Mapping[str, Mapping[str, Any]], plan: RoundPlan) -> dict[str, Any] | None:
-    first = next(iter(parts.values()))
-    if len(parts) < 2 or not plan.gate_steps:
-        return None
-    checked = range(plan.checked(first["dropout"]))
-    losses = [{name: part["steps"][index]["loss"] for name, part in parts.items()} for index in checked]
-    return gate_of(losses, getattr(torch, first["setting"]["dtype"]), first["dropout"])
-
-
 def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Measure one side in this process; return its part of the row, its steps' losses and digests, and its dropout."""
+    """Measure one side in this process; return its part of the row."""
     torch.set_num_threads(row["threads"])
     profile = row["plan"]["profile"]
     plan = RoundPlan(**{**row["plan"], "profile": None if profile is None else Path(profile)})
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, one_bar():
-        side = Side(name, recipe_of(name), yaml_build(row["row"], row["flags"], folder), plan)
+        method = short_run_arguments(row["row"], folder, *row["flags"]).method
+        side = Side(name, recipe_of(name, method), yaml_build(row["row"], row["flags"], folder), plan)
         try:
             side.begin()
             with without_dropout([side.trainer.model]) as dropout:
@@ -123,5 +106,4 @@ def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
             side.run_extras()
         finally:
             side.close()
-        steps = [{"loss": step.loss, "digest": step.digest} for step in side.steps]
-        return {**part_of(side, plan.rounds), "steps": steps, "dropout": dropout}
+        return part_of(side, plan.rounds, dropout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,51 +30,31 @@ def tolerance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
 
 
-def gate_of(steps: Sequence[Mapping[str, float]], dtype: torch.dtype, dropout: bool) -> dict[str, Any]:
-    """Return the gate for a record: the losses of its steps by side, and what was allowed."""
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "tolerance": tolerance(dtype),
-        "steps": list(steps),
-        "dropout": "off in these steps" if dropout else "none",
-    }
-
-
-def check_batches(digests: Mapping[str, str], step: int) -> None:
-    """Check that all sides were given the same micro-batches.
+def check_step(step: int, found: Mapping[str, tuple[str, float]], dtype: torch.dtype | None) -> None:
+    """Check that all sides were given the same micro-batches in a step, and compute the same loss.
 
     Args:
-        digests: of each side's token ids (`digest_of`), the reference first.
         step: counted from 1.
+        found: digest of the tokens (`digest_of`) and loss of each side, the reference first.
+        dtype: in which they compute; None where losses may differ.
 
     Raises:
-        LossParityError: they were not.
+        LossParityError: other tokens; a loss further apart than `tolerance`, or not finite. It names both and the step.
     """
-    (first, expected), *others = digests.items()
-    for name, digest in others:
-        if digest != expected:
+    (first, (tokens, expected)), *others = found.items()
+    for name, (own_tokens, loss) in others:
+        if own_tokens != tokens:
             raise LossParityError(
                 f"{first} and {name} were given different micro-batches in step {step}: `build` must use the same data "
                 "set, seed and batch size for each trainer, and no random shuffle of its own"
             )
-
-
-def check_loss(losses: Mapping[str, float], step: int, dtype: torch.dtype, names: Sequence[str]) -> None:
-    """Check that the losses of `names` are those of the first side.
-
-    Raises:
-        LossParityError: further apart than `tolerance`, or not finite; names both losses and the step.
-    """
-    first, expected = next(iter(losses.items()))
-    bound = tolerance(dtype)
-    for name in names:
-        apart = abs(losses[name] - expected) / abs(expected) if expected else abs(losses[name])
-        if not apart <= bound:  # a NaN is over every bound
+        apart = abs(loss - expected) / (abs(expected) or 1.0)
+        if dtype is not None and not apart <= tolerance(dtype):  # a NaN is over every bound
             raise LossParityError(
-                f"the loss of step {step} is {losses[name]!r} with {name} and {expected!r} with {first}: "
-                f"{apart:.1e} apart, allowed are {bound:.0e} in {str(dtype).removeprefix('torch.')}; nothing was "
-                "timed. `fastpack-trl verify --model ... --attn off` tells whether stock keeps this model's documents "
-                "apart; without the gate (gate_steps=0) the differences are only recorded"
+                f"the loss of step {step} is {loss!r} with {name} and {expected!r} with {first}: {apart:.1e} apart, "
+                f"allowed are {tolerance(dtype):.0e} in {str(dtype).removeprefix('torch.')}; nothing was timed. "
+                "`fastpack-trl verify --model ... --attn off` tells whether stock keeps this model's documents apart; "
+                "without the gate (gate_steps=0) the differences are only recorded"
             )
 
 

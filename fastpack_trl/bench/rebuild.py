@@ -66,8 +66,8 @@ def rebuild_per_layer(model: nn.Module) -> Iterator[None]:
         ValueError: the model's attention cannot be reached through transformers' interface.
     """
     features = read_features(model)
-    if features.gap:
-        raise ValueError(f"the mask cannot be rebuilt in each layer: {features.gap}")
+    if gap := features.gap or ", ".join(sorted(features.mixers)):
+        raise ValueError(f"the mask cannot be rebuilt in each layer: {gap}")
 
     def prepare(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = kwargs.get("position_ids")

@@ -1,4 +1,4 @@
-"""A row of a comparison of trainers, made of what each side has measured."""
+"""A row of a comparison of trainers, made of what each side has measured, and its gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import get_peak_flops
 
-from fastpack_trl.bench.side import Side
+from fastpack_trl.bench.parity import LossParityError, check_step, tolerance
+from fastpack_trl.bench.side import RoundPlan, Side
 from fastpack_trl.bench.step_watch import PHASES, StepFigures
 from fastpack_trl.measure.flops import ModelFlops
 from fastpack_trl.measure.intervals import median_interval, ratio_summary, summary
@@ -17,34 +18,56 @@ from fastpack_trl.measure.intervals import median_interval, ratio_summary, summa
 RATES = ("loss", "nonpad", "capacity")
 
 
-def part_of(side: Side, rounds: int) -> dict[str, Any]:
-    """Return one side's part of a row as plain data: of its first `rounds` steps the timed ones."""
-    steps, memory = side.steps[side.plan.untimed : rounds], side.used[side.plan.untimed : rounds]
-    result = side.result()
-    dtype = str(side.dtype).removeprefix("torch.")
+def part_of(side: Side, rounds: int, dropout: bool) -> dict[str, Any]:
+    """Return one side's part of a row as plain data: of its first `rounds` steps the timed ones; and what was checked.
+
+    Args:
+        side: all of whose steps have run.
+        rounds: that all sides of the row have.
+        dropout: whether the gate had to switch some off.
+    """
+    steps, trainer = side.steps[side.plan.untimed : rounds], side.trainer
     device = side.device.type if side.device.type != "cuda" else torch.cuda.get_device_name(side.device)
-    peak = side.plan.peak_flops or get_peak_flops(device, dtype)  # None for a CPU, fp32, or a device TRL does not know
+    # None for a CPU, fp32, or a device that TRL does not know.
+    peak = side.plan.peak_flops or get_peak_flops(device, side.dtype)
     lengths = sorted(length for step in steps for length in step.documents)
-    shared = {
-        "tokens": int(median(count for step in steps for count in step.batch_tokens)),
-        "micro_batches": int(median(step.micro_batches for step in steps)),
-        "documents": {
-            "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
-        },
-    }  # fmt: skip
+    report, path = getattr(trainer, "fastpack_report", None), side.path
+    if report is not None:
+        path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
     return {
-        "setting": setting_of(side.trainer, dtype),
-        "shared": {**shared, "device": side.device.type, "peak_flops": peak},
-        "figures": {**_figures(steps, memory, side.flops, peak, result["profile"]), **result},
-    }
+        "setting": setting_of(trainer, side.dtype),
+        "shared": {
+            "tokens": int(median(count for step in steps for count in step.batch_tokens)),
+            "micro_batches": int(median(step.micro_batches for step in steps)),
+            "documents": {
+                "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
+            },
+            "device": side.device.type,
+            "peak_flops": peak,
+        },
+        "figures": {
+            **_figures(steps, side.flops, peak, side.extras["profile"]),
+            "path": path,
+            "report": None if report is None else report.to_dict(),
+            "checkpointing": _checkpointing(trainer, report),
+            **side.extras,
+        },
+        "steps": [[step.digest, step.loss] for step in side.steps],
+        "dropout": dropout,
+    }  # fmt: skip
+
+
+def _checkpointing(trainer: Any, report: Any) -> str:
+    """Return what is recomputed: ``every layer``, ``none``, or the plan."""
+    args = trainer.args
+    if report is not None and "activation_memory" in report and report["activation_memory"].status == "on":
+        return f"planned: {report['activation_memory'].path}"
+    text = "every layer" if args.gradient_checkpointing else "none"
+    return f"{text}, activations offloaded" if getattr(args, "activation_offloading", False) else text
 
 
 def _figures(
-    steps: Sequence[StepFigures],
-    memory: Sequence[Mapping[str, int]],
-    flops: ModelFlops | None,
-    peak: float | None,
-    profile: Mapping[str, Any] | None,
+    steps: Sequence[StepFigures], flops: ModelFlops | None, peak: float | None, profile: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the figures of the timed steps of a side."""
     seconds = [step.seconds for step in steps]
@@ -56,7 +79,7 @@ def _figures(
         counts = [step.tokens[name] for step in steps]
         per_second = [n / s for n, s in zip(counts, seconds, strict=True)] if None not in counts else []
         rates[name] = median_interval(per_second).to_dict() if per_second else None
-    busy = profile["busy_seconds"] if profile is not None else None
+    busy = None if profile is None else profile["busy_seconds"]
     return {
         "seconds": summary(seconds),
         "phases": {name: median(values) for name, values in spent.items()},
@@ -64,9 +87,9 @@ def _figures(
         "tokens_per_second": rates["capacity"],
         "token_rates": rates,
         **_utilisation(steps, flops, peak),
-        "memory": max(memory, key=lambda used: used["peak_bytes"], default=None),
+        "memory": max((step.memory for step in steps if step.memory), key=lambda m: m["peak_bytes"], default=None),
         "idle_share": None if busy is None else max(0.0, 1 - busy / median(seconds)),
-        "launches": profile["launches"] if profile is not None else None,
+        "launches": None if profile is None else profile["launches"],
         "losses": [step.loss for step in steps],
         "gradient_norms": [step.gradient_norm for step in steps],
     }
@@ -110,24 +133,59 @@ def setting_of(trainer: Any, dtype: str) -> dict[str, Any]:
         "checkpointing": "every layer" if args.gradient_checkpointing else "none",
         "batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "packing": bool(args.packing),
-        "max_length": args.max_length,
+        "packing": bool(getattr(args, "packing", False)),
+        "max_length": getattr(args, "max_length", None),
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "setting": "4-bit " * quantised + ", ".join(filter(None, (name, adapter, dtype, checkpointing))),
     }
 
 
-def assemble(parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], subject: str) -> dict[str, Any]:
+def disagreement(
+    step: int, found: Mapping[str, tuple[str, float]], plan: RoundPlan, *, dtype: str, dropout: bool, subject: str
+) -> str:
+    """Return where the last side of `found` computes something else than the first; empty if nowhere.
+
+    Args:
+        step, found: see `check_step`.
+        plan: in how many steps losses are compared.
+        dtype, dropout: of the first side.
+        subject: a side of which it is raised.
+
+    Raises:
+        LossParityError: the side is the subject.
+    """
+    try:
+        check_step(step, found, getattr(torch, dtype) if step <= plan.checked(dropout) else None)
+    except LossParityError as error:
+        if list(found)[-1] == subject:
+            raise
+        return str(error)
+    return ""
+
+
+def assemble(
+    parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], subject: str, plan: RoundPlan, **more: Any
+) -> dict[str, Any]:
     """Return a row of what `part_of` made of each side; the first one's setting is that of all.
 
     Its ``ratios`` are seconds of each other side / seconds of `subject`, round by round: above 1 the subject is faster.
-    Its ``loss_difference`` is the largest relative one of any side from the first, step by step.
+    Its ``loss_difference`` is the largest relative one of any side from the first, step by step; its ``gate`` has the
+    losses of the steps in which they had to agree, None if there was no gate.
     """
     figures = {name: part["figures"] for name, part in parts.items()}
     first = next(iter(parts))
     seconds = {name: side["seconds"]["values"] for name, side in figures.items()}
     others = [name for name in seconds if name != subject and subject in seconds]
     losses = [zip(side["losses"], figures[first]["losses"], strict=True) for side in figures.values()]
+    dtype, dropout = parts[first]["setting"]["dtype"], parts[first]["dropout"]
+    gate = {
+        "dtype": dtype,
+        "tolerance": tolerance(getattr(torch, dtype)),
+        "steps": [
+            {name: part["steps"][index][1] for name, part in parts.items()} for index in range(plan.checked(dropout))
+        ],
+        "dropout": "off in these steps" if dropout else "none",
+    }
     return {
         **parts[first]["setting"],
         **parts[first]["shared"],
@@ -135,4 +193,6 @@ def assemble(parts: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], 
         "sides": {**figures, **{name: {"failed": reason} for name, reason in failed.items()}},
         "ratios": {name: ratio_summary(seconds[name], seconds[subject]) for name in others},
         "loss_difference": max(abs(a - b) / (abs(b) or 1.0) for pairs in losses for a, b in pairs),
+        "gate": gate if len(parts) > 1 and plan.gate_steps else None,
+        **more,
     }

@@ -21,7 +21,7 @@ from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.measure.payback import LONG_RUN
-from fastpack_trl.measure.timing import clock_of
+from fastpack_trl.measure.timing import WallClock, clock_of
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.facts import text_model
 
@@ -41,6 +41,7 @@ class RoundPlan:
         seed: of the random numbers before each side is built, and of its first step.
         profile: folder for a Chrome trace per side; None for none.
         peak_flops: of the device; None: what TRL knows.
+        host_clock: time what the host does; it waits for the device between two steps only.
     """
 
     pairs: int = DEFAULT_PAIRS
@@ -49,6 +50,7 @@ class RoundPlan:
     seed: int = 0
     profile: Path | None = None
     peak_flops: float | None = None
+    host_clock: bool = False
 
     @property
     def untimed(self) -> int:
@@ -84,15 +86,14 @@ class RoundPlan:
 class SideMemory:
     """CUDA memory of one side of several that lie in one process and never run at the same time; nothing on the CPU.
 
-    What others have allocated is taken off: `peak` is what this side would need alone, fragmentation aside. `reserved`
-    is what a card must have for it: all that torch took of the device, for CUDA graphs and caches too. Beside other
-    sides it may use theirs, so that it is exact in a process of its own only.
+    What others have allocated is taken off: `peak_bytes` is what this side would need alone, fragmentation aside.
+    `reserved_bytes` is what a card must have for it: all that torch took of the device, for CUDA graphs and caches too.
+    Beside other sides it may use theirs, so that it is exact in a process of its own only.
     """
 
     def __init__(self) -> None:
-        self.resident = self.pinned = self._segments = 0
-        self.peak: int | None = None
-        self.reserved = 0
+        self.own = dict.fromkeys(_HELD, 0)
+        self.figures: dict[str, int] | None = None
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -101,22 +102,27 @@ class SideMemory:
             yield
             return
         torch.cuda.synchronize()
-        others = torch.cuda.memory_allocated() - self.resident
-        others_pinned, others_segments = _pinned() - self.pinned, torch.cuda.memory_reserved() - self._segments
+        others = {name: read() - self.own[name] for name, read in _HELD.items()}
+        before = self.own["allocated"]
         torch.cuda.reset_peak_memory_stats()
         try:
             yield
         finally:
             torch.cuda.synchronize()
-            self.peak = torch.cuda.max_memory_allocated() - others
-            self.reserved = max(self.peak, torch.cuda.max_memory_reserved() - others_segments)
-            self._segments = torch.cuda.memory_reserved() - others_segments
-            self.resident = torch.cuda.memory_allocated() - others
-            self.pinned = _pinned() - others_pinned
+            peak = torch.cuda.max_memory_allocated() - others["allocated"]
+            reserved = max(peak, torch.cuda.max_memory_reserved() - others["reserved"])
+            self.own = {name: read() - others[name] for name, read in _HELD.items()}
+            self.figures = {
+                "peak_bytes": peak, "reserved_bytes": reserved, "before_bytes": before,
+                "pinned_bytes": self.own["pinned"],
+            }  # fmt: skip
 
 
-def _pinned() -> int:
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current") or 0)
+_HELD: dict[str, Callable[[], int]] = {
+    "allocated": lambda: torch.cuda.memory_allocated(),
+    "reserved": lambda: torch.cuda.memory_reserved(),
+    "pinned": lambda: int(torch.cuda.host_memory_stats().get("allocated_bytes.current") or 0),
+}
 
 
 class Side:
@@ -132,7 +138,6 @@ class Side:
         self.steps: list[StepFigures] = []
         self.path = ""
         self.extras: dict[str, Any] = {"profile": None, "host_syncs": None, "notes": []}
-        self.used: list[dict[str, int]] = []
         asked = {**plan.changes, **recipe.changes}
         set_seed(plan.seed)
         with self.memory.counted():
@@ -142,11 +147,12 @@ class Side:
             self.trainer.remove_callback(callback)
         args = self.trainer.args
         self.device = torch.device(args.device)
-        self.watch = StepWatch(clock_of(self.device.type, self.device))
+        padded = getattr(args, "pad_to_multiple_of", None)
+        pad_token_id = getattr(self.trainer.processing_class, "pad_token_id", None) if padded else None
+        clock = WallClock() if plan.host_clock else clock_of(self.device.type, self.device)
+        self.watch = StepWatch(clock, pad_token_id)
         self.training = Training(self.trainer, self._around)
         self.flops: ModelFlops | None = None
-        padded = getattr(args, "pad_to_multiple_of", None)
-        self._pad = getattr(self.trainer.processing_class, "pad_token_id", None) if padded else None
         if args.world_size > 1 or args.n_gpu > 1:
             raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
 
@@ -173,7 +179,7 @@ class Side:
             self.training.begin()
         self.training.seed(self.plan.seed)
         self._read_flops()
-        self._counter = TokenCounter(self.flops.windows if self.flops is not None else ())
+        self.watch.counter = TokenCounter(self.flops.windows if self.flops is not None else ())
 
     def _read_flops(self) -> None:
         with contextlib.suppress(ValueError):  # no transformers model: no MFU
@@ -181,17 +187,12 @@ class Side:
 
     def step(self) -> StepFigures:
         """Run one optimizer step, watched."""
-        before = self.memory.resident
         with self.memory.counted():
             self.training.advance(self.watch.around_step())
-        figures = self.watch.settle(self._counter, self._pad)
-        self.steps.append(figures)
+        self.steps.append(self.watch.settle(self.memory.figures if self.device.type == "cuda" else None))
         if len(self.steps) <= 2:  # in the first step layers may be checkpointed for once
             self._read_flops()
-        if self.memory.peak is not None and self.device.type == "cuda":
-            peaks = {"peak_bytes": self.memory.peak, "reserved_bytes": self.memory.reserved}
-            self.used.append({**peaks, "before_bytes": before, "pinned_bytes": self.memory.pinned})
-        return figures
+        return self.steps[-1]
 
     def run_extras(self) -> None:
         """Run untimed steps: one profiled, one with syncs counted. What fails is a note, the times stand."""
@@ -208,12 +209,10 @@ class Side:
             return
         profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
         self.training.advance(self.watch.around_step(profiler))
-        figures = self.watch.settle(self._counter, self._pad)
-        self.extras["profile"] = step_profile(profiler, self.device.type, figures.micro_batches)
+        found = self.extras["profile"] = step_profile(profiler, self.device.type, self.watch.settle().micro_batches)
         if folder is not None:
-            trace = f"{self.name}.json"
-            profiler.export_chrome_trace(str(folder / trace))  # for chrome://tracing or https://ui.perfetto.dev
-            self.extras["profile"]["trace"] = trace
+            found["trace"] = f"{self.name}.json"
+            profiler.export_chrome_trace(str(folder / found["trace"]))  # for chrome://tracing, https://ui.perfetto.dev
 
     def _count_syncs(self) -> None:
         """Count the operations for which the host waits in one more step; the step before is not logged.
@@ -229,7 +228,7 @@ class Side:
                 yield
 
         self.training.advance(inside())
-        micro_batches = max(1, self.watch.settle(self._counter, self._pad).micro_batches)
+        micro_batches = max(1, self.watch.settle().micro_batches)
         self.extras["host_syncs"] = {
             "per_micro_step": self._syncs.total / micro_batches,
             "per_step": self._syncs.total,
@@ -241,31 +240,8 @@ class Side:
         self.training.close()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype in which the run computes: of the autocast, else of the weights."""
+    def dtype(self) -> str:
+        """Return the dtype in which the run computes, as torch calls it: of the autocast, else of the weights."""
         args = self.trainer.args
-        if args.bf16 or args.fp16:
-            return torch.bfloat16 if args.bf16 else torch.float16
-        dtype: torch.dtype = text_model(self.trainer.model).dtype
-        return dtype
-
-    def result(self) -> dict[str, Any]:
-        """Return what the side was and what its extra steps found, as plain data."""
-        report, path = getattr(self.trainer, "fastpack_report", None), self.path
-        if report is not None:
-            path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on") or "all off"
-        return {
-            "path": path,
-            "report": None if report is None else report.to_dict(),
-            "checkpointing": _checkpointing(self.trainer, report),
-            **self.extras,
-        }
-
-
-def _checkpointing(trainer: Any, report: Any) -> str:
-    """Return what is recomputed: ``every layer``, ``none``, or the plan."""
-    args = trainer.args
-    if report is not None and "activation_memory" in report and report["activation_memory"].status == "on":
-        return f"planned: {report['activation_memory'].path}"
-    text = "every layer" if args.gradient_checkpointing else "none"
-    return f"{text}, activations offloaded" if getattr(args, "activation_offloading", False) else text
+        weights = str(text_model(self.trainer.model).dtype).removeprefix("torch.")
+        return "bfloat16" if args.bf16 else "float16" if args.fp16 else weights

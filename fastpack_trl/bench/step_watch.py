@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ class RawStep:
     `calls` has the keywords of each call of the model.
     """
 
-    start: Any = None
+    start: Any
     end: Any = None
     spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: {name: [] for name in PHASES[:-1]})
     losses: list[Tensor] = field(default_factory=list)
@@ -56,6 +57,7 @@ class StepFigures:
         documents: tokens of each document.
         digest: of the tokens of all micro-batches, in order, without padding.
         tokens: `TokenSums` as plain data.
+        memory: bytes of device memory; None on the CPU.
     """
 
     seconds: float
@@ -67,41 +69,46 @@ class StepFigures:
     documents: list[int]
     digest: str
     tokens: dict[str, Any]
+    memory: dict[str, int] | None
 
 
 class StepWatch(TrainerCallback):
-    """Fills a `RawStep` while a trainer trains. It does not synchronise; `settle` does, between two steps."""
+    """Fills a `RawStep` while a trainer trains. It does not synchronise; `settle` does, between two steps.
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.step = RawStep()
-        self._labelled = False
+    Args:
+        clock: of the device.
+        pad_token_id: what stands at the end of rows that are padded to a multiple; None where none are.
+    """
+
+    def __init__(self, clock: Clock, pad_token_id: int | None = None) -> None:
+        self.clock, self.pad_token_id = clock, pad_token_id
+        self.counter = TokenCounter(())
+        self.step = RawStep(None)
         self._forward_end: Any = None
         self._clipping: Any = None
 
     @contextlib.contextmanager
-    def around_step(self, profiler: Any = None) -> Iterator[None]:
-        """Watch one step, perhaps under a profiler that is to name its phases; give it to `Training.advance`."""
-        self._labelled = profiler is not None
-        with profiler or contextlib.nullcontext():
-            self.step = RawStep()
+    def around_step(self, *inside: AbstractContextManager[Any]) -> Iterator[None]:
+        """Watch one step, inside of other contexts (a profiler); give it to `Training.advance`."""
+        with contextlib.ExitStack() as stack:
+            for context in inside:
+                stack.enter_context(context)
             self.clock.synchronise()
-            self.step.start = self.clock.mark()
+            self.step = RawStep(self.clock.mark())
             yield
             self.step.end = self.clock.mark()
             self.clock.synchronise()
-        self._labelled = False
 
     @contextlib.contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
         """Watch the calls of the loop, on this trainer only; all is restored on exit."""
         accelerator = trainer.accelerator
         batches, training_step, compute_loss = trainer.get_batch_samples, trainer.training_step, trainer.compute_loss
-        clip, mark = accelerator.clip_grad_norm_, self.clock.mark
+        clip, mark, named = accelerator.clip_grad_norm_, self.clock.mark, torch.profiler.record_function
 
         def watched_batches(*args: Any, **kwargs: Any) -> Any:
             start = mark()
-            with self._label("data"):
+            with named(LABEL + "data"):
                 found, items = batches(*args, **kwargs)
             self.step.spans["data"].append((start, mark()))
             self.step.batches = list(found)
@@ -109,7 +116,7 @@ class StepWatch(TrainerCallback):
 
         def watched_step(*args: Any, **kwargs: Any) -> Tensor:
             start, self._forward_end, calls = mark(), None, len(self.step.calls)
-            with self._label("forward and backward"):
+            with named(LABEL + "forward and backward"):
                 loss: Tensor = training_step(*args, **kwargs)
             if self._forward_end is not None:  # not where the micro-batch runs later, merged with others
                 self.step.spans["forward"].append((start, self._forward_end))
@@ -120,7 +127,7 @@ class StepWatch(TrainerCallback):
             return loss
 
         def watched_loss(*args: Any, **kwargs: Any) -> Any:
-            with self._label("forward"):
+            with named(LABEL + "forward"):
                 loss = compute_loss(*args, **kwargs)
             if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):  # a mark would be recorded
                 self._forward_end = mark()
@@ -152,12 +159,6 @@ class StepWatch(TrainerCallback):
             stack.callback(trainer.remove_callback, self)
             yield
 
-    def _label(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        if not self._labelled:
-            return contextlib.nullcontext()
-        label: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(LABEL + name)
-        return label
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark the start of the optimizer, if no clipping came before."""
         if self._clipping is None:
@@ -168,33 +169,28 @@ class StepWatch(TrainerCallback):
         self.step.spans["optimizer"].append((self._clipping, self.clock.mark()))
         self._clipping = None
 
-    def settle(self, counter: TokenCounter, pad_token_id: int | None = None) -> StepFigures:
-        """Return the figures of the step that has ended; let go of its tensors.
-
-        Args:
-            counter: counts the tokens of the model's calls.
-            pad_token_id: what stands at the end of rows that are padded to a multiple; None where none are.
-        """
-        step, self.step = self.step, RawStep()
+    def settle(self, memory: dict[str, int] | None = None) -> StepFigures:
+        """Return the figures of the step that has ended; let go of its tensors."""
+        step, self.step = self.step, RawStep(None)
         seconds = self.clock.seconds(step.start, step.end)
         phases = {
             name: sum(self.clock.seconds(start, end) for start, end in spans) for name, spans in step.spans.items()
         }
-        phases["other"] = max(0.0, seconds - sum(phases.values()))
         for inputs in step.calls or step.batches:
-            counter.count(inputs)
+            self.counter.count(inputs)
         norm = step.gradient_norm
-        documents = [documents_of(inputs, pad_token_id) for inputs in step.batches]
+        documents = [documents_of(inputs, self.pad_token_id) for inputs in step.batches]
         return StepFigures(
             seconds=seconds,
-            phases=phases,
+            phases={**phases, "other": max(0.0, seconds - sum(phases.values()))},
             loss=float(sum(float(loss) for loss in step.losses)),
             gradient_norm=None if norm is None else float(norm),
             micro_batches=len(step.batches),
             batch_tokens=[int(inputs["input_ids"].numel()) for inputs in step.batches],
             documents=[length for _, lengths in documents for length in lengths],
             digest=digest_of([tokens for tokens, _ in documents]),
-            tokens=asdict(counter.take()),
+            tokens=asdict(self.counter.take()),
+            memory=memory,
         )
 
 

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,19 @@ def kept_state(trainer: Any) -> Callable[[], None]:
     """Return a call that restores what trainings of one process share and would disturb, as it is now: random numbers,
     and accelerate's flags (sync of gradients, the loader that is being read)."""
     flags, device = trainer.accelerator.gradient_state.__dict__, torch.device(trainer.args.device)
-    kept, python, cpu = dict(flags), random.getstate(), torch.get_rng_state()
-    numpy = np.random.get_state()  # noqa: NPY002 - the global one
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    kept = dict(flags)
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()), (torch.set_rng_state, torch.get_rng_state()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - the global one
+    ]  # fmt: skip
+    if device.type == "cuda":
+        states.append((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
 
     def restore() -> None:
         flags.clear()
         flags.update(kept)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 - the global one
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        for put_back, state in states:
+            put_back(state)
 
     return restore
 

@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror or error}; name another --output") from error
-    print(f"written: {file} ({_about(found[name])})\n{_next(name, str(file))}")
+    print(f"written: {file} ({_about(found[name])})\n{_next(name, str(file), text)}")
     return 0
 
 
@@ -77,13 +77,14 @@ def _list(found: Mapping[str, Path]) -> str:
     return "\n".join([*rows, "", "fastpack-trl init NAME writes one of them here."])
 
 
-def _next(name: str, file: str) -> str:
+def _next(name: str, file: str, text: str) -> str:
+    """Name what comes next; the first command on a line of its own is the one that trains."""
     lines = [] if name == QUICKSTART else ["yours to change: model_name_or_path, dataset_name, output_dir"]
     if name.startswith("bench/"):
         lines.append(f"measure: fastpack-trl bench --config {file}")
     else:
         lines += [
             f"what would run here: fastpack-trl doctor --config {file}",
-            f"train: fastpack-trl sft --config {file}",
+            f"train: fastpack-trl {text.partition('#     fastpack-trl ')[2].partition(' ')[0]} --config {file}",
         ]
     return "\n".join(lines)

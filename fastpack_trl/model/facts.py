@@ -10,8 +10,7 @@ import ast
 import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastpack_trl.model.mixers import mixers
+from fastpack_trl.model.source import hands_on_kwargs, source_tree
 from fastpack_trl.model.upstream import lacks
 
 # Keywords of an attention call that do not change which key a query sees, or that the backends implement.
@@ -32,6 +33,10 @@ _UNDERSTOOD_KEYWORDS = frozenset(
 )  # fmt: skip
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
 _UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
+# Of a model whose recurrent layers are all mixers; "hybrid" layers have attention beside one.
+_MIXER_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+# Layers of experts, or an MLP, that are in the list of the decoder's layers as others are.
+_POINTWISE_LAYERS = frozenset({"moe", "mlp"})
 # Mixers that carry state from token to token; a Conv1d (not GPT-2's pointwise `Conv1D`) is their usual sign.
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
@@ -75,6 +80,8 @@ class ModelFeatures:
     """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
     """Heads of key and value; None: as many as of the query."""
+    mixers: frozenset[str] = frozenset()
+    """Kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`)."""
 
 
 class _AttentionCall(NamedTuple):
@@ -244,6 +251,7 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
         "num_heads": max(heads),
         "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
         "head_dim": _head_dim(config, min(heads)),
+        "mixers": frozenset(mixer.kind for mixer in mixers(base).values()),
         "gap": next(_gaps(model, base, config, attentions), ""),
     }
 
@@ -294,12 +302,19 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
         yield "prompt learning prepends virtual tokens to each row, not to each document"
     if not attentions or not base._can_set_attn_implementation():
         yield f"{family} does not call transformers' attention interface"
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _UNDERSTOOD_LAYERS)
+    known = mixers(base)
+    understood = _UNDERSTOOD_LAYERS | (_MIXER_LAYERS | _POINTWISE_LAYERS if known else frozenset())
+    types = getattr(config, "layer_types", None) or ()
+    other = sorted(set(types) - understood)
     if other:
         yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
+    inside = {part for mixer in [*attentions, *known] for part in mixer.modules()}
     for module in state_modules(base):
-        yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
-    if _layers_without(attentions, base):
+        if module not in inside and known.keys().isdisjoint(module.modules()):
+            yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
+    if known and getattr(base, "use_kernels", False):
+        yield f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"
+    if _layers_without([*attentions, *known], base, types):
         yield f"{family} has layers that mix tokens without the attention interface"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         yield f"{family} attends in both directions (is_causal=False)"
@@ -310,7 +325,7 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
 
 def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> Iterator[str]:
     call = _attention_call(module.__class__)
-    if call is None or not call.passes_kwargs or not _hands_on_kwargs(parent.__class__, name):
+    if call is None or not call.passes_kwargs or not hands_on_kwargs(parent.__class__, name):
         yield f"{family} drops keywords on the way to attention"
         return
     unknown = sorted(call.keywords - _UNDERSTOOD_KEYWORDS)
@@ -322,20 +337,16 @@ def _call_gaps(family: str, module: nn.Module, parent: nn.Module, name: str) -> 
         yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
 
 
-def _layers_without(attentions: list[nn.Module], base: nn.Module) -> bool:
-    """Return whether a list of decoder layers has one without interface attention (convolution, state space, ...)."""
-    known = set(attentions)
-    stacks = (stack for stack in base.modules() if isinstance(stack, nn.ModuleList))
-    with_attention = ([not known.isdisjoint(layer.modules()) for layer in stack] for stack in stacks)
-    return any(any(has) and not all(has) for has in with_attention)
-
-
-def source_tree(function: Any) -> ast.Module | None:
-    """Return the parsed source of a function; None where there is none (frozen applications, interactive classes)."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
-        return None
+def _layers_without(mixing: list[nn.Module], base: nn.Module, types: Sequence[str]) -> bool:
+    """Return whether a list of decoder layers has one without interface attention or a mixer (state space, ...)."""
+    known = set(mixing)
+    for stack in (stack for stack in base.modules() if isinstance(stack, nn.ModuleList)):
+        kinds = types if len(types) == len(stack) else ("",) * len(stack)
+        layers = [layer for layer, kind in zip(stack, kinds, strict=True) if kind not in _POINTWISE_LAYERS]
+        has = [not known.isdisjoint(layer.modules()) for layer in layers]
+        if any(has) and not all(has):
+            return True
+    return False
 
 
 @lru_cache(maxsize=256)
@@ -357,18 +368,6 @@ def _attention_call(cls: Any) -> _AttentionCall | None:
         found |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
     passes = all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
     return _AttentionCall(frozenset(found), passes) if calls else None
-
-
-@lru_cache(maxsize=256)
-def _hands_on_kwargs(parent: Any, child: str) -> bool:
-    """Return whether `parent.forward` calls ``self.<child>(..., **kwargs)``; True where the call is spelt otherwise."""
-    tree = source_tree(parent.forward)
-    calls = [
-        node
-        for node in (ast.walk(tree) if tree is not None else ())
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
-    ]
-    return all(any(keyword.arg is None for keyword in node.keywords) for node in calls)
 
 
 @lru_cache(maxsize=256)

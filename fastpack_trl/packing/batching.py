@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, token_table
+from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_learning, token_table
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
 from fastpack_trl.packing.collator import PackingCollator
@@ -62,24 +62,54 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
-def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
-    """Yield why our collator cannot be used at all."""
-    args = trainer.args
+def plan_families(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
+    """Return the batches of a trainer that scores completions: as rows without padding, or as stock pads them."""
+    stock = unproven or first_reason(_only_padded(trainer, path, flattens))
+    return BatchPlan("stock", stock) if stock else BatchPlan("padding_free", "rows without padding, same tokens")
+
+
+_SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_per_token_logps_and_entropies")
+
+
+def _only_padded(trainer: Any, path: str, flattens: bool) -> Iterator[object]:
+    """Yield why the padded batches of a trainer that scores completions stay."""
+    yield from _in_any_trainer(trainer, path)
+    yield not flattens and f"{path} would pad the rows again"
+    yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *_SCORE))) and f"{own} may expect padded rows"
+    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect padded rows"
+    yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
+    yield is_invoked_once_per_row(trainer.model) and ALORA
+    yield trainer.args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    config = trainer.args.accelerator_config
+    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
+    yield trainer.is_deepspeed_enabled and "DeepSpeed runs an engine of its own"
+    flat = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    yield flat and "FSDP version 1 flattens the head: set fsdp_version=2"
+
+
+def _in_any_trainer(trainer: Any, path: str) -> Iterator[object]:
+    """Yield what keeps the batches of every trainer as they are."""
     parallelism = trainer.accelerator.parallelism_config
     yield path == "off" and "packed_attention is off"
     yield getattr(trainer, "_is_vision_dataset", False) and "vision data"
+    split = parallelism is not None and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False))
+    yield split and "context or sequence parallelism"
+    yield (
+        trainer.args.torch_compile
+        and "torch_compile=True compiles the whole model, documents of changing length would recompile it"
+    )
+
+
+def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
+    """Yield why our collator cannot be used at all."""
+    args = trainer.args
+    yield from _in_any_trainer(trainer, path)
     yield (
         not is_stock_collator(trainer.data_collator) and f"custom data collator {type(trainer.data_collator).__name__}"
     )
     yield joins_documents(trainer) and "data_collator has padding_free=False, which makes a packed row one document"
-    split = parallelism is not None and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False))
-    yield split and "context or sequence parallelism"
     wrapped = args.packing and args.packing_strategy == "wrapped" and not trainer.padding_free
     yield wrapped and "packing_strategy='wrapped' cuts documents: a row is one document"
-    yield (
-        args.torch_compile
-        and "torch_compile=True compiles the whole model, documents of changing length would recompile it"
-    )
 
 
 # A subclass may count on one document per row in them.
@@ -108,13 +138,14 @@ def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> Iterator[o
     yield not shifts and "this model's loss counts the first label of each padded row"
 
 
-def packing_collator(trainer: SFTTrainer) -> PackingCollator:
+def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> PackingCollator:
     """Return our collator with the settings of the trainer's stock collator."""
     stock = trainer.data_collator
     return PackingCollator(
         pad_token_id=stock.pad_token_id,
         pad_to_multiple_of=stock.pad_to_multiple_of,
         vocab_size=vocabulary(trainer.model),
+        share_prefixes=share_prefixes,
     )
 
 

@@ -25,9 +25,9 @@ _LOSS_COST = 0.25
 """Of a loss position: the head's share of the work of one token in a small model."""
 _SEGMENT_COST = 0.5
 """Of a surplus segment: its rows of the backward buffer, cleared and copied."""
-_BLOCK_COST = 0.0025
-"""Of a surplus token of segments x max_seqlen: blocks that are launched and find nothing to do. 0.0023 to 0.0030 in a
-layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in one of Qwen3-8B's."""
+BLOCK_COST = 0.0025
+"""Of a surplus token of segments x max_seqlen, with torch's kernel: blocks that find nothing to do. 0.0023 to 0.0030 in
+a layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in one of Qwen3-8B's."""
 _ALONE_COST = 0.1
 """Of a token of a long document that fills its row, in a bucket for other rows too, where attention is slower: a tenth
 of Qwen3-8B's step at 4,096 tokens, by the times of the kernels on an H200; more in longer rows."""
@@ -118,7 +118,12 @@ def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> B
 
 
 def choose_buckets(
-    rows: Iterable[PackedBatch | RowSize], *, at_most: int = 4, eager_cost: float = 0.5, alone_from: float = math.inf
+    rows: Iterable[PackedBatch | RowSize],
+    *,
+    at_most: int = 4,
+    eager_cost: float = 0.5,
+    alone_from: float = math.inf,
+    block_cost: float = BLOCK_COST,
 ) -> tuple[Bucket, ...]:
     """Choose the buckets of a run from rows as they run, merged ones too; the one that serves most comes first.
 
@@ -134,6 +139,7 @@ def choose_buckets(
             whose device is idle for a share ``s`` of the time it is ``s / (1 - s)``: padding beyond it does not pay.
         alone_from: tokens of a document from which a bucket for rows that one document fills, of one segment, has a
             faster attention than one for rows of several.
+        block_cost: what a surplus token of segments x max_seqlen costs, in tokens of the row.
 
     Raises:
         ValueError: no row, or no bucket.
@@ -147,7 +153,7 @@ def choose_buckets(
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
     filled = (table[:, 1] == 1) & (table[:, 0] >= alone_from)
     candidates = _candidates(table, weights, filled)
-    costs, eager = _costs(candidates, table), table[:, 0] * eager_cost
+    costs, eager = _costs(candidates, table, block_cost), table[:, 0] * eager_cost
     costs += _ALONE_COST * table[:, 0] * (filled & (candidates[:, 1, None] > 1))
 
     def cost(of: list[int]) -> float:
@@ -213,7 +219,7 @@ def _next_capacity(segments: int) -> int:
     return -(-segments // step) * step
 
 
-def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64], block_cost: float) -> NDArray[np.float64]:
     """Return (buckets, rows): what a bucket costs a row, in tokens, infinite where the row does not fit."""
     tokens, capacity, longest, positions, parts = (buckets[:, column, None] for column in range(5))
     row_tokens, documents, row_longest, row_positions, row_parts = (rows[None, :, column] for column in range(5))
@@ -222,14 +228,14 @@ def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.fl
     fits = (tail >= 0) & (row_longest <= longest) & (row_positions <= positions) & (row_parts <= parts)
     fits &= needed <= capacity
     cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents)
-    cost = cost + _BLOCK_COST * (capacity * longest - documents * row_longest)
+    cost = cost + block_cost * (capacity * longest - documents * row_longest)
     return np.where(fits, cost, math.inf)
 
 
 def _cost_of(bucket: Bucket) -> tuple[float, Bucket]:
     return (
         bucket.tokens + _LOSS_COST * bucket.loss_tokens + _SEGMENT_COST * bucket.segments
-        + _BLOCK_COST * bucket.segments * bucket.max_seqlen,
+        + BLOCK_COST * bucket.segments * bucket.max_seqlen,
         bucket,
     )  # fmt: skip
 

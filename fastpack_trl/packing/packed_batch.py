@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.errors import PackingError
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys, join_pieces, merge_documents, merge_keys
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
 T = TypeVar("T")
-
-_EDITED = -2  # no count of edits has this value
 
 
 class Part(NamedTuple):
@@ -29,6 +29,8 @@ class Part(NamedTuple):
     """Tokens of the row that it was, padding included."""
     loss_tokens: int
     """Of `PackedBatch.loss_positions`, in the order of the parts."""
+    counted: int = 0
+    """Tokens that the loss counts, where documents share some of these positions; 0: as many as there are."""
 
 
 class NotOnHost:
@@ -60,38 +62,6 @@ class NotOnHost:
 
 NOT_ON_HOST: Final[Any] = NotOnHost()
 """`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AsMade:
-    """A tensor from which something was made, and its count of in-place edits then: batches are edited on their way.
-
-    torch counts edits of a tensor and of its views. It does not count what is written past it: through ``.data``,
-    NumPy or a kernel of one's own. A tensor that was made under ``torch.inference_mode`` has no counter.
-    """
-
-    tensor: Tensor
-    edits: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, edited: bool = False) -> AsMade:
-        """Take `tensor` as it is now, or as one that was edited where it was copied from."""
-        return cls(tensor, _EDITED if edited else _edits(tensor))
-
-    def matches(self, tensor: object) -> bool:
-        """Return whether `tensor` is the same object, without an edit since."""
-        return tensor is self.tensor and self.edits == _edits(self.tensor)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self.tensor, not self.matches(self.tensor))  # a copy counts from somewhere else
-
-
-def _edits(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _copied(tensor: Tensor, edited: bool) -> AsMade:
-    return AsMade.of(tensor, edited=edited)
 
 
 class Derived:
@@ -127,7 +97,7 @@ class PackedBatch:
         seq_lengths: tokens of each document, on the host. Stays with the batch; never a layer argument.
         num_padding: tokens of the tail, the last segment of `cu_seqlens`. No loss counts them.
         cu_seqlens: (num_segments + 1,) int32, in tokens; ends at the length of the row.
-        position_ids: (1, total_tokens) int64, starting at 0 in each segment.
+        position_ids: (1, total_tokens) int64, starting at 0 in each segment; after the prefix where there is one.
         positions: the same as they were made; None where a batch of plain tensors was moved one by one.
         seq_idx: (1, total_tokens) int32, the segment of each token.
         max_seqlen: tokens of the longest segment, a host int.
@@ -138,6 +108,9 @@ class PackedBatch:
         loss_mask: (num_loss_tokens,) bool, the entries of `loss_positions` that count; None: all of them do.
         part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
             ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
+        shared: the keys of segments that go on from tokens of another one (`from_segments`); None: no segment does.
+        documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
+            they are the segments, one label per token.
         derived: what was built of the batch once (`derive`), shared by copies that are rebuilt field by field.
     """
 
@@ -154,6 +127,8 @@ class PackedBatch:
     parts: tuple[Part, ...] = ()
     loss_mask: Tensor | None = None
     part_bounds: Tensor | None = None
+    shared: SharedKeys | None = None
+    documents: Documents | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
 
     @classmethod
@@ -204,6 +179,33 @@ class PackedBatch:
             labels=AsMade.of(labels) if labels is not None else None,
             positions=AsMade.of(position_ids),
         )
+
+    @classmethod
+    def from_segments(cls, lengths: Sequence[int], parents: Sequence[int], *, num_padding: int = 0) -> PackedBatch:
+        """Build the metadata of documents that share what they begin with: it lies in the row once.
+
+        A prompt of 2 tokens with completions of 2 and 1: ``from_segments((2, 2, 1), (-1, 0, 0))`` ->
+        ``seq_lengths=(4, 1)``, ``position_ids=[[0, 1, 2, 3, 2]]``, ``shared.prefixes=((), ((0, 2),))``. The prompt and
+        the completion right behind it are one segment, of which the other completion sees the prompt only. Trees may
+        have any depth; where all parents are -1 this is `from_lengths`.
+
+        Args:
+            lengths: tokens of each segment; each at least 1. What has no token of its own is left out.
+            parents: for each segment the earlier one whose *last* token precedes its first; -1: a document begins.
+            num_padding: tokens appended after the last segment.
+
+        Raises:
+            ValueError: no segment, a length below 1, a parent that is not an earlier segment.
+        """
+        tree = join_pieces(tuple(map(int, lengths)), tuple(map(int, parents)))
+        batch = cls.from_lengths(tree.lengths, num_padding=num_padding)
+        if not any(tree.prefixes):
+            return batch
+        tail = [0] if num_padding else []
+        first = torch.tensor([*tree.first_positions, *tail]).repeat_interleave(torch.tensor(batch.segment_lengths))
+        position_ids = batch.position_ids + first
+        shared = SharedKeys.of(batch.segment_lengths, (*tree.prefixes, *([()] if num_padding else [])))
+        return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
 
     @property
     def total_tokens(self) -> int:
@@ -282,7 +284,8 @@ class PackedBatch:
             # What the mapping around this batch holds is moved apart: no tensor of it is known here.
             edited = positions is not None and not positions.matches(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
-        return replace(self, **converted, labels=labels, positions=positions, derived=Derived())
+        moved = {name: part and part.map(convert) for name in ("shared", "documents") if (part := getattr(self, name))}
+        return replace(self, **converted, **moved, labels=labels, positions=positions, derived=Derived())
 
 
 def rounded_length(tokens: int) -> int:
@@ -294,7 +297,7 @@ def rounded_length(tokens: int) -> int:
 def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:
     """Join several rows into one, on their device; documents stay documents, padding is dropped.
 
-    ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``.
+    ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``. Shared prefixes stay shared.
     All offsets are known on the host, so that the device is not asked.
 
     Args:
@@ -321,7 +324,9 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         tensors["seq_idx"].append(batch.seq_idx[:, :tokens] + len(lengths))
         tensors["loss_positions"].append(batch.loss_positions + start)
         tensors["loss_labels"].append(batch.loss_labels)
-        parts.append(Part(tokens, batch.total_tokens, batch.loss_positions.numel()))
+        whole, count = batch.documents, batch.loss_positions.numel()
+        capacity, counted = (batch.total_tokens, 0) if whole is None else (whole.capacity, whole.loss_tokens)
+        parts.append(Part(tokens, capacity, count, counted))
         lengths += batch.seq_lengths
     merged = {name: torch.cat(pieces, dim=-1) for name, pieces in tensors.items()}
     return PackedBatch(
@@ -330,8 +335,30 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         labels=AsMade.of(labels) if labels is not None else None,
         positions=AsMade.of(merged["position_ids"]),
         parts=tuple(parts),
+        shared=_merged_keys(batches),
+        documents=_merged_documents(batches),
         **merged,
     )
+
+
+def _merged_keys(batches: Sequence[PackedBatch]) -> SharedKeys | None:
+    if all(batch.shared is None for batch in batches):
+        return None
+    rows = [batch.shared or SharedKeys.own(batch.cu_seqlens, batch.segment_lengths) for batch in batches]
+    return merge_keys(
+        [keys.without_tail(batch.num_padding) for keys, batch in zip(rows, batches, strict=True)],
+        [sum(batch.seq_lengths) for batch in batches],
+    )
+
+
+def _merged_documents(batches: Sequence[PackedBatch]) -> Documents | None:
+    if all(batch.documents is None for batch in batches):
+        return None
+    whole = [
+        batch.documents or Documents.own(batch.seq_lengths, batch.loss_positions, batch.total_tokens)
+        for batch in batches
+    ]
+    return merge_documents(whole, [sum(batch.seq_lengths) for batch in batches])
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:

@@ -12,17 +12,31 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastpack_trl.packing.packed_batch import AsMade, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 
 ALIGNMENT = 128
 """Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
 
-_DTYPES = {"cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool}
+_DTYPES = {
+    "cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool,
+    "cu_seqlens_k": torch.int32, "loss_weights": torch.float32,
+}  # fmt: skip
 """Of the sections that are not int64."""
-_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_, torch.float32: np.float32}
+
+SHARED: dict[str, tuple[str, ...]] = {
+    "shared": ("key_index", "cu_seqlens_k"),
+    "documents": ("token_of", "loss_weights"),
+}
+"""Sections of parts of a `PackedBatch` that have tensors of their own."""
 
 WATCHED = {"labels": "labels", "position_ids": "positions"}
 """Tensors from which others were made: the section, and where `PackedBatch` keeps it as it was."""
+
+NOTHING = torch.empty(0, dtype=torch.int64)
+"""In the place of a tensor that is a section of a block."""
 
 IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
@@ -89,6 +103,7 @@ class Block:
         buffer: (num_bytes / 8,) int64, contiguous, at the start of its storage.
         sections: where each tensor lies.
         seq_lengths, num_padding, max_seqlen: the host part of the `PackedBatch`.
+        parted: its `SharedKeys` and `Documents`, whose tensors are sections; those of their own are not kept.
         edited: of `WATCHED`, what was edited in place in the block that this one was copied from.
         parts: the tensors by section name, and ``packed_batch``, made of the same tensors.
     """
@@ -98,6 +113,7 @@ class Block:
     seq_lengths: tuple[int, ...]
     num_padding: int
     max_seqlen: int
+    parted: tuple[tuple[str, SharedKeys | Documents], ...] = ()
     edited: frozenset[str] = frozenset()
     parts: dict[str, Any] = field(init=False)
 
@@ -111,6 +127,8 @@ class Block:
         # A compiled layer reads it, and its graph asks for a view's base and offset: merged and static rows have none,
         # and would need a graph of their own. (The collator puts it at the start of the block.)
         parts["cu_seqlens"] = parts["cu_seqlens"].data
+        for kept, part in self.parted:
+            watched[kept] = replace(part, **{name: parts.pop(name).data for name in SHARED[kept]})
         parts["packed_batch"] = PackedBatch(
             seq_lengths=self.seq_lengths,
             num_padding=self.num_padding,
@@ -122,8 +140,8 @@ class Block:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the buffer travels: a worker hands over one shared-memory segment, and the copy is one storage again.
-        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self._edited_by_now())
-        return Block, (self.buffer, *rest)
+        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self.parted)
+        return Block, (self.buffer, *rest, self._edited_by_now())
 
     def _edited_by_now(self) -> frozenset[str]:
         batch = self.parts["packed_batch"]
@@ -162,7 +180,14 @@ class PackedInputs(dict[str, Any]):
 
     @classmethod
     def empty(
-        cls, tensors: Mapping[str, tuple[int, ...]], *, seq_lengths: tuple[int, ...], num_padding: int, max_seqlen: int
+        cls,
+        tensors: Mapping[str, tuple[int, ...]],
+        *,
+        seq_lengths: tuple[int, ...],
+        num_padding: int,
+        max_seqlen: int,
+        shared: SharedKeys | None = None,
+        documents: Documents | None = None,
     ) -> tuple[PackedInputs, dict[str, NDArray[Any]]]:
         """Return a batch over one new block on the host, and the arrays through which to fill it.
 
@@ -172,15 +197,23 @@ class PackedInputs(dict[str, Any]):
             seq_lengths: tokens of each document.
             num_padding: tokens of the tail.
             max_seqlen: tokens of the longest segment.
+            shared, documents: of a row with shared prefixes; their tensors are copied into the block.
         """
-        sections, size = lay_out(tensors)
+        given = {"shared": shared, "documents": documents}
+        parted = {name: part for name, part in given.items() if part is not None}
+        own = {name: getattr(part, name).numpy() for kept, part in parted.items() for name in SHARED[kept]}
+        sections, size = lay_out({**tensors, **{name: array.shape for name, array in own.items()}})
         buffer = torch.empty(size, dtype=torch.int64)
-        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen)
+        arrays = arrays_over(buffer, sections)
+        for name, array in own.items():
+            arrays[name][:] = array
+        hosts = tuple((kept, part.map(lambda _: NOTHING)) for kept, part in parted.items())
+        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen, hosts)
         parts = block.parts
         entries = {"input_ids": parts["input_ids"], "labels": parts["labels"]}
         batch = parts["packed_batch"]
         inputs = cls._over(block, entries | to_transformers_kwargs(batch) | {"packed_batch": batch})
-        return inputs, arrays_over(buffer, sections)
+        return inputs, arrays
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`: the block once, and whatever else the mapping holds by itself.

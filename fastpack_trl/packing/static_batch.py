@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.packed_batch import (
     IGNORE_INDEX,
     NOT_ON_HOST,
-    AsMade,
     PackedBatch,
     to_transformers_kwargs,
 )  # fmt: skip
@@ -98,11 +98,14 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
         inputs: one packed row with its labels and a plain ``packed_batch``, on the device of `static`.
 
     Raises:
-        ValueError: the row does not fit into the bucket, or is not the one that its batch describes (`is_as_collated`).
+        ValueError: the row does not fit into the bucket, has shared prefixes, or is not the one that its batch
+            describes (`is_as_collated`).
     """
     if not is_as_collated(inputs):
         raise ValueError("the micro-batch was changed after collation: run it as it is, not in its static form")
     batch: PackedBatch = inputs["packed_batch"]
+    if batch.shared is not None:
+        raise ValueError("a row with shared prefixes has no static form: run it as it is")
     size = RowSize.of(batch)
     if not static.bucket.holds(size):
         raise ValueError(f"a row of {size} does not fit into {static.bucket}: ask Bucket.holds before")

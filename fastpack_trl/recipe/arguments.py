@@ -1,4 +1,4 @@
-"""Arguments of ``fastpack-trl sft``: TRL's parser and dataclasses, with every wrong value reported as one line.
+"""Arguments of the commands that train: TRL's parser and dataclasses, with every wrong value reported as one line.
 
 Names are checked here, YAML values in `recipe.values`; valid values then go through TRL's own parser.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, naming_keys, shown
 from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
+from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.values import as_bool, check_entries, checked_value, member_types
 from fastpack_trl.recipe.yaml import load_config, set_environment
 
@@ -29,24 +30,6 @@ _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
 _COUNTS = ("num_processes", "num_machines")
 # These say which program is launched: that is ours to set.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Method:
-    """A command that trains, with the names of its classes in `fastpack_trl`: their import takes seconds."""
-
-    command: str
-    config: str
-    trainer: str
-
-    def of_package(self, name: str) -> Any:
-        """Return a class of the package by its name."""
-        import fastpack_trl
-
-        return getattr(fastpack_trl, name)
-
-
-SFT = Method("sft", "FastSFTConfig", "FastSFTTrainer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +97,7 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 
 def make_parser(method: Method = SFT) -> Any:
     """Return TRL's parser over ScriptArguments, the method's configuration, ModelConfig and DatasetMixtureConfig."""
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl import TrlParser
 
     class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
@@ -125,11 +108,7 @@ def make_parser(method: Method = SFT) -> Any:
         def format_help(self) -> str:
             return write_help(self)
 
-    parser = Parser(
-        (ScriptArguments, method.of_package(method.config), ModelConfig, DatasetMixtureConfig),
-        prog=f"fastpack-trl {method.command}",
-        allow_abbrev=False,
-    )
+    parser = Parser(method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
     hints = _hints(parser)
     for action in parser._actions:
         if {dict, str} <= member_types(hints.get(action.dest)):

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import Trainer
 from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import PATIENCE, Ranks
 from fastpack_trl.model.upstream import found
+from fastpack_trl.packing.batching import BatchPlan, plan_batches
 from fastpack_trl.report import FeatureReport, Status
 from fastpack_trl.run.decisions import Decisions
 from fastpack_trl.run.services import StepServices
@@ -32,6 +34,7 @@ MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
 
 _Part = TypeVar("_Part")
+PlanBatches = Callable[[Any, str, bool, str], BatchPlan]
 MicroStep = Callable[[Any, Any, Any], Tensor]
 """Runs one micro-batch, forward and backward: model, inputs and the tokens of the step to a detached loss."""
 
@@ -42,6 +45,8 @@ class Run(Decisions):
     Args:
         trainer: which is not kept alive.
         settings: ours of its arguments.
+        plan_batches: returns which batches it has, as `packing.batching.plan_batches` does for SFT's.
+        sequences: rows of a batch for each example of its data set.
 
     Attributes:
         step: services of the steps.
@@ -49,9 +54,12 @@ class Run(Decisions):
         insists: `train` is entering its features: what was switched on by name and does not hold stops it.
     """
 
-    def __init__(self, trainer: SFTTrainer, settings: Settings) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: Settings, plan_batches: PlanBatches = plan_batches, sequences: int = 1
+    ) -> None:
         super().__init__(settings)
-        self._trainer = weakref.ref(trainer)
+        self.plan_batches, self.sequences = plan_batches, sequences
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
@@ -65,7 +73,7 @@ class Run(Decisions):
     @property
     def trainer(self) -> SFTTrainer:
         """Stock's interface, for what a feature does to the run."""
-        trainer = self._trainer()
+        trainer: SFTTrainer | None = self._trainer()
         assert trainer is not None, "a feature outlived its trainer"
         return trainer
 
@@ -125,6 +133,16 @@ class Run(Decisions):
     def attention_path(self) -> str:
         """The attention that runs on packed rows; ``stock`` where batches are stock's."""
         return self.choice.path if self.packs else "stock"
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens at which rows of the data set are cut; None where they are not, or the trainer has no such field."""
+        return getattr(self.args, "max_length", None)
+
+    @property
+    def counts_documents(self) -> bool:
+        """Its data set was counted when it was prepared: SFT's."""
+        return self.plan_batches is plan_batches
 
     def steps_left(self) -> StepsLeft:
         """Return what is left of the run, in steps as the present one."""

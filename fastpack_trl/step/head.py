@@ -9,6 +9,7 @@ so that its gradients are taken while it is there: two products of tokens x hidd
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ def head_loss(
     targets: Tensor,
     *,
     mask: Tensor | None = None,
+    weights: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -96,6 +98,7 @@ def head_loss(
         targets: (N,) int64, in [0, V); also where they are masked: -100 is not one.
         mask: (N,) bool, the positions that count; the others have a valid hidden state and target all the same, a loss
             and a gradient of 0, and no figures. None: all count.
+        weights: (N,) fp32, how often each position counts in the sum; its figures are of it once. None: once.
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``.
@@ -107,7 +110,23 @@ def head_loss(
         RuntimeError: in a second backward pass through the same graph.
     """
     _check(loss_type)
-    differentiable, vocabulary = torch.is_grad_enabled(), weight.shape[0]
+    differentiable = torch.is_grad_enabled()
+    how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, differentiable and weight.requires_grad)
+    return HeadLoss(
+        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, weights, loss_type, differentiable, how)
+    )
+
+
+class _Tiling(NamedTuple):
+    tiles: TorchTiles | TritonTiles
+    rows: int
+    """Of a tile."""
+
+
+def _tiling(
+    hidden: Tensor, weight: Tensor, logit_scale: float, softcap: float | None, tile_elements: int | None, trained: bool
+) -> _Tiling:
+    vocabulary = weight.shape[0]
     tiles: TorchTiles | TritonTiles
     if chunked_logprob._use_triton(hidden.device):
         tiles = TritonTiles(
@@ -115,14 +134,12 @@ def head_loss(
             block_size=chunked_logprob._BLOCK_SIZE,
         )  # fmt: skip
         # A trained weight gets its gradient added once per tile: fewer, larger tiles.
-        elements, least_rows = TILE_ELEMENTS * (2 if differentiable and weight.requires_grad else 1), 1
+        elements, least_rows = TILE_ELEMENTS * (2 if trained else 1), 1
     else:
         tiles = TorchTiles(logit_scale, softcap)
         elements, least_rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
     rows = max(least_rows, elements // vocabulary) if tile_elements is None else max(1, tile_elements // vocabulary)
-    return HeadLoss(
-        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, loss_type, differentiable, tiles, rows)
-    )
+    return _Tiling(tiles, rows)
 
 
 def reference_head_loss(
@@ -132,6 +149,7 @@ def reference_head_loss(
     targets: Tensor,
     *,
     mask: Tensor | None = None,
+    weights: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -146,12 +164,62 @@ def reference_head_loss(
     losses = -log_probs
     if loss_type == "dft":
         losses = losses * log_probs.exp().detach()
+    if weights is not None:
+        losses = losses * weights
     return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
 
 
 def _check(loss_type: str) -> None:
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
+
+
+class _Pass:
+    """One pass over N positions by tiles, which hold whole rows of the vocabulary.
+
+    Attributes:
+        log_probs, entropy: (N,) fp32, written as the pass goes on; 0 where they are masked.
+        is_top1: (N,) bool.
+        dtype: of the products.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, how: _Tiling) -> None:
+        device, count = hidden.device, hidden.shape[0]
+        autocast = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
+        self.hidden, self.weight, self.bias, self.how = hidden, weight, bias, how
+        self.log_probs = torch.empty(count, device=device, dtype=torch.float32)
+        self.entropy = torch.empty_like(self.log_probs)
+        self.is_top1 = torch.empty(count, device=device, dtype=torch.bool)
+        self.masked = ~mask if mask is not None else None
+        self.slices = _slices(weight, self.dtype)
+
+    def tiles(self, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:
+        """Yield positions, their hidden states in the dtype of the products, the tile, and what `fold` has left."""
+        (count, _), vocabulary = self.hidden.shape, self.weight.shape[0]
+        stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
+        height = min(count, self.how.rows)
+        buffer = torch.empty(height, stride, device=self.hidden.device, dtype=self.dtype)[:, :vocabulary]
+        for start in range(0, count, self.how.rows):
+            rows = slice(start, min(start + self.how.rows, count))
+            inputs, tile = self.hidden[rows].to(self.dtype), buffer[: rows.stop - start]
+            for columns in self.slices:
+                torch.mm(inputs, self.weight[columns].to(self.dtype).t(), out=tile[:, columns])
+            if self.bias is not None:
+                tile.add_(self.bias.to(self.dtype))
+            figures = (self.log_probs[rows], self.entropy[rows], self.is_top1[rows])
+            folded = self.how.tiles.fold(tile, targets[rows], *figures)
+            if self.masked is not None:
+                for each in figures:
+                    each.masked_fill_(self.masked[rows], 0)
+            yield rows, inputs, tile, folded
+
+    def through_weight(self, tile: Tensor, out: Tensor) -> None:
+        """Write the gradients of hidden states, by those of a tile of logits, into `out`."""
+        part = torch.zeros(out.shape, device=out.device, dtype=torch.float32)
+        for columns in self.slices:
+            chunked_logprob._addmm_fp32(part, tile[:, columns], self.weight[columns].to(self.dtype))
+        out.copy_(part)
 
 
 class _HeadLossFunction(torch.autograd.Function):
@@ -163,60 +231,41 @@ class _HeadLossFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         mask: Tensor | None,
+        weights: Tensor | None,
         loss_type: str,
         differentiable: bool,
-        tiles: TorchTiles | TritonTiles,
-        tile_rows: int,
+        how: _Tiling,
     ) -> tuple[Tensor, ...]:
-        device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
         # Under `no_grad` a trained weight still says that it needs a gradient.
         wants = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
-        fp32 = {"device": device, "dtype": torch.float32}
+        fp32 = {"device": hidden.device, "dtype": torch.float32}
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight = torch.zeros(weight.shape, **fp32) if wants[1] else None
-        grad_bias = torch.zeros(vocabulary, **fp32) if wants[2] else None
-        log_probs, entropy = torch.empty(count, **fp32), torch.empty(count, **fp32)
-        is_top1 = torch.empty(count, device=device, dtype=torch.bool)
-        total = torch.zeros((), **fp32)
-        height = min(count, tile_rows)
-        stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        buffer = torch.empty(height, stride, device=device, dtype=dtype)[:, :vocabulary]
-        sums = torch.empty(height, hidden.shape[1], **fp32) if wants[0] else None
-        slices, masked = _slices(weight, dtype), ~mask if mask is not None else None
-        for start in range(0, count, tile_rows):
-            rows = slice(start, min(start + tile_rows, count))
-            inputs, tile = hidden[rows].to(dtype), buffer[: rows.stop - start]
-            for columns in slices:
-                torch.mm(inputs, weight[columns].to(dtype).t(), out=tile[:, columns])
-            if bias is not None:
-                tile.add_(bias.to(dtype))
-            folded = tiles.fold(tile, targets[rows], log_probs[rows], entropy[rows], is_top1[rows])
-            if masked is not None:
-                for figures in (log_probs, entropy, is_top1):
-                    figures[rows].masked_fill_(masked[rows], 0)
+        grad_bias = torch.zeros(weight.shape[0], **fp32) if wants[2] else None
+        total, over = torch.zeros((), **fp32), _Pass(hidden, weight, bias, mask, how)
+        for rows, inputs, tile, folded in over.tiles(targets):
             # Gradient of the sum of the losses with respect to each log-probability.
-            factors = -log_probs[rows].exp() if loss_type == "dft" else torch.full_like(log_probs[rows], -1.0)
-            if masked is not None:
-                factors.masked_fill_(masked[rows], 0)
-            total += (factors * log_probs[rows]).sum()
+            log_probs = over.log_probs[rows]
+            factors = -log_probs.exp() if loss_type == "dft" else torch.full_like(log_probs, -1.0)
+            if over.masked is not None:
+                factors.masked_fill_(over.masked[rows], 0)
+            if weights is not None:
+                factors *= weights[rows]
+            total += (factors * log_probs).sum()
             if not any(wants):
                 continue
-            tiles.differentiate(tile, targets[rows], folded, factors)
-            if grad_hidden is not None and sums is not None:
-                part = sums[: rows.stop - start].zero_()
-                for columns in slices:
-                    chunked_logprob._addmm_fp32(part, tile[:, columns], weight[columns].to(dtype))
-                grad_hidden[rows] = part
+            how.tiles.differentiate(tile, targets[rows], folded, factors)
+            if grad_hidden is not None:
+                over.through_weight(tile, grad_hidden[rows])
             if grad_weight is not None:
-                for columns in slices:
+                for columns in over.slices:
                     chunked_logprob._addmm_fp32(grad_weight[columns], tile[:, columns].t(), inputs)
             if grad_bias is not None:
                 grad_bias += tile.sum(dim=0, dtype=torch.float32)
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(log_probs, entropy, is_top1)
-        return total, log_probs, entropy, is_top1
+        ctx.mark_non_differentiable(over.log_probs, over.entropy, over.is_top1)
+        return total, over.log_probs, over.entropy, over.is_top1
 
     @staticmethod
     @once_differentiable
@@ -232,6 +281,56 @@ class _HeadLossFunction(torch.autograd.Function):
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )  # fmt: skip
         return (*scaled, *[None] * 6)
+
+
+@torch.compiler.disable
+def head_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    tile_elements: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities (N,) and entropies (N,), both fp32, and top-1 flags (N,), of a head without gradients.
+
+    The gradient of a log-probability by its own hidden state depends on no loss: it is made while the tile is there,
+    and backward multiplies each row by what arrives for it. Only log-probabilities have a gradient.
+
+    Args:
+        hidden, weight, bias, targets, logit_scale, softcap, tile_elements: as of `head_loss`.
+    """
+    how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, trained=False)
+    found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbsFunction.apply(
+        hidden, weight.detach(), None if bias is None else bias.detach(), targets, torch.is_grad_enabled(), how
+    )
+    return found
+
+
+class _HeadLogProbsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, differentiable: bool,
+        how: _Tiling,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        over = _Pass(hidden, weight, bias, None, how)
+        slopes = torch.empty_like(hidden) if differentiable and ctx.needs_input_grad[0] else None
+        for rows, _, tile, folded in over.tiles(targets):
+            if slopes is not None:
+                how.tiles.differentiate(tile, targets[rows], folded, torch.ones_like(over.log_probs[rows]))
+                over.through_weight(tile, slopes[rows])
+        if slopes is not None:
+            ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(over.entropy, over.is_top1)
+        return over.log_probs, over.entropy, over.is_top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return ((slopes * grad_log_probs[:, None]).to(slopes.dtype), *[None] * 5)
 
 
 def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:

@@ -228,8 +228,9 @@ def test_auto_takes_the_first_backend_that_is_right(
         ("flash_attention_2", PLAIN, "flash_attention_2 needs CUDA"),
         ("flash_attention_2", replace(HOPPER, sinks=True), "flash_attention_2 has no attention sinks"),
         ("flash_attention_3", HOPPER, "flash_attention_3 is not installed"),
-        ("flash_attention_4", HOPPER, "flash_attention_4 is not installed"),
-        ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, varlen, per_document"),
+        ("flash_attention_4", HOPPER, r"not installed: pip install --pre 'fastpack-trl\[fa4\]'"),
+        ("flash_attention_4", replace(HOPPER, capability=(8, 0)), r"needs compute capability 9\.0 or higher"),
+        ("warp", PLAIN, "packed_attention='warp' does not exist: use one of auto, flash_attention_4, varlen"),
     ],
 )
 def test_refusals_name_the_remedy(requested: str, features: ModelFeatures, message: str) -> None:
@@ -240,7 +241,11 @@ def test_refusals_name_the_remedy(requested: str, features: ModelFeatures, messa
 
 def test_a_choice_says_what_other_rooms_need_of_its_backend() -> None:
     cpu, cuda = PLAIN, replace(PLAIN, device_type="cuda")
-    assert {name for name, backend in BACKENDS.items() if backend.flattens} == {"varlen", "per_document"}
+    assert {name for name, backend in BACKENDS.items() if backend.flattens} == {
+        "flash_attention_4",
+        "varlen",
+        "per_document",
+    }
     choices = {path: choose(path, cpu) for path in ("per_document", "sdpa", "padded_rows", "off")}
     assert [path for path, choice in choices.items() if choice.flattens] == ["per_document"]
     assert [choice.refuses_compile for choice in choices.values()] == [""] * 4

@@ -13,6 +13,7 @@ from attention_material import (
     SCALE,
     assert_as_near_as_dense,
     attend,
+    check_operators,
     make_inputs,
     prepared,
     run,
@@ -37,6 +38,7 @@ FORMS = [(dtype, softcap) for dtype in (torch.float64, torch.float32, torch.bflo
     [
         *(("per_document", "cpu", dtype, softcap) for dtype, softcap in FORMS),
         *(("varlen", "cpu", dtype, None) for dtype in (torch.float64, torch.bfloat16)),
+        *(("flash_attention_4", "cpu", dtype, softcap) for dtype, softcap in FORMS if dtype != torch.float32),
         pytest.param("varlen", "cuda", torch.bfloat16, None, marks=pytest.mark.cuda),
     ],
 )
@@ -50,25 +52,17 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
     assert_as_near_as_dense(batch, ours, window, softcap, dtype=dtype, floor=floor, sinks=sinks, value_dim=value_dim)
 
 
-def check_operators(name: str, arguments: tuple[Any, ...]) -> None:
-    operators = torch.ops.fastpack
-    torch.library.opcheck(getattr(operators, f"{name}_with_gradient").default, arguments)
-    inner = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
-    torch.library.opcheck(getattr(operators, name).default, inner)
-    out, lse = getattr(operators, name)(*inner)
-    torch.library.opcheck(getattr(operators, f"{name}_backward").default, (torch.ones_like(out), out, lse, *inner))
-
-
 def test_operators_pass_torchs_own_checks() -> None:
     batch = PackedBatch.from_lengths((3, 2))
     query, key, value, sinks = make_inputs(batch, torch.float64, sinks=True)
     cu_seqlens = batch.cu_seqlens
     check_operators(
-        "per_document_attention", (query, key, value, cu_seqlens, sinks, None, NO_WINDOW, SCALE, NO_SOFTCAP, 3)
+        "per_document_attention", (query, key, value, cu_seqlens, sinks, None, NO_WINDOW, SCALE, NO_SOFTCAP, 3, None)
     )
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
     for sink, bounds, window in ((sinks, None, 2), (None, cu_seqlens.clone(), 0)):
-        check_operators("varlen_attention", (*tokens, cu_seqlens, sink, bounds, window, SCALE, 3))
+        check_operators("varlen_attention", (*tokens, cu_seqlens, sink, bounds, window, SCALE, 3, None, 0))
+        check_operators("flash4_attention", (*tokens, cu_seqlens, sink, window, SCALE, NO_SOFTCAP, 3, cu_seqlens, 3))
 
 
 def test_a_flop_counter_changes_no_bit() -> None:

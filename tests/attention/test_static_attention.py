@@ -147,7 +147,7 @@ def test_a_static_row_that_one_long_document_fills_has_its_kernel(tokens: int, a
 def test_who_takes_static_batches() -> None:
     bucket = Bucket(2048, 16, 512, 2048)
     takes = {name for name, backend in BACKENDS.items() if not backend.refuses_static(bucket, PLAIN)}
-    assert takes == {"varlen"}
+    assert takes == {"flash_attention_4", "varlen"}
     for name in BACKENDS.keys() - takes:
         assert BACKENDS[name].refuses_static(bucket, PLAIN).startswith(name), "named"
 

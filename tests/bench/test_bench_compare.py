@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.bench.compare import compare, table
-from fastpack_trl.bench.parity import LossParityError, check_loss, tolerance, without_dropout
+from fastpack_trl.bench.parity import LossParityError, check_step, tolerance, without_dropout
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
@@ -172,12 +172,12 @@ def test_the_gate_stops_a_side_that_does_something_else(
     ],
 )  # fmt: skip
 def test_the_tolerance_is_that_of_the_dtype(dtype: torch.dtype, apart: float, passes: bool) -> None:
-    losses = {"stock": 4.0, "fastpack": 4.0 * (1 + apart)}
+    losses = {"stock": ("tokens", 4.0), "fastpack": ("tokens", 4.0 * (1 + apart))}
     if passes:
-        check_loss(losses, 1, dtype, ["fastpack"])
+        check_step(1, losses, dtype)
     else:
         with pytest.raises(LossParityError, match=f"allowed are {tolerance(dtype):.0e}"):
-            check_loss(losses, 1, dtype, ["fastpack"])
+            check_step(1, losses, dtype)
 
 
 def test_dropout_is_off_inside_and_back_outside() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 
 import forks
 import torch
@@ -12,13 +11,8 @@ import torch
 from benchmarks.__main__ import table
 from benchmarks.activation_memory import CHECKPOINT, OURS, SIDES, SINGLE, Batch, different, measure, side
 from benchmarks.cases import Run
-from benchmarks.lora_models import LoraModel, build, definitions
-from benchmarks.steps import SteppedTrainer
-from benchmarks.workload import Setting, trainer_arguments
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.environment import quiet
+from benchmarks.lora_models import LoraModel, build
 from fastpack_trl.checkpointing.activation_memory import checkpointable_layers
-from fastpack_trl.measure.timing import WallClock
 
 
 def test_sides_share_their_weights_compute_the_same_and_leave_the_layers_as_they_were() -> None:
@@ -50,18 +44,6 @@ def test_a_miniature_run_times_every_side_or_names_why_not() -> None:
     assert all("failed" in figures or figures["losses"] for figures in decoder["sides"].values())
     assert SINGLE in decoder["ratios"]
     assert "double_buffer" in table(json.loads(json.dumps(record)))
-
-
-def test_a_side_of_a_trainer_runs_at_the_levels_of_its_plan(tmp_path: Path) -> None:
-    weights = build(LoraModel("small", "fp32"), layers=2, positions=128, seed=0, device="cpu")
-    tokenizer, documents = definitions(128 * 20, 4000, 128)
-    arguments = trainer_arguments(Setting("", True, True), 128, 2, "cpu", 0, str(tmp_path))
-    args = FastSFTConfig(**arguments, activation_memory_gib=4.0)
-    trainer = FastSFTTrainer(weights, args=args, train_dataset=documents, processing_class=tokenizer)
-    with quiet(), trainer._fastpack_features(announce=True):
-        SteppedTrainer(trainer, WallClock(), 2).step()
-        assert not any(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
-    assert all(layer.gradient_checkpointing for layer in checkpointable_layers(weights))
 
 
 def test_trls_offload_is_a_side_without_any_trainer_before() -> None:

@@ -1,11 +1,9 @@
-"""The case ``packed_attention``: its parity gate, its record and table, and a miniature run."""
+"""The case ``packed_attention``: its record and table, a miniature run, and the command line of all cases."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import packed_attention, steps
+from benchmarks import packed_attention, step_turns
 from benchmarks.cases import Run
-from benchmarks.packed_attention import ParityError, check_parity
-from benchmarks.workload import OURS, PLAIN, STOCK, TRL_DEFAULTS, Setting, Shape, Workload, make_trainers
+from benchmarks.step_turns import OURS, STOCK
+from benchmarks.workload import PLAIN, TRL_DEFAULTS, Shape, Workload
 from fastpack_trl.bench.environment import limited_threads, quiet
+from fastpack_trl.bench.parity import LossParityError
 from fastpack_trl.measure import record
-from fastpack_trl.measure.timing import WallClock
-from fastpack_trl.model.hooks import BATCH_METHODS, replaced_methods
-from fastpack_trl.trainer import FastSFTTrainer
 
 MINIATURE = Workload(
     Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64),
@@ -44,31 +40,20 @@ def test_a_miniature_run_has_the_whole_record(measured: dict[str, Any]) -> None:
     assert (measured["case"], measured["complete"], measured["seed"]) == ("packed_attention", True, 0)
     assert measured["date"].endswith("+00:00")
     assert set(measured["versions"]) >= {"torch", "transformers", "trl", "peft", "accelerate", "fastpack_trl"}
-    assert measured["machine"]["threads"] == 1
-    assert measured["machine"]["device"] == "cpu"
+    assert (measured["machine"]["threads"], measured["machine"]["device"]) == (1, "cpu")
     assert measured["settings"]["layers"] == 2
-    assert [row["mixed_precision"] for row in measured["rows"]] == ["no", "bf16"]
-    assert [row["gradient_checkpointing"] for row in measured["rows"]] == [False, True]
-    plain = measured["rows"][0]
-    assert plain[OURS]["losses"] == pytest.approx(plain[STOCK]["losses"], rel=1e-5)
+    assert [row["setting"] for row in measured["rows"]] == [PLAIN.name, TRL_DEFAULTS.name]
+    assert [row["dtype"] for row in measured["rows"]] == ["float32", "bfloat16"]
     for row in measured["rows"]:
-        assert row["path"] == "per_document"
+        assert "per_document" in row["sides"][OURS]["path"]
         assert row["tokens"] == 128
         assert row["order"] == [STOCK, OURS, OURS, STOCK]
-        assert min(row["batch_documents"]) > 1
-        assert row["parity"]["difference"] <= row["parity"]["bound"]
-        for side in (STOCK, OURS):
-            figures = row[side]
+        assert row["documents"]["count"] > 2
+        assert row["loss_difference"] <= row["gate"]["tolerance"]
+        for figures in row["sides"].values():
             assert len(figures["seconds"]["values"]) == len(figures["losses"]) == 2
-            assert set(figures["phases"]) == set(steps.PHASES)
             assert min(figures["phases"].values()) > 0
-            total = sum(figures["phases"].values())
-            assert total == pytest.approx(figures["seconds"]["median"], rel=0.5)
-            for tokens, seconds in zip(row["batch_tokens"], figures["seconds"]["values"], strict=True):
-                assert 0 < tokens <= 128
-                assert seconds > 0
-        assert len(row["ratio"]["values"]) == 2
-        assert row["other_load"] is None or row["other_load"] >= 0
+        assert len(row["ratios"][STOCK]["values"]) == 2
 
 
 def test_the_record_names_neither_host_nor_path(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,60 +75,22 @@ def test_the_table_says_what_was_found(measured: dict[str, Any]) -> None:
     assert "1 thread of" in out
     assert f"torch {torch.__version__}" in out
     assert ", 50.0%)" in out  # what an interval of two pairs covers
-    assert "data, ms | forward, ms | backward, ms | optimizer, ms" in out
+    assert "data, ms | forward, ms | backward, ms | optimizer, ms | other, ms" in out
     busy = command.table(measured | {"rows": [first | {"other_load": 0.8}]})
     assert "128 tokens: other processes kept 0.8 cores busy" in busy
     assert "other processes" not in command.table(measured | {"rows": [first | {"other_load": None}]})
 
 
-def test_a_wrong_side_fails_loudly_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FastSFTTrainer.compute_loss
+def test_other_rows_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
 
-    def wrong(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Every document sees the others: positions run on over the row and no packed metadata arrives.
-        inputs.pop("packed_batch")
-        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-        return original(self, model, inputs, *args, **kwargs)
+    def other_rows(rows: Any) -> Any:
+        seen.append(rows)
+        return rows.select(range(len(rows) - 1, -1, -1) if len(seen) % 2 == 0 else range(len(rows)))
 
-    def timed(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("was timed")
-
-    monkeypatch.setattr(FastSFTTrainer, "compute_loss", wrong)
-    monkeypatch.setattr(packed_attention, "take_turns", timed)
-    with pytest.raises(ParityError, match=r"with fastpack and .* with stock"):
+    monkeypatch.setattr(step_turns, "without_emptiest", other_rows)
+    with pytest.raises(LossParityError, match="different micro-batches in step 1"):
         packed_attention.measure(Run(rounds=1, threads=1), workload=MINIATURE)
-
-
-def test_other_rows_fail_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other_rows(*args: Any) -> Any:
-        trainers = make_trainers(*args)
-        rows = trainers[OURS].train_dataset
-        trainers[OURS].train_dataset = rows.select(range(len(rows) - 1, -1, -1))
-        return trainers
-
-    monkeypatch.setattr(packed_attention, "make_trainers", other_rows)
-    with pytest.raises(ParityError, match="different rows"):
-        packed_attention.measure(Run(rounds=1, threads=1), workload=MINIATURE)
-
-
-@pytest.mark.parametrize(
-    ("ours", "tokens", "bf16", "passes"),
-    [
-        (8.0 + 7e-5, 256, False, True),
-        (8.0 + 9e-5, 256, False, False),
-        (8.0 + 1e-3, 256, True, True),
-        (8.0 + 2e-3, 256, True, False),
-        (8.0 + 1e-3, 4096, True, False),
-        (math.nan, 256, True, False),
-    ],
-)
-def test_parity_bounds(ours: float, tokens: int, bf16: bool, passes: bool) -> None:
-    if passes:
-        found = check_parity(8.0, ours, tokens=tokens, bf16=bf16)
-        assert found["difference"] <= found["bound"]
-    else:
-        with pytest.raises(ParityError):
-            check_parity(8.0, ours, tokens=tokens, bf16=bf16)
 
 
 def test_threads_and_logging_are_as_before(measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,28 +199,3 @@ def test_a_wrong_argument_is_one_line_and_2(
     assert bench(*arguments.split()) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks: error" in line]
     assert said in line
-
-
-@pytest.mark.parametrize("setting", MINIATURE.settings, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("name", [STOCK, OURS])
-def test_a_measured_step_is_a_step_of_train(tmp_path: Path, setting: Setting, name: str) -> None:
-    """Same losses as `train()` over the same rows: nothing of a training step is left out."""
-    count = 4
-
-    def trainer() -> Any:
-        return make_trainers(MINIATURE, setting, 128, count, "cpu", 0, str(tmp_path))[name]
-
-    with quiet():
-        whole = trainer()
-        whole.args.logging_steps, whole.args.save_strategy = 1, "no"
-        whole.train()
-        measured = trainer()
-        with measured._fastpack_features() if name == OURS else nullcontext():
-            side = steps.SteppedTrainer(measured, WallClock(), count)
-            losses = [float(side.step().loss) for _ in range(count)]
-            assert not replaced_methods(measured, BATCH_METHODS)  # timing it changes no path
-    assert side.model.is_gradient_checkpointing == setting.gradient_checkpointing
-    logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-    assert losses == pytest.approx(logged, rel=1e-6)
-    trained, stepped = (dict(t.model.named_parameters()) for t in (whole, measured))
-    assert all(torch.equal(trained[key], stepped[key]) for key in trained)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import cases, lora, steps
+from benchmarks import cases
 from benchmarks.__main__ import main
-from benchmarks.cases import Run
-from benchmarks.lora_models import LoraModel
 from fastpack_trl.bench import result_file
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.timing import WallClock
 
 
 class Rows:
@@ -184,33 +178,6 @@ def test_the_load_is_that_of_the_timed_rounds(monkeypatch: pytest.MonkeyPatch) -
             return 0.5
 
     monkeypatch.setattr(cases, "OtherLoad", Load)
-    turns = steps.measure_in_turns(
-        ["a"], lambda name, first: SimpleNamespace(step=lambda: seen.append(name)), weights=torch.nn.Linear(1, 1),
-        device="cpu", rounds=1, warmup=1, least=1, seconds=60.0, clock=WallClock(),
-    )  # fmt: skip
+    _, load = cases.loaded_turns({"a": lambda: seen.append("a")}, "cpu", rounds=1, warmup=1)
     assert seen == ["made", "a", "restart", "a"]
-    assert turns.other_load == 0.5
-
-
-def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[int] = []
-
-    def turns(*args: Any, **options: Any) -> None:
-        limits.append(torch._dynamo.config.recompile_limit)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lora, "measure_in_turns", turns)
-    before = torch._dynamo.config.recompile_limit
-    with pytest.raises(KeyboardInterrupt):
-        lora.row_task(Run(rounds=1), LoraModel("small", "fp32"), 64, 1, False).measure(60.0)
-    assert limits == [lora.RECOMPILES]
-    assert torch._dynamo.config.recompile_limit == before
-
-    def attention(model: Any, path: str, **options: Any) -> Any:
-        return contextlib.nullcontext(SimpleNamespace(path=path))
-
-    monkeypatch.setattr(lora, "packed_attention", attention)
-    for device, path in (("cuda", "varlen"), ("cpu", "auto")):
-        trainer = SimpleNamespace(model=None, args=SimpleNamespace(device=torch.device(device)))
-        with lora._installed(lora.COMPILED, trainer) as found:
-            assert found == f"{path}, layers compiled by accelerate"
+    assert load == 0.5

@@ -1,10 +1,12 @@
-"""Which records are of older code: by the rooms that their rows use, from a hash in the record or from git."""
+"""Which records are of older code: by the rooms that their rows use, and the hashes in the record."""
 
 from __future__ import annotations
 
 import ast
+import io
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -50,7 +52,7 @@ def changed(path: str, text: str) -> dict[str, str]:
 def test_a_record_is_stale_once_a_room_that_it_uses_has_other_code(
     path: str, text: str, case: str, model: str, stale_room: str | None
 ) -> None:
-    why = reason(a_record(case, model), changed(path, text), lambda commit: None)
+    why = reason(a_record(case, model), changed(path, text))
     assert (why is None) == (stale_room is None), why
     assert stale_room is None or why.endswith(f": {stale_room}")
 
@@ -67,27 +69,30 @@ def test_what_is_said_is_not_code() -> None:
     assert code_of(source.encode()) == 'X = """kept"""\ndef f():\n    return "# kept"'
 
 
-def test_an_older_record_is_compared_through_git_or_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_without_hashes_is_of_older_code() -> None:
     record = a_record()
     today = record.pop("code")
     record["source"] = {"commit": "0123456789", "modified": False}
-    asked: list[str] = []
-    assert reason(record, today, lambda commit: asked.append(commit) or today) is None
-    assert asked == ["0123456789"]
-    assert reason(record, today, lambda commit: {**today, "lora": "other"}) == "changed since 0123456: lora"
-    assert "which this clone does not have" in str(reason(record, today, stale.hashes_at))
+    assert reason(record, today) == "of commit 0123456, when records had no hashes of their code"
     record["source"]["commit"] = None
-    assert reason(record, today, stale.hashes_at) == "its commit was not recorded"
+    assert reason(record, today) == "of unknown code"
+    record |= {"settings": {"rounds": 3}, "rows": [{"model": "small", "tokens": 64, "sides": {}}]}
+    (found,) = stale.stale({"one.json": record, "two.json": a_record()}, today)
+    assert (found.name, found.command) == ("one.json", command_of(record))
+    assert stale.summed_up(1, 2) == "1 of 2 records are of older code: run these commands again"
+    assert stale.summed_up(0, 2) == "0 of 2 records are of older code"
 
 
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
-def test_git_has_the_same_hashes_as_the_files_of_its_commit() -> None:
-    commit = a_record()["source"]["commit"]
-    at_commit = stale.hashes_at(commit)
-    assert at_commit is not None
-    assert at_commit.keys() >= set(rooms_of(a_record(model="gpt-oss")))
-    clean = not a_record()["source"]["modified"]
-    assert not clean or {**at_commit, BENCHMARKS: code_hashes()[BENCHMARKS]} == code_hashes()
+def hashes_at(commit: str) -> dict[str, str]:
+    """Hashes of the package's rooms at a commit, by git."""
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "fastpack_trl"], capture_output=True).stdout
+    if not archive:
+        return {}  # a clone without its history
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        members = [member for member in files if member.name.endswith(".py")]
+        return hashes_of(
+            {member.name.removeprefix("fastpack_trl/"): files.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+        )
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
@@ -99,7 +104,7 @@ def test_every_record_is_of_code_that_is_known() -> None:
         if history is None:  # measured where there was no git
             assert code, f"{name} has neither its commit nor hashes of its code"
             history, but_for = source["tree"], {Path(source.get("but_for", "")).parts[:1]}
-            then = stale.hashes_at(history) or code
+            then = hashes_at(history) or code
             assert {(room,) for room in then if code.get(room) != then[room]} == but_for - {()}, name
         elif "landed_as" in source:
             quoting = [page for page in pages if f"benchmarks/results/{name}" in page]
@@ -133,20 +138,6 @@ def test_a_command_names_the_models_that_its_record_has_a_figure_of() -> None:
     assert command_of(load_results()["moe_cuda_2026-11-20_gpt-oss-20b.json"]) == (
         "python -m benchmarks --case moe --device cuda --model gpt-oss-20b --pairs 7 --json FILE"
     )
-
-
-def test_a_clone_without_history_knows_of_no_older_code() -> None:
-    record = a_record()
-    today = record.pop("code")
-    record["source"] = {"commit": "0123456789", "modified": False}
-    record |= {"settings": {"rounds": 3}, "rows": [{"model": "small", "tokens": 64, "sides": {}}]}
-    lines = stale.summed_up(list(stale.stale({"one.json": record}, today, lambda commit: None)), 2)
-    assert lines == [
-        "0 of 2 records are of older code",
-        "1 of 2 are of commits that this clone does not have: git fetch --unshallow",
-    ]
-    lines = stale.summed_up(list(stale.stale({"one.json": record}, today, lambda commit: {**today, "lora": "-"})), 2)
-    assert lines == ["1 of 2 records are of older code: run these commands again"]
 
 
 def test_a_case_can_reach_the_rooms_that_it_is_said_to_use() -> None:

@@ -11,6 +11,7 @@ import yaml
 from fastpack_trl.cli.init import shipped
 from fastpack_trl.cli.main import main
 from fastpack_trl.quickstart import corpus
+from fastpack_trl.recipe.methods import METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,8 @@ def test_a_config_is_written_with_its_own_name_and_says_what_comes_next(
     text = file.read_text(encoding="utf-8")
     assert yaml.safe_load(text) == yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))
     assert f"configs/{name}" not in text
-    command = "bench" if name.startswith("bench/") else "sft"
+    of_another = name.rpartition("-")[2]
+    command = "bench" if name.startswith("bench/") else of_another if of_another in METHODS else "sft"
     assert f"fastpack-trl {command} --config {file.name}" in text
     assert f"fastpack-trl {command} --config {file.name}" in capsys.readouterr().out
 

@@ -95,10 +95,12 @@ def test_a_side_is_told_what_torch_took_for_it_and_not_what_others_hold(monkeypa
     memory = SideMemory()
     with memory.counted():
         allocated[:], reserved[:] = [13, 16], [20, 21]  # a graph keeps what was allocated while it was recorded
-    assert (memory.resident, memory.peak, memory.reserved) == (3, 6, 7)
+    figures = {"peak_bytes": 6, "reserved_bytes": 7, "before_bytes": 0, "pinned_bytes": 0}
+    assert (memory.own["allocated"], memory.figures) == (3, figures)
     with memory.counted():
         allocated[1], reserved[1] = 14, 20
-    assert (memory.resident, memory.peak, memory.reserved) == (3, 4, 6)
+    assert memory.own["allocated"] == 3
+    assert memory.figures == {**figures, "peak_bytes": 4, "reserved_bytes": 6, "before_bytes": 3}
 
 
 @pytest.mark.cuda

@@ -1,0 +1,91 @@
+"""Recurrent layers that call functions of their own file, which can be replaced by ones that know of documents.
+
+transformers' hybrid models compute their convolutions and scans in functions beside the layer, and hand on the keywords
+that the model was called with. Read from the source of the forward; a layer that has another form is no mixer, and the
+model runs in padded rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastpack_trl.model.source import hands_on_kwargs, source_tree
+
+CONV = "causal_conv1d_fn"
+SCANS = {
+    "torch_chunk_gated_delta_rule": "gated delta rule",
+    "chunk_kimi_delta_attention": "Kimi delta rule",
+    "mamba2_chunk_scan": "Mamba-2",
+}
+"""Functions that carry a state along the row, with the name of their layers."""
+FUSED = "mamba2_split_conv1d_scan_combined"
+"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None where it is not installed."""
+FUNCTIONS = (CONV, *SCANS, FUSED)
+# Of a layer that has a cache, and of padding on the left.
+_APART = frozenset(
+    {
+        "apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update",
+        "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
+    }
+)  # fmt: skip
+SHORT_CONV = "short convolution"
+
+
+class Mixer(NamedTuple):
+    """A kind of recurrent layer: ``Mixer("gated delta rule", ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))``.
+
+    Attributes:
+        kind: for people.
+        functions: that its forward calls, of `FUNCTIONS`.
+        home: the module of Python whose names these are.
+    """
+
+    kind: str
+    functions: tuple[str, ...]
+    home: ModuleType
+
+
+def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
+    """Return the recurrent layers of a model whose functions can be replaced, and that are given the keywords."""
+    found: dict[nn.Module, Mixer] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            own: Any = type(child)
+            above: Any = type(parent)
+            mixer = _mixer(own)
+            if mixer is not None and hands_on_kwargs(above, name):
+                found[child] = mixer
+    return found
+
+
+@lru_cache(maxsize=256)
+def _mixer(cls: Any) -> Mixer | None:
+    """Return what the forward of `cls` calls; None if it mixes tokens in another way too, or hands no keywords on."""
+    forward = inspect.unwrap(cls.forward)
+    home = sys.modules.get(getattr(forward, "__module__", ""))
+    tree = source_tree(forward) if home is not None else None
+    if home is None or tree is None:
+        return None
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [(ast.unparse(node.func), any(keyword.arg is None for keyword in node.keywords)) for node in nodes]
+    own = [(name, passes) for name, passes in calls if _is_of(home, name) and name not in _APART]
+    names = {name for name, _ in own}
+    scans = names & SCANS.keys()
+    if not own or CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1:
+        return None
+    if not all(passes for _, passes in own):
+        return None
+    return Mixer(SCANS[scans.pop()] if scans else SHORT_CONV, tuple(sorted(names)), home)
+
+
+def _is_of(home: ModuleType, name: str) -> bool:
+    """Return whether a module of Python defines a function of this name, wrapped or not."""
+    function = vars(home).get(name)
+    return inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__

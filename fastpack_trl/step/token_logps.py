@@ -1,0 +1,234 @@
+"""Per-token log-probabilities of padded batches from rows without padding: a forward laid around TRL's.
+
+TRL's trainers for preferences and online learning call ``model(..., labels=labels, fused_lm_head=True)`` and read
+fields of shape (rows, width - 1), zero where nothing is scored. Here the backbone runs on the row of the batch's
+`Families` and the head at its scored positions; the fields are what TRL's forward returns. A reward model is called
+for (rows, num_labels) scores in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.upstream import found, lacks
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.families import Families
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, to_transformers_kwargs
+from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
+from fastpack_trl.step.load_balancing import experts_named
+from fastpack_trl.step.loss import head_of, read_constants, whole
+
+CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
+_PADDED = ("input_ids", "attention_mask", "use_cache")
+"""Keywords of a padded batch, which the row has others for."""
+
+
+class Rows:
+    """The rows that are known while a trainer computes a loss, by the padded token ids that they were found in.
+
+    Attributes:
+        entropy_has_gradient: a loss reads the entropy, not only a metric.
+        ran: forwards that ran on a row.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[AsMade, Families]] = []
+        self.entropy_has_gradient = False
+        self.ran = 0
+
+    @contextmanager
+    def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
+        """Know the rows of padded token ids until the context ends."""
+        before = self._known
+        self._known = before + [
+            (AsMade.of(ids), families.to(ids.device)) for ids, families in known if families.shape == tuple(ids.shape)
+        ]
+        try:
+            yield
+        finally:
+            self._known = before
+
+    def find(self, ids: Any) -> Families | None:
+        """Return the row of padded token ids, or of a view of all of them, unedited since; None where none is known."""
+        for made, families in reversed(self._known):
+            same = isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
+            if same and ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
+                return families
+        return None
+
+
+class RowForward:
+    """A forward over rows, laid around the one that `model` has; takes effect inside of `running`.
+
+    Args:
+        model: with TRL's fused head, or a classifier; before accelerate wraps it.
+        rows: that a call may be about; each other call goes to the forward inside.
+
+    Attributes:
+        missing: why it could not be laid; empty where it was.
+    """
+
+    def __init__(self, model: nn.Module, rows: Rows) -> None:
+        self._state = types.SimpleNamespace(active=False)
+        self._model, self._stock = model, model.forward
+        stock: Any = model.forward
+        classifies = getattr(type(model), "forward", None) is getattr(found(CLASSIFIER), "forward", self)
+        function: Callable[..., Any] | None
+        if classifies:
+            self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
+        else:
+            constants, why_not = read_constants(stock)
+            self.missing = lacks("sync_free") or why_not
+            function = None if self.missing else _around(rows, self._state, stock.__func__, constants)
+        if function is not None:
+            model.forward = types.MethodType(function, model)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Run known batches as rows until the context ends."""
+        return attribute_set(self._state, "active", not self.missing)
+
+    @property
+    def why_stock(self) -> str:
+        """Return why the model cannot run on rows; empty where it can."""
+        head = "" if self.missing or hasattr(self._model, "score") else head_of(self._model)
+        return self.missing or (head if isinstance(head, str) else "")
+
+
+def _run_backbone(backbone: Callable[..., Any], families: Families, ids: Tensor, given: dict[str, Any]) -> Any:
+    """Return the outputs of a backbone over the row of a padded batch."""
+    batch = families.batch
+    own = {name: value for name, value in given.items() if name not in _PADDED}
+    keywords = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}
+    return backbone(input_ids=families.row(ids), **keywords, **own)
+
+
+def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    prefix = model.base_model_prefix
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ids: Any = kwargs.get("input_ids")
+        families = rows.find(ids) if state.active and not args and kwargs.get("labels") is None else None
+        if families is None:
+            return stock(self, *args, **kwargs)
+        rows.ran += 1
+        outputs = _run_backbone(getattr(self, prefix), families, ids, kwargs)
+        logits = self.score(outputs.last_hidden_state[0].index_select(0, families.positions))
+        return found("transformers.modeling_outputs.SequenceClassifierOutputWithPast")(
+            logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    return forward
+
+
+def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+    """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
+    text_config, backbone_attr, in_fp32 = (
+        constants[name] for name in ("text_config", "backbone_attr", "cast_lm_head_to_fp32")
+    )
+    knowing_experts = experts_named(text_config)
+
+    @functools.wraps(stock)  # `generate` checks its keywords against the signature of the class
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        ids: Any = kwargs.get("input_ids")
+        labels: Any = kwargs.get("labels")
+        asked = state.active and fused_lm_head and labels is not None and not args
+        families = rows.find(ids) if asked and kwargs.get("shift_labels") is None else None
+        if families is None:
+            with knowing_experts():
+                return stock(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        rows.ran += 1
+        del kwargs["labels"]
+        num_items = kwargs.pop("num_items_in_batch", None)
+        if getattr(text_config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
+        outputs = _run_backbone(getattr(self, backbone_attr), families, ids, kwargs)
+        head = head_of(self)
+        assert not isinstance(head, str), head  # looked at when the run began
+        weight, bias = map(whole, head)
+        assert weight is not None
+        hidden = outputs.last_hidden_state[0].index_select(0, families.positions).to(weight.device)
+        labels = labels.to(weight.device)
+        targets = labels[:, 1:].flatten().index_select(0, families.places)
+        counts = targets.ne(IGNORE_INDEX)  # by TRL's labels, which the collator's may differ from
+        without_autocast = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
+        with without_autocast:
+            fields = _figures(
+                hidden.float() if in_fp32 else hidden, weight, bias, targets.clamp(min=0), constants,
+                rows.entropy_has_gradient,
+            )  # fmt: skip
+        log_probs, *others = (_placed(field, families, counts) for field in fields)
+        assert log_probs is not None
+        mask = labels[:, 1:] != IGNORE_INDEX
+        loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            with knowing_experts():
+                aux_loss = _balancing(outputs.router_logits, text_config, families)
+            loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
+
+    return forward
+
+
+def _figures(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, constants: dict[str, Any],
+    entropy_has_gradient: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return (N,) log-probabilities, entropy, ``log(sum(p^2))``, mean logits and top-1 flags, as TRL's function does.
+
+    Where only log-probabilities have a gradient, and by hidden states alone, two products do; else TRL's three or four.
+    """
+    temperature, scale, softcap, outputs = (
+        constants[name] for name in ("temperature", "logit_scale", "final_logit_softcapping", "outputs")
+    )
+    trains = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    own = not (trains or entropy_has_gradient or "log_sum_sq_probs" in outputs or missing_tile_functions())
+    if not own or (softcap is not None and "mean_logits" in outputs):
+        figures: tuple[Tensor | None, ...] = ChunkedLogProbFunction.apply(
+            hidden, weight, bias, targets, temperature, VOCABULARY_SLICE, softcap, scale, outputs
+        )
+        return figures
+    # softcap * tanh(x / softcap) / T, of scaled x, is a head with both divided by T.
+    capped = None if softcap is None else softcap / temperature
+    log_probs, entropy, is_top1 = head_log_probs(
+        hidden, weight, bias, targets, logit_scale=scale / temperature, softcap=capped
+    )
+    mean_logits = None
+    if "mean_logits" in outputs:
+        with torch.no_grad():
+            mean = weight.mean(0, dtype=torch.float32)
+            mean_logits = hidden.float() @ mean + (0.0 if bias is None else bias.float().mean())
+            mean_logits = mean_logits * (scale / temperature)
+    return (
+        log_probs, entropy if "entropy" in outputs else None, None, mean_logits,
+        is_top1 if "is_top1" in outputs else None,
+    )  # fmt: skip
+
+
+def _placed(figures: Tensor | None, families: Families, counts: Tensor) -> Tensor | None:
+    """Return the figures of scored tokens at their places in (rows, width - 1), 0 elsewhere."""
+    if figures is None:
+        return None
+    rows, width = families.shape
+    empty = figures.new_zeros(rows * (width - 1))
+    return empty.index_copy(0, families.places, figures.masked_fill(~counts, 0)).view(rows, width - 1)
+
+
+def _balancing(router_logits: Any, text_config: Any, families: Families) -> Any:
+    """Return the load-balancing loss of a row, in which a shared token counts as often as the padded batch has it."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # where TRL looks it up
+
+    return load_balancing_loss_func(
+        router_logits, text_config.num_experts, text_config.num_experts_per_tok, families.copies
+    )

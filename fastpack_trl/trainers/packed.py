@@ -1,0 +1,234 @@
+"""`PackedTrainer`: trainers that score completions, on rows without padding in which each prompt is once."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from accelerate.logging import get_logger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.feature import choose_attention
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.config import Settings
+from fastpack_trl.errors import first_reason
+from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
+from fastpack_trl.model.patches import attribute_set, attributes_kept
+from fastpack_trl.model.precision import fit_precision
+from fastpack_trl.packing.batching import BatchPlan, plan_families
+from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
+from fastpack_trl.run import Run
+from fastpack_trl.step.token_logps import RowForward, Rows
+from fastpack_trl.trainers.featured import FeaturedTrainer
+
+logger = get_logger(__name__)
+
+FEATURE = "share_prefixes"
+_HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
+
+
+class PackedTrainer(FeaturedTrainer):
+    """A trainer of TRL whose batches become rows; its losses, metrics, data, generation and files are TRL's.
+
+    What cannot run on rows runs as stock pads it, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1`` gives
+    plain stock.
+    """
+
+    padding_free = False  # as features ask every trainer; only SFT and DPO have it
+    data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
+    _fastpack_sequences: ClassVar[int] = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(self._fastpack_stock.__init__).bind(self, *args, **kwargs).arguments
+        self._fastpack_disabled = self._fastpack_why_disabled()
+        settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
+        run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
+        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
+        self._fastpack_by_name = isinstance(given.get("model"), str)
+        self._fastpack_chosen = False
+        if self._fastpack_disabled:
+            super().__init__(*args, **kwargs)
+            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            return
+        with _each_head(self._fastpack_stock, self._fastpack_lay):  # before accelerate wraps a reference model
+            super().__init__(*args, **kwargs)
+        self._fastpack_choose()
+
+    def _fastpack_lay(self, model: nn.Module) -> None:
+        self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
+
+    def _fastpack_choose(self) -> None:
+        """Choose the attention path, once: before reference log-probabilities that stock makes as it constructs."""
+        if not self._fastpack_chosen:
+            self._fastpack_chosen = True
+            self._fastpack_quantize(self.model)  # where nobody has moved the model
+            if id(text_model(self.model)) not in self._fastpack_forwards:
+                self._fastpack_lay(text_model(self.model))
+            self.fastpack_run.report.facts |= fit_precision(self)
+            choose_attention(self.fastpack_run, by_name=self._fastpack_by_name)
+
+    def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
+        forward = self._fastpack_forwards.get(id(text_model(trainer.model)))
+        why_stock = forward.why_stock if forward is not None else "the model was replaced"
+        return BatchPlan("stock", why_stock) if why_stock else plan_families(trainer, path, flattens, unproven)
+
+    def _fastpack_settings(self, training: bool) -> Settings:
+        return _model_settings(self.args, training)
+
+    def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
+        run = self.fastpack_run
+        self._fastpack_tell_sharing()
+        if run.packs:
+            stack.enter_context(self._fastpack_forwards[id(text_model(self.model))].running())
+            stack.enter_context(self._fastpack_reference())
+        stack.enter_context(_plan_kept(self._fastpack_stock))
+
+    @contextlib.contextmanager
+    def _fastpack_reference(self) -> Iterator[None]:
+        """Run the reference model on rows too, if there is one that can."""
+        run, reference = self.fastpack_run, getattr(self, "ref_model", None)
+        with contextlib.ExitStack() as stack:
+            forward = self._fastpack_forwards.get(id(text_model(reference))) if reference is not None else None
+            if forward is not None:
+                try:
+                    stack.enter_context(
+                        packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
+                    )
+                    stack.enter_context(forward.running())
+                except ValueError as error:
+                    run.report.remark("batches", f"of the reference model as stock pads them: {error}")
+            yield
+
+    def _fastpack_tell_sharing(self) -> None:
+        run = self.fastpack_run
+        if not run.packs:
+            run.say(FEATURE, "off", "stock", "batches are stock's")
+            return
+        why = self._fastpack_why_repeated(training=run.training)
+        run.say(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
+
+    def _fastpack_why_repeated(self, training: bool) -> str:
+        """Return why each completion has a prompt of its own in a row; empty where they share one."""
+        return first_reason(self._fastpack_against_sharing(training))
+
+    def _fastpack_against_sharing(self, training: bool) -> Iterator[object]:
+        run = self.fastpack_run
+        yield getattr(self.args, FEATURE, "auto") == "off" and "switched off"
+        backend = BACKENDS.get(run.attention_path)
+        refuses: Callable[[Any], str] | None = getattr(backend, "refuses_shared", None)
+        yield refuses is None and f"{run.attention_path} has no form for shared prompts"
+        yield refuses is not None and refuses(read_features(run.model, run.compute_dtype))
+        yield state_modules(run.model) and "layers with a state go through a row once"
+        yield (
+            training
+            and (drop := _dropout(run.model))
+            and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
+        )
+
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        with self._fastpack_collating(training=bool(kwargs.get("is_training", False))):
+            return super()._get_dataloader(dataset, description, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _fastpack_collating(self, training: bool) -> Iterator[None]:
+        """Let a loader that is built in the context find the rows of its batches, in its workers."""
+        find = self._fastpack_find()
+        if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
+            yield
+            return
+        collator = FamiliesCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
+        with attribute_set(self, "data_collator", collator):
+            yield
+
+    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+        """Return what finds the row of a collated batch; None where there is no collator."""
+        return None
+
+    @contextlib.contextmanager
+    def _fastpack_on_rows(self, inputs: Any) -> Iterator[None]:
+        """Run what is called with the padded tensors of `inputs` on the rows that were found in them."""
+        found = inputs.pop(KEY, {}) if isinstance(inputs, dict) else {}
+        with self._fastpack_knowing((inputs.get(key), each) for key, each in found.items()):
+            yield
+
+    @contextlib.contextmanager
+    def _fastpack_knowing(self, found: Iterable[tuple[Any, Families | str]]) -> Iterator[None]:
+        """Know rows of padded token ids; a text is the reason why some have none, which is said."""
+        known = []
+        for ids, families in found:
+            if isinstance(families, str):
+                self.fastpack_report.remark("batches", f"as stock pads them where there is {families}")
+            elif ids is not None:
+                known.append((ids, families))
+        with self._fastpack_rows.of(known):
+            yield
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute stock's loss, with the model on rows."""
+        with self._fastpack_on_rows(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def _model_settings(args: Any, training: bool) -> Settings:
+    """Return ours of a trainer's arguments; the parts of SFT's step are off."""
+    found = Settings.of(args, training)
+    return replace(found, sync_free="off", merge_accumulation="off", cuda_graph="off")
+
+
+@contextlib.contextmanager
+def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `lay` for each model to which a trainer of class `stock` gives TRL's fused head, right after it has it."""
+    module = sys.modules[stock.__module__]
+    add = getattr(module, _HEAD, None)
+    if add is None:
+        yield
+        return
+
+    def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
+        add(model, *args, **kwargs)
+        lay(model)
+
+    with attribute_set(module, _HEAD, add_and_lay):
+        yield
+
+
+@contextlib.contextmanager
+def _plan_kept(stock: type[Any]) -> Iterator[None]:
+    """Let calls of the reference leave each layer's checkpointing as it was: TRL's own would switch it on in all."""
+    module = sys.modules[stock.__module__]
+    if not hasattr(module, _PAUSE):
+        yield
+        return
+
+    @contextlib.contextmanager
+    def pause(model: Any, *_: Any) -> Iterator[None]:
+        layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+        with contextlib.ExitStack() as paused:
+            paused.enter_context(attributes_kept(layers, "gradient_checkpointing"))
+            for layer in layers:
+                paused.enter_context(attribute_set(layer, "gradient_checkpointing", False))
+            yield
+
+    with attribute_set(module, _PAUSE, pause):
+        yield
+
+
+def _dropout(model: nn.Module) -> str:
+    """Return which dropout a model has, e.g. ``dropout 0.05 (lora_dropout)``; empty where all are 0."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        if rate:
+            kind = next((part for part in reversed(name.split(".")) if "dropout" in part), type(module).__name__)
+            return f"{kind} {rate:g}"
+    for module in attention_modules(model):
+        if rate := float(getattr(module, "attention_dropout", 0.0) or 0.0):
+            return f"attention_dropout {rate:g}"
+    return ""

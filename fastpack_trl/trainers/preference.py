@@ -1,0 +1,54 @@
+"""`FastDPOTrainer`, `FastKTOTrainer` and `FastRewardTrainer`: TRL's, on rows in which each prompt is once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
+
+from fastpack_trl.packing.families import Families, Pairs, completions
+from fastpack_trl.trainers.packed import PackedTrainer
+
+
+class _ReferencedTrainer(PackedTrainer):
+    """One that compares with a reference."""
+
+    def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
+        """Compute stock's log-probabilities of the reference, on rows."""
+        with self._fastpack_on_rows(inputs):
+            return super().compute_ref_log_probs(model, inputs)
+
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._fastpack_disabled:
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+        self._fastpack_choose()
+        with self._fastpack_features(), self._fastpack_collating(training=False):
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+
+    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+        return completions
+
+
+class FastDPOTrainer(_ReferencedTrainer, DPOTrainer):
+    """`trl.DPOTrainer` on rows without padding, each prompt once: same arguments, losses, log keys and files."""
+
+    _fastpack_stock = DPOTrainer
+    _fastpack_sequences = 2
+
+
+class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
+    """`trl.KTOTrainer` on rows without padding: same arguments, losses, log keys and files."""
+
+    _fastpack_stock = KTOTrainer
+
+
+class FastRewardTrainer(PackedTrainer, RewardTrainer):
+    """`trl.RewardTrainer` on rows without padding; a pair shares what it begins with. Same arguments and files."""
+
+    _fastpack_stock = RewardTrainer
+    _fastpack_sequences = 2
+
+    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+        pad_token_id = self.model.config.get_text_config().pad_token_id
+        return None if pad_token_id is None else Pairs(pad_token_id)

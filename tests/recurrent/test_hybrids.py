@@ -1,0 +1,214 @@
+"""Hybrid models: packed rows equal separate documents, nothing leaks, and everything but a packed row stays stock's."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from attention_material import packed
+from hybrid_material import HYBRIDS, hybrid_model
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.proof import verify_packing
+from fastpack_trl.errors import PackingError
+from fastpack_trl.model.facts import read_features
+from fastpack_trl.model.mixers import FUNCTIONS, mixers
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.testing import gradients, tiny_model
+
+LENGTHS = (150, 1, 14, 64, 66)
+"""A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
+# In transformers 5.17 they hand the documents to their convolution as `seq_idx` alone.
+HAND_ON = {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"}
+
+
+def reached(family: str) -> bool:
+    """Whether the installed transformers has the family, in a form that packs."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {family}")
+    model = hybrid_model(family)
+    return not (family in HAND_ON and not mixers(model))
+
+
+def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, PackedBatch]:
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    return ids, PackedBatch.from_lengths(lengths, labels=ids)
+
+
+def separate(model: Any, ids: Tensor, lengths: tuple[int, ...], *, ours: bool = False) -> tuple[float, Any]:
+    """Loss and gradients of the documents one by one, by stock or by rows of one document each."""
+    model.zero_grad()
+    count, total = sum(length - 1 for length in lengths), 0.0
+    for document in ids[0].split(lengths):
+        if len(document) > 1:
+            batch = PackedBatch.from_lengths((len(document),))
+            keywords = {"packed_batch": batch, **to_transformers_kwargs(batch)} if ours else {}
+            logits = model(input_ids=document[None], use_cache=False, **keywords).logits[0, :-1]
+            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+    return total, gradients(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_loss_and_gradients_equal_separate_documents(family: str) -> None:
+    if not reached(family):
+        assert "conv layers" in read_features(hybrid_model(family)).gap
+        return
+    model, (ids, batch) = hybrid_model(family), make_row()
+    expected_loss, stock = separate(model, ids, LENGTHS)
+    model.zero_grad()
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        assert "over chunks" in attention.choice.reason
+        loss = packed(model, ids, batch)
+        loss.backward()
+        actual = gradients(model)
+        # In float64 stock's functions would still compute in fp32: ours, in rows of one document, are the exact ones.
+        wide = copy.deepcopy(model).double()
+        if getattr(wide.config, "_experts_implementation", None) is not None:
+            wide.set_experts_implementation("eager")  # grouped matrix products know no float64
+        exact = separate(wide, ids, LENGTHS, ours=True)[1]
+    assert abs(loss.item() - expected_loss) <= 1e-5
+    assert actual.keys() == stock.keys() == exact.keys()
+    everything = float(torch.stack([gradient.norm() for gradient in exact.values()]).norm())
+    for name, right in exact.items():
+        error, theirs = (float((side[name].double() - right).norm()) for side in (actual, stock))
+        # The gradients of `A_log` and `dt_bias` are tiny sums of large numbers, in stock as here.
+        assert error <= 2 * theirs + 1e-5 * float(right.norm()) + 1e-8 * everything, name
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_proof_carries_a_state_across_chunks(family: str) -> None:
+    if reached(family):
+        proof = verify_packing(hybrid_model(family))
+        assert proof.proven, str(proof)
+        assert max(proof.lengths) > 2 * 64
+
+
+def test_the_proof_finds_a_state_that_is_kept_across_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only from chunk to chunk: a probe of a few dozen tokens would not see it."""
+    from fastpack_trl.attention import install
+
+    right = install.chunks_of
+    monkeypatch.setattr(
+        install, "chunks_of", lambda batch: right(batch)._replace(carry_in=torch.ones_like(right(batch).carry_in))
+    )
+    for family in ("qwen3_next", "falcon_h1"):
+        proof = verify_packing(hybrid_model(family))
+        assert proof.leaks, family
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "zamba2"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
+    model, (ids, batch) = hybrid_model(family), make_row()
+    with packed_attention(model):
+        packed(model, ids, batch).backward()
+        plain = gradients(model)
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        packed(model, ids, batch).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
+    """Left-padded `generate` and padded evaluation, while the functions are replaced; all is restored on exit."""
+    if not reached(family):
+        return
+    model = hybrid_model(family).eval()
+    home = sys.modules[type(model).__module__]
+    before = {name: vars(home).get(name) for name in FUNCTIONS}
+    ids = torch.randint(3, 96, (3, 80), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :50], mask[1, :2] = 0, 0
+
+    def outputs() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            generated = model.generate(
+                ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+            )
+            return generated, model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False).logits
+
+    expected = outputs()
+    with packed_attention(model):
+        assert all(vars(home).get(name) is not stock for name, stock in before.items() if stock is not None)
+        with packed_attention(hybrid_model(family)):  # another model of the family, in the same process
+            actual = outputs()
+        again = outputs()
+    assert {name: vars(home).get(name) for name in FUNCTIONS} == before
+    for side in (actual, again):
+        assert all(torch.equal(ours, stock) for ours, stock in zip(side, expected, strict=True))
+
+
+def test_an_evaluation_of_a_packed_row_makes_no_cache() -> None:
+    model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
+    with packed_attention(model), torch.no_grad():
+        output = model(input_ids=ids, packed_batch=batch, **to_transformers_kwargs(batch))
+    assert output.past_key_values is None
+
+
+@pytest.mark.parametrize("kind", ["a class of its own", "hub kernels"])
+def test_layers_whose_functions_are_not_called_run_in_padded_rows(kind: str) -> None:
+    model = hybrid_model("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    if kind == "a class of its own":
+
+        class Own(type(layer)):  # type: ignore[misc]
+            def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                return super().forward(hidden_states, *args, **kwargs)
+
+        layer.__class__ = Own
+    else:
+        model._use_kernels = True
+    with packed_attention(model) as attention:
+        assert attention.path == "padded_rows"
+        why = "linear_attention layers" if kind == "a class of its own" else "use_kernels=True"
+        assert why in attention.choice.reason
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba", "jamba", "recurrent_gemma"])
+def test_families_that_no_function_reaches_are_named(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = {
+        "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
+        "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+                  "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "mamba_d_state": 8},
+        "recurrent_gemma": {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48, "head_dim": 8,
+                            "lru_width": 32},
+    }.get(family, {})  # fmt: skip
+    config = AutoConfig.for_model(family, vocab_size=96, hidden_size=32, **{"num_hidden_layers": 2, **fields})
+    with packed_attention(AutoModelForCausalLM.from_config(config)) as attention:
+        assert (attention.path, family in attention.choice.reason) == ("padded_rows", True)
+
+
+def test_a_row_with_a_cache_is_refused() -> None:
+    from transformers import DynamicCache
+
+    model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
+    with packed_attention(model), torch.no_grad(), pytest.raises(PackingError, match="use_cache=False"):
+        model(
+            input_ids=ids, packed_batch=batch, past_key_values=DynamicCache(config=model.config),
+            **to_transformers_kwargs(batch),
+        )  # fmt: skip
+
+
+def test_a_model_of_fastpack_testing_packs_too() -> None:
+    assert read_features(tiny_model("granitemoehybrid")).mixers == {"Mamba-2"}
+
+
+def test_shared_prefixes_are_refused_by_name() -> None:
+    model, ids = hybrid_model("qwen3_next"), torch.randint(3, 96, (1, 10))
+    batch = PackedBatch.from_segments((4, 3, 3), (-1, 0, 0))
+    with packed_attention(model), pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
+        model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))

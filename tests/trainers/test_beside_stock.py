@@ -1,0 +1,42 @@
+"""Five steps and an evaluation of each trainer log what stock's log, and change the weights as stock's do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from preference_material import NAMES, assert_same, both, build, trained
+
+FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gpt_oss")
+CLOSE = {name: {"atol": 2e-5} for name in ("GRPO", "RLOO")}
+"""Their loss is near zero: advantages of a group cancel, ratios are exponentials of differences of long sums."""
+STEPS = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("name", NAMES)
+def test_five_steps_and_an_evaluation_log_what_stock_logs(name: str, lora: bool, tmp_path: Path) -> None:
+    ours, stock = both(name, tmp_path, lora=lora)
+    assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
+    assert ours._fastpack_rows.ran >= 5
+    assert_same(ours, stock, **CLOSE.get(name, {}))
+    first = next(row["loss"] for row in ours.state.log_history if "loss" in row)
+    if name == "DPO" and not lora:
+        assert first == pytest.approx(0.6931472, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_change_as_under_stock(name: str, family: str, tmp_path: Path) -> None:
+    """Under SGD at a rate that moves the loss: Adam's first steps show the sign of a gradient alone."""
+    options = {"family": family, "learning_rate": 0.3, "eval_strategy": "no", **STEPS}
+    before = trained(build(name, tmp_path / "before", fast=False, **options).model)
+    ours, stock = both(name, tmp_path, **options)
+    assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
+    assert_same(ours, stock, **CLOSE.get(name, {}))
+    mine, theirs = trained(ours.model), trained(stock.model)
+    changed = torch.cat([(theirs[key] - before[key]).flatten() for key in before])
+    apart = torch.cat([(mine[key] - theirs[key]).flatten() for key in before])
+    assert changed.norm() > 0
+    assert apart.norm() <= 1e-4 * changed.norm(), (apart.norm(), changed.norm())
