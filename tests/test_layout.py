@@ -55,7 +55,7 @@ BUDGETS = {
     "callbacks": 550,
     "capture": 1100,
     "checkpointing": 2250,
-    "cli": 1050,
+    "cli": 1100,
     "compile": 900,
     "kernels": 1350,
     "lora": 1950,
@@ -65,13 +65,13 @@ BUDGETS = {
     "packing": 2800,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 1850,
+    "recipe": 2200,
     "run": 400,
     "step": 2450,
     "trainers": 600,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}
+TOTALS = {"fastpack_trl": 33000, "benchmarks": 8450, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -43,6 +43,7 @@ COMMANDS = {
         name: Command(_TRAINS, f"{method.what} from a YAML or flags: every option of `trl {name}`, and ours")
         for name, method in METHODS.items()
     },
+    "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
     "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
     "doctor": Command(
         "fastpack_trl.cli.doctor",

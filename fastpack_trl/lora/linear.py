@@ -28,7 +28,7 @@ from fastpack_trl.lora.base_weight import (
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
-from fastpack_trl.model.hooks import PartsHooked, goes_beside
+from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
 
@@ -317,7 +317,7 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
-    if goes_beside(base):
+    if is_hooked(base):
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
         return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"

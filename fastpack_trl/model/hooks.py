@@ -59,7 +59,7 @@ def is_users(function: Any) -> bool:
     return not f"{getattr(_without_partial(function), '__module__', '')}.".startswith(_KNOWN)
 
 
-def goes_beside(module: Any) -> bool:
+def is_hooked(module: Any) -> bool:
     """Return whether a call of `module` runs more than the forward of its class: any hook, or a forward of its own."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return "forward" in module.__dict__  # most modules: this is asked for every projection in every step
@@ -80,8 +80,8 @@ class PartsHooked:
     def __call__(self, *parts: nn.Module) -> bool:
         """Return whether a call of one of `parts` would run a hook or a replaced forward."""
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
-            return any(map(goes_beside, parts))
-        answer = any(map(goes_beside, parts)) or bool(global_hook())
+            return any(map(is_hooked, parts))
+        answer = any(map(is_hooked, parts)) or bool(global_hook())
         if answer != self._last:
             if in_backward():
                 return self._last
@@ -104,7 +104,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
         return found
     modules: list[Any] = [module]
     for inner in modules:  # grows; names are made where there is a hook, since they take five times as long
-        if goes_beside(inner) and (found := _first_of_users(getattr(inner, attribute) for attribute in _KINDS)):
+        if is_hooked(inner) and (found := _first_of_users(getattr(inner, attribute) for attribute in _KINDS)):
             own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
             return f"the {found} on {own or type(inner).__name__}"
         modules += [child for child in inner._modules.values() if child is not None]

@@ -150,9 +150,13 @@ TABLE: tuple[Upstream, ...] = (
     _used("transformers.modeling_flash_attention_utils: _flash_attention_forward", "attention",
         "`flash_attention_2` and `3` are refused, named"),
     _used("transformers.Trainer: _inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
-        "_get_num_items_in_batch _track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
+        "_get_collator_with_removed_columns _get_train_sampler "
         "_get_eval_sampler", "model packing",
         "a subclass that overrides its successor is not seen, and gets packed batches"),
+    _used("transformers.Trainer: _get_num_items_in_batch _track_num_input_tokens", "attention packing",
+        "a subclass that overrides its successor is not seen, and gets packed batches"),
+    _used("transformers.models.mixtral.modeling_mixtral: load_balancing_loss_func", "step",
+        "experts under rows of families stop with an error: FASTPACK_DISABLE=1 runs stock"),
     _used("transformers.Trainer: _prepare_input", "model trainer",
         "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew"),
     _used("transformers.Trainer: _tr_loss _globalstep_last_logged", "step", "the NaN filter as stock"),
@@ -161,6 +165,7 @@ TABLE: tuple[Upstream, ...] = (
         "under FSDP 2 the optimizer steps over DTensors"),
     _used("trl.DPOTrainer: _compute_loss _precompute_ref_logps; trl.KTOTrainer: _compute_kl_logps", "packing trainers",
         "a subclass that overrides its successor is not seen, and gets rows; stock's padded batches of the reference"),
+    _used("trl.trainer.utils: FusedCausalLMOutput", "step", "rows of families run as stock pads them"),
     _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),
     _used("torch.nn.parallel.DistributedDataParallel: _set_params_and_buffers_to_ignore_for_model", "recipe",
         "`ignore_bias_buffers` of `dpo` stops with an error"),

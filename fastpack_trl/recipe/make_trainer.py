@@ -10,6 +10,7 @@ from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, 
 from fastpack_trl.recipe import checks
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
+from fastpack_trl.recipe.formats import reshape
 from fastpack_trl.recipe.methods import SFT, method_of
 from fastpack_trl.recipe.rewards import check_reward_columns, load_rewards
 from fastpack_trl.recipe.rows import check_rows, take_split
@@ -69,6 +70,9 @@ def make_trainer(
         why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
         eval_dataset = take_split(splits, script.dataset_test_split, "dataset_test_split", why)
     with naming_data(named):
+        wanted = arguments.data.dataset_format
+        train_dataset = reshape(train_dataset, "train", wanted)
+        eval_dataset = None if eval_dataset is None else reshape(eval_dataset, "eval", wanted)
         for split, what in ((eval_dataset, "eval"), (train_dataset, "train")):
             if split is not None:
                 check_rows(split, what, training, processing_class, method)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl.trainer.utils import FusedCausalLMOutput
 
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
@@ -27,6 +26,7 @@ from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, hea
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
 
+OUTPUT = "trl.trainer.utils.FusedCausalLMOutput"
 CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
 _PADDED = ("input_ids", "attention_mask", "use_cache")
 """Keywords of a padded batch, which the row has others for."""
@@ -87,7 +87,7 @@ class RowForward:
             self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
         else:
             constants, why_not = read_constants(stock)
-            self.missing = lacks("sync_free") or why_not
+            self.missing = lacks("sync_free") or ("" if found(OUTPUT) else f"trl has no {OUTPUT}") or why_not
             function = None if self.missing else _around(rows, self._state, stock.__func__, constants)
         if function is not None:
             model.forward = types.MethodType(function, model)
@@ -176,7 +176,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
             with knowing_experts():
                 aux_loss = _balancing(outputs.router_logits, text_config, families)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
-        return FusedCausalLMOutput(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
+        return found(OUTPUT)(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
 
     return forward
 

@@ -83,6 +83,7 @@ def test_a_record_without_hashes_is_of_older_code() -> None:
     assert stale.summed_up(0, 2) == "0 of 2 records are of older code"
 
 
+@cache
 def hashes_at(commit: str) -> dict[str, str]:
     """Hashes of the package's rooms at a commit, by git."""
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "fastpack_trl"], capture_output=True).stdout

@@ -31,7 +31,7 @@ FUNCTIONS = {
     "kernels/fp8.py": ["failure_of_products"],
     "lora/linear.py": ["_not_covered", "_fastpack_adapter"],
     "lora/cache_dequantized.py": ["cache_dequantized", "_drop"],
-    "lora/frozen_base.py": ["_refusal", "_remark_on_lost", "_put_back"],
+    "lora/frozen_base.py": ["_refusal", "_refused_by_device", "_remark_on_lost", "_put_back"],
     "lora/fp8_layers.py": ["_reason_against"],
     "lora/base_weight.py": ["_reason", "_fastpack_fetch_weight"],
     "lora/report.py": ["keep_where_free", "keep_in"],
