@@ -13,7 +13,7 @@ from trl.kernels import chunked_logprob
 
 from fastpack_trl.kernels.head_tiles import TorchTiles
 from fastpack_trl.step import head
-from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
+from fastpack_trl.step.head import HeadLoss, head_log_probs, head_loss, missing_tile_functions, reference_head_loss
 
 POSITIONS, HIDDEN, VOCABULARY = 37, 24, 101
 SHAPES = {"plain": {}, "scaled": {"logit_scale": 0.25}, "softcapped": {"softcap": 3.0, "logit_scale": 2.0}}
@@ -310,3 +310,27 @@ def test_on_cuda_at_most_twice_the_error_of_trl_and_no_sync(
             run(head_loss, inputs, tile_elements=tile_elements, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_tiles
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_probs_and_gradients_by_row_have_at_most_twice_the_error_of_trl(bias: bool, shape: str) -> None:
+    """Any loss of the log-probabilities: each row has a gradient of its own."""
+    inputs = material(False, bias)
+    weights = torch.randn(POSITIONS, generator=torch.Generator().manual_seed(1))
+
+    def figures(found: tuple[Tensor, Tensor], hidden: Tensor) -> list[Tensor]:
+        (gradient,) = torch.autograd.grad((found[0] * weights).sum(), hidden)
+        return [found[0].detach(), found[1].detach(), gradient]
+
+    options = SHAPES[shape]
+    doubles = doubled(inputs)
+    exact = figures(truth(*doubles, **options)[1:3], doubles[0])
+    trl = head.ChunkedLogProbFunction.apply(
+        *inputs, 1.0, 64, options.get("softcap"), options.get("logit_scale", 1.0), ("log_probs", "entropy")
+    )
+    stock = figures(trl[:2], inputs[0])
+    for tile_elements in (None, 5 * VOCABULARY):
+        found = head_log_probs(*inputs, **options, tile_elements=tile_elements)
+        assert_within_twice(figures(found[:2], inputs[0]), stock, exact)
