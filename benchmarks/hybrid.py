@@ -176,12 +176,12 @@ def _errors(lengths: tuple[int, ...], device: str) -> dict[str, float]:
     )
     query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
     tokens = (query, key, value, -g.abs(), beta.sigmoid())
-    exact = packed_delta(*(x.double() for x in tokens), chunks)
+    exact = packed_delta(*(x.double() for x in tokens), chunks=chunks)
     before, found = torch.backends.cuda.matmul.allow_tf32, {}
     try:
         for name, allowed in (("fp32", False), ("tf32", True)):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            found[name] = float((packed_delta(*tokens, chunks) - exact).norm() / exact.norm())
+            found[name] = float((packed_delta(*tokens, chunks=chunks) - exact).norm() / exact.norm())
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     return found
