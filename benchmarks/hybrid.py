@@ -175,13 +175,17 @@ def _errors(lengths: tuple[int, ...], device: str) -> dict[str, float]:
         torch.randn(sum(lengths), *shape, generator=generator, device=device) for shape in shapes
     )
     query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
-    tokens = (query, key, value, -g.abs(), beta.sigmoid())
-    exact = packed_delta(*(x.double() for x in tokens), chunks=chunks)
+    g, beta = -g.abs(), beta.sigmoid()
+
+    def rule(dtype: torch.dtype) -> Tensor:
+        return packed_delta(query.to(dtype), key.to(dtype), value.to(dtype), g.to(dtype), beta.to(dtype), chunks)
+
+    exact = rule(torch.float64)
     before, found = torch.backends.cuda.matmul.allow_tf32, {}
     try:
         for name, allowed in (("fp32", False), ("tf32", True)):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            found[name] = float((packed_delta(*tokens, chunks=chunks) - exact).norm() / exact.norm())
+            found[name] = float((rule(torch.float32) - exact).norm() / exact.norm())
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     return found
