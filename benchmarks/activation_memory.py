@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-from benchmarks.cases import Run
+from benchmarks.cases import PeakMemory, Run
 from benchmarks.command import known
 from benchmarks.lora_models import LoraModel, build, shared_copy
 from benchmarks.model_shapes import shape_of
@@ -28,7 +28,7 @@ from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.plan import checkpointable_layers, layer_functions
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import median_interval, summary
 from fastpack_trl.measure.timing import clock_of

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import Run, row_lengths, seconds_of
+from benchmarks.cases import PeakMemory, Run, row_lengths, seconds_of
 from benchmarks.command import known
 from fastpack_trl.attention.backends import BACKENDS, failure
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.bench.result_file import RowTask
-from fastpack_trl.measure.device_memory import PeakMemory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.flops import attention_pairs
 from fastpack_trl.measure.intervals import median_interval, summary

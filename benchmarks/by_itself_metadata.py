@@ -6,7 +6,6 @@ A third side has the attention kernel for packed rows of this package, which nee
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
@@ -17,18 +16,13 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.arithmetic import metadata_saved
 from benchmarks.by_itself_row import Pass, row_of
-from benchmarks.lora_models import shared_copy
-from benchmarks.model_shapes import PAD
-from benchmarks.step_turns import steps_in_turn
+from benchmarks.step_turns import packed, steps_in_turn
 from benchmarks.training_rows import Row, material
-from benchmarks.workload import Setting, trainer_arguments, without_emptiest
-from fastpack_trl.attention.install import packed_attention
+from benchmarks.workload import Setting, trainer_arguments
 from fastpack_trl.bench.baselines import SideRecipe
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 REBUILT, ONCE, KERNEL = "in each layer", "once per batch", "kernel for packed rows"
@@ -51,26 +45,19 @@ _ALONE = 7
 def measure_row(row: Row, rounds: int, device: str, seed: int, _seconds: float) -> dict[str, Any]:
     """Time training steps of the sides in turn, over one frozen base or the same weights, and one rebuild by itself."""
     given = material(row, device, seed)
-    model = given["model"]
-    packed_rows: list[list[int]] = []
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+    model, packed_rows = given["model"], list[list[int]]()
 
-        def build(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
-            arguments = trainer_arguments(Setting("", True, True), row.tokens, device, seed, folder) | changes
-            trainer = trainer_class(
-                shared_copy(model, trained=False), args=config_class(**arguments), train_dataset=given["train_dataset"],
-                processing_class=given["processing_class"],
-            )  # fmt: skip
-            trainer.train_dataset = without_emptiest(trainer.train_dataset)
-            packed_rows[:] = trainer.train_dataset["seq_lengths"][:_ALONE]
-            return trainer
+    def noted(trainer: Any, backend: str) -> Any:
+        packed_rows[:] = trainer.train_dataset["seq_lengths"][:_ALONE]
+        return packed(trainer, backend)
 
-        recipes = {
-            REBUILT: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
-            ONCE: SideRecipe(SFTTrainer, SFTConfig, {}, partial(_packed, backend="sdpa")),
-            KERNEL: SideRecipe(SFTTrainer, SFTConfig, {}, partial(_packed, backend="auto")),
-        }
-        found = steps_in_turn(recipes, build, rounds=rounds, warmup=WARMUP, seed=seed)
+    recipes = {
+        REBUILT: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
+        ONCE: SideRecipe(SFTTrainer, SFTConfig, {}, partial(noted, backend="sdpa")),
+        KERNEL: SideRecipe(SFTTrainer, SFTConfig, {}, partial(noted, backend="auto")),
+    }
+    arguments = trainer_arguments(Setting("", True, True), row.tokens, device, seed)
+    found = steps_in_turn(recipes, given, arguments, rounds=rounds, warmup=WARMUP, seed=seed)
     rebuild = rebuild_seconds(packed_rows, device, clock_of(device))
     layers = int(model.config.get_text_config().num_hidden_layers)
     failed = {name: side["failed"] for name, side in found["sides"].items() if "failed" in side}
@@ -84,16 +71,6 @@ def measure_row(row: Row, rounds: int, device: str, seed: int, _seconds: float) 
 def _rebuilt(trainer: Any) -> Iterator[str]:
     with rebuild_per_layer(trainer.model):
         yield REBUILT
-
-
-@contextlib.contextmanager
-def _packed(trainer: Any, backend: str) -> Iterator[str]:
-    collator = PackingCollator(pad_token_id=PAD)
-    with (
-        attribute_set(trainer, "data_collator", collator),
-        packed_attention(trainer.model, backend, compute_dtype=torch.bfloat16) as attention,
-    ):
-        yield attention.path
 
 
 def rebuild_seconds(rows: list[list[int]], device: str, clock: Clock) -> float:

@@ -193,7 +193,8 @@ class Side:
         kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if self.name == OURS else (SFTTrainer, SFTConfig)
         setting = TRL_DEFAULTS if self.device == "cuda" else Setting("", bf16=False, gradient_checkpointing=True)
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-            arguments = trainer_arguments(setting, tokens, self.device, self.seed, folder) | {"max_steps": STEPS}
+            arguments = trainer_arguments(setting, tokens, self.device, self.seed)
+            arguments |= {"output_dir": folder, "max_steps": STEPS}
             arguments |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-6, **SIDES[self.name]}
             if self.model.config.model_type == "gpt_oss":
                 arguments["router_aux_loss_coef"] = 0.0  # the router is frozen
@@ -302,7 +303,7 @@ def measure_side(
         below the model's own memory has 0 tokens and a reason in ``too_small``.
     """
     device = device_here()
-    model, peft_config = model_of(WORKLOADS[row["model"]], longest, device, seed)
+    model, peft_config = model_of(WORKLOADS[row["row"]], longest, device, seed)
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
     free_memory(device)

@@ -225,10 +225,13 @@ def _ran(row: Record, side: str) -> bool:
 
 
 def _peak(row: Record, side: str) -> float:
-    """Return the bytes, without the dense copies of 4-bit weights that the other sides kept in the same process."""
+    """Return the bytes of one side alone.
+
+    Those of older records have the dense copies of 4-bit weights that the other sides kept in the same process.
+    """
     memory = row["sides"][side]["memory"] if _ran(row, side) else None
-    if memory is None:
-        return 0.0
+    if memory is None or "isolation" in row:
+        return float(memory["peak_bytes"]) if memory else 0.0
     return float(memory["peak_bytes"]) - sum(_copies(row, other) for other in row["sides"] if other != side)
 
 

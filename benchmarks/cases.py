@@ -15,7 +15,7 @@ from torch import Tensor
 from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.device_memory import PeakMemory, free_memory
+from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import OtherLoad
@@ -97,24 +97,17 @@ class Run:
 
 
 def loaded_turns(
-    calls: Mapping[str, Callable[[], T]], device: str, *, dropped: Callable[[], object] = lambda: None, rounds: int,
-    least: int = 3, **options: Any,
-) -> tuple[Rounds[T], float | None]:  # fmt: skip
+    calls: Mapping[str, Callable[[], T]], device: str, *, rounds: int, least: int = 3, **options: Any
+) -> tuple[Rounds[T], float | None]:
     """Return what `take_turns` does, and the cores that other processes kept busy in the timed rounds.
 
     Args:
         calls: by side.
         device: whose memory a side that fails gives back.
-        dropped: called then, before.
         rounds, least, options: of `take_turns`.
     """
-    load = OtherLoad()
-
-    def drop(_name: str, _reason: str) -> None:
-        dropped()
-        free_memory(device)
-
-    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=drop, **options)
+    load, free = OtherLoad(), partial(free_memory, device)
+    found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=free, **options)
     return found, load.cores()
 
 
@@ -180,6 +173,26 @@ def _replayed(call: Callable[[], Any]) -> Callable[[], None]:
     return replay
 
 
+class PeakMemory:
+    """Bytes of device memory that a step needs at most, and those that lie there before it; None on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.before: int | None = None
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.before = int(torch.cuda.memory_allocated())
+
+    def read(self) -> dict[str, int] | None:
+        """Return ``{"peak_bytes", "before_bytes"}`` since construction, allocated; None on the CPU.
+
+        What torch holds beside, caches and CUDA graphs, is that of all that ran in the process.
+        """
+        if self.before is None:
+            return None
+        return {"peak_bytes": int(torch.cuda.max_memory_allocated()), "before_bytes": self.before}
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One forward and backward pass: three marks of a clock, and bytes of memory."""
@@ -207,26 +220,4 @@ def summaries(passes: Sequence[Pass], device: str) -> dict[str, dict[str, Any]]:
         "forward": summary([clock.seconds(one.start, one.middle) for one in passes]),
         "backward": summary([clock.seconds(one.middle, one.end) for one in passes]),
         "seconds": summary([clock.seconds(one.start, one.end) for one in passes]),
-    }
-
-
-def count_launches(call: Callable[[], Any], device: str) -> dict[str, float] | None:
-    """Run `call` once under torch's profiler; None on the CPU, where nothing is launched.
-
-    Returns:
-        ``kernels``; ``copies``, with fills, by the device's own engine; ``busy_seconds``, the sum over both: with one
-        stream, the time the device was not idle.
-    """
-    if device != "cuda":
-        return None
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    copies = sum(event.count for event in events if event.key.startswith(("Memcpy", "Memset")))
-    return {
-        "kernels": sum(event.count for event in events) - copies,
-        "copies": copies,
-        "busy_seconds": sum(event.self_device_time_total for event in events) / 1e6,
     }

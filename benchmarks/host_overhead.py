@@ -6,9 +6,7 @@ included.
 
 from __future__ import annotations
 
-import copy
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,22 +113,19 @@ def _setting(work: Workload, ga: int) -> str:
 
 def _measure_row(run: Run, work: Workload, tokens: int, ga: int, _seconds: float) -> dict[str, Any]:
     vocabulary = int(work.shape.fields["vocab_size"])
-    documents = random_documents(*work.documents, vocabulary, tokens * ga * (run.rounds + 2 * WARMUP), run.seed)
-    model = build_model(work.shape, positions=tokens, seed=run.seed, device=run.device)
-    tokenizer = make_tokenizer(vocabulary)
-    setting = Setting("", bf16=work.bf16, gradient_checkpointing=False)
-
-    def build(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
-        arguments = trainer_arguments(setting, tokens, run.device, run.seed, folder)
-        arguments |= {"gradient_accumulation_steps": ga, "logging_strategy": "no", **changes}
-        adapters = LoraConfig(target_modules="all-linear", r=work.rank, lora_dropout=0.0)
-        return trainer_class(
-            copy.deepcopy(model), args=config_class(**arguments), train_dataset=documents, processing_class=tokenizer,
-            peft_config=adapters,
-        )  # fmt: skip
-
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        row = steps_in_turn(PAIR, build, rounds=run.rounds, warmup=WARMUP, seed=run.seed, host_clock=True)
+    given = {
+        "model": build_model(work.shape, positions=tokens, seed=run.seed, device=run.device),
+        "processing_class": make_tokenizer(vocabulary),
+        "train_dataset": random_documents(
+            *work.documents, vocabulary, tokens * ga * (run.rounds + 2 * WARMUP), run.seed
+        ),
+        "peft_config": LoraConfig(target_modules="all-linear", r=work.rank, lora_dropout=0.0),
+    }
+    arguments = trainer_arguments(Setting("", work.bf16, False), tokens, run.device, run.seed)
+    arguments |= {"gradient_accumulation_steps": ga, "logging_strategy": "no"}
+    row = steps_in_turn(
+        PAIR, given, arguments, rounds=run.rounds, warmup=WARMUP, seed=run.seed, host_clock=True
+    )  # fmt: skip
     overheads = {name: _overhead(row["sides"][name]) for name in (STOCK, OURS)}
     for name, seconds in overheads.items():
         row["sides"][name]["overhead_seconds"] = summary(seconds)

@@ -7,7 +7,6 @@ same checkpoint policy, in turns.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,15 +16,13 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.cases import Run, row_lengths
 from benchmarks.command import known
-from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions, shared_copy
-from benchmarks.model_shapes import PAD, shape_of
-from benchmarks.step_turns import OURS, STOCK, steps_in_turn
-from benchmarks.workload import SPARE_ROWS, Setting, trainer_arguments, without_emptiest
-from fastpack_trl.attention.install import packed_attention
+from benchmarks.lora_models import ALPHA, MODELS, PROJECTIONS, RANK, LoraModel, build, definitions
+from benchmarks.model_shapes import shape_of
+from benchmarks.step_turns import OURS, STOCK, packed, steps_in_turn
+from benchmarks.workload import SPARE_ROWS, Setting, trainer_arguments
 from fastpack_trl.bench.baselines import SideRecipe, compiled_regions
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
 DEFAULTS = Run(rounds=9)
@@ -99,37 +96,19 @@ def _measure_row(
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)  # the next row's layers are other shapes: their graphs are made anew anyway
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastpack-bench-"))
         weights = build(model, layers=layers, positions=tokens, seed=run.seed, device=run.device)
         vocabulary = int(weights.get_base_model().config.vocab_size)
         tokenizer, documents = definitions(tokens * (WARMUP + run.rounds + 4 + SPARE_ROWS), vocabulary, longest=tokens)
-        arguments = trainer_arguments(Setting("", True, checkpointing), tokens, run.device, run.seed, folder)
-
-        def make(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
-            trainer = trainer_class(
-                shared_copy(weights, trained=False), args=config_class(**(arguments | changes)),
-                train_dataset=documents, processing_class=tokenizer,
-            )  # fmt: skip
-            if trainer_class is SFTTrainer:
-                trainer.data_collator = PackingCollator(pad_token_id=PAD)
-            trainer.train_dataset = without_emptiest(trainer.train_dataset)
-            return trainer
-
+        given = {"model": weights, "processing_class": tokenizer, "train_dataset": documents}
+        arguments = trainer_arguments(Setting("", True, checkpointing), tokens, run.device, run.seed)
         recipes = {
             STOCK: SideRecipe(SFTTrainer, SFTConfig, {}, packed),
             COMPILED: SideRecipe(SFTTrainer, SFTConfig, {}, partial(packed_and_compiled, backend=backend)),
             OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, {"activation_memory": "off"}),
             PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig),
         }
-        row = steps_in_turn(recipes, make, rounds=run.rounds, warmup=WARMUP, seed=run.seed)
+        row = steps_in_turn(recipes, given, arguments, rounds=run.rounds, warmup=WARMUP, seed=run.seed)
         return row | {"base": model.base, "attention": "varlen or per_document of fastpack-trl, on every side"}
-
-
-@contextlib.contextmanager
-def packed(trainer: Any, implementation: str = "auto") -> Iterator[str]:
-    """Run a stock trainer with the packed attention of this package; yield the name of its path."""
-    with packed_attention(trainer.model, implementation, compute_dtype=torch.bfloat16) as attention:
-        yield attention.path
 
 
 @contextlib.contextmanager

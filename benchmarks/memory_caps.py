@@ -18,9 +18,9 @@ from benchmarks.caps_search import STEP
 from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, WORKLOADS
 from benchmarks.command import CaseCommand
 from benchmarks.training_side import device_here
-from fastpack_trl.bench.result_file import ResultFile
-from fastpack_trl.bench.training_run import OwnProcess
-from fastpack_trl.measure.record import date_now, make_record
+from fastpack_trl.bench.report import read_record
+from fastpack_trl.bench.result_file import ResultFile, run_rows
+from fastpack_trl.bench.training_run import OwnProcess, TrainingRun
 from fastpack_trl.measure.tables import aligned, fact_lines
 
 CASE = "memory_caps"
@@ -39,29 +39,40 @@ def measure(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
     """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
 
     Returns:
-        A record. A row has ``model`` and ``sides``, of each what `caps_side.measure_side` returns, or ``failed``.
+        A record. A row has the model as ``row``, its ``side``, and what `caps_side.measure_side` returns, or
+        ``failed``.
 
     Raises:
         UserError: `file` holds another run.
     """
-    head = make_record(
-        case=CASE, settings=settings(args), rows=(), complete=False, device=device_here(),
-        threads=torch.get_num_threads(), seed=args.seed,
+    known = file is not None and not file.again and file.path.exists()
+    done = sides_of(read_record(file.path)) if file is not None and known else {}
+
+    def launch(row: Mapping[str, Any], side: str) -> dict[str, Any]:
+        sides = done.setdefault(row["row"], {})
+        options = {
+            "caps": sorted(args.caps), "beside": largest_of(sides.get("stock", {})) if side == OURS else {},
+            "longest": args.longest, "probes": args.probes, "seconds": args.seconds, "seed": args.seed,
+        }  # fmt: skip
+        timeout = args.seconds + _BUILD_SECONDS
+        found = OwnProcess("benchmarks.caps_side:measure_side", options, notes=True, timeout=timeout)(row, side)
+        sides[side] = found
+        return found
+
+    sides = sorted(args.sides, key=list(SIDES).index)
+    runs = [TrainingRun({"row": name}, side, launch) for name in args.rows for side in sides]
+    return run_rows(
+        runs, case=CASE, settings=settings(args), device=device_here(), threads=torch.get_num_threads(),
+        seed=args.seed, file=file, progress=True,
     )  # fmt: skip
-    done = {row["model"]: row for row in ([] if file is None else file.finished(head))}
-    record = {**head, "rows": list(done.values())}
-    for name in args.rows:
-        row = done.setdefault(name, {"model": name, "sides": {}})
-        for side in sorted(args.sides, key=list(SIDES).index):
-            if row["sides"].get(side, {}).get("complete"):
-                continue
-            beside = largest_of(row["sides"].get("stock", {})) if side == OURS else {}
-            row["sides"][side] = measure_apart(name, side, args, beside)
-            record |= {"date": date_now(), "rows": list(done.values())}
-            if file is not None:
-                file.save(record)
-            print("\n".join([f"{name}, {side}", *lines(row, only=side)]), flush=True)
-    return record | {"complete": True}
+
+
+def sides_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each side has found, by model; a row of an older record has all sides of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in record["rows"]:
+        found.setdefault(row.get("model") or row["row"], {}).update(row.get("sides") or {row["side"]: row})
+    return found
 
 
 def settings(args: Namespace) -> dict[str, Any]:
@@ -70,18 +81,6 @@ def settings(args: Namespace) -> dict[str, Any]:
         "caps_gib": sorted(args.caps), "longest": args.longest, "probes": args.probes, "seconds": args.seconds,
         "steps": STEPS, "resolution": STEP, "room": ROOM,
     }  # fmt: skip
-
-
-def measure_apart(name: str, side: str, args: Namespace, beside: Mapping[str, int]) -> dict[str, Any]:
-    """Measure one side of a model in a process of its own; what it has noted where it does not come to its end."""
-    options = {
-        "caps": sorted(args.caps), "beside": beside, "longest": args.longest, "probes": args.probes,
-        "seconds": args.seconds, "seed": args.seed,
-    }  # fmt: skip
-    timeout = args.seconds + _BUILD_SECONDS
-    here = OwnProcess("benchmarks.caps_side:measure_side", options, notes=True, timeout=timeout)
-    found = here({"model": name}, side)
-    return found if "failed" in found else {**found, "complete": True}
 
 
 def largest_of(found: Mapping[str, Any]) -> dict[str, int]:
@@ -94,20 +93,18 @@ def table(record: Mapping[str, Any]) -> str:
     out = [f"{CASE}: largest packed row under a cap of device memory", *fact_lines(record)]
     out += [] if record["complete"] else ["INCOMPLETE: some processes have not run"]
     out += ["a row in brackets is predicted: there was no time to run it"]
-    for row in record["rows"]:
-        out += ["", row["model"], *lines(row)]
+    for model, sides in sides_of(record).items():
+        out += ["", model, *lines(sides)]
     return "\n".join(out)
 
 
-def lines(row: Mapping[str, Any], only: str | None = None) -> list[str]:
+def lines(sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the lines of one model."""
     head = "GiB, side, largest row, of stock's, tok/s, at stock's row, peak, reserved, attention, plan"
     cells, notes = [head.split(", ")], []
-    stock = largest_of(row["sides"].get("stock", {}))
-    for side, found in row["sides"].items():
-        if only not in (None, side):
-            continue
-        notes += [f"{side}: {found['failed']}"] if "failed" in found else []
+    stock = largest_of(sides.get("stock", {}))
+    for side, found in sides.items():
+        notes += [f"{side}: {why}" for why in (found.get("failed"), found.get("skipped")) if why]
         for cap, tokens in found.get("largest", {}).items():
             if why := found.get("too_small", {}).get(cap):
                 notes.append(f"{side}, {cap} GiB: does not fit: {why}")

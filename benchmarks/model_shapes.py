@@ -33,10 +33,6 @@ class ModelShape:
     published_layers: int = 0
     leaks: bool = False
 
-    @property
-    def has_experts(self) -> bool:
-        return "num_experts_per_tok" in self.fields
-
     def cut_to(self, layers: int | None) -> ModelShape:
         """Return the same model with its first `layers` layers (None: what this shape runs by default).
 

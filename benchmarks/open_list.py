@@ -109,5 +109,5 @@ def measured(results: Results) -> Iterator[tuple[str, str, str]]:
             name = str(row.get("row") or row.get("model") or row.get("name"))
             if row.get("skipped"):
                 continue
-            sides = row["sides"] if record["case"] == "memory_caps" else [row.get("side", "")]
-            yield from ((record["case"], name, str(side)) for side in sides)
+            sides = row["sides"] if "sides" in row else [row.get("side", "")]
+            yield from ((record["case"], name, str(side)) for side in ("", *sides))

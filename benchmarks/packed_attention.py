@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +21,6 @@ from benchmarks.workload import (
     make_tokenizer,
     random_documents,
     trainer_arguments,
-    without_emptiest,
 )
 from fastpack_trl.bench.parity import LossParityError
 from fastpack_trl.bench.result_file import RowTask
@@ -76,16 +73,12 @@ def measure(
 
 
 def _measure_row(run: Run, work: Workload, setting: Setting, tokens: int, _seconds: float) -> dict[str, Any]:
-    model = build_model(work.shape.public, positions=tokens, seed=run.seed, device="cpu")
-    tokenizer, vocabulary = make_tokenizer(work.shape.vocabulary), work.shape.vocabulary
+    vocabulary = work.shape.vocabulary
     rows = GATE_STEPS + WARMUP_PAIRS + run.rounds + SPARE_ROWS + 2  # the last step counts syncs
-    documents = random_documents(work.shortest, work.longest, vocabulary, tokens * rows, run.seed)
-
-    def build(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
-        args = config_class(**(trainer_arguments(setting, tokens, run.device, run.seed, folder) | changes))
-        trainer = trainer_class(copy.deepcopy(model), args=args, train_dataset=documents, processing_class=tokenizer)
-        trainer.train_dataset = without_emptiest(trainer.train_dataset)
-        return trainer
-
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        return steps_in_turn(PAIR, build, rounds=run.rounds, warmup=WARMUP_PAIRS, seed=run.seed)
+    given = {
+        "model": build_model(work.shape.public, positions=tokens, seed=run.seed, device="cpu"),
+        "processing_class": make_tokenizer(vocabulary),
+        "train_dataset": random_documents(work.shortest, work.longest, vocabulary, tokens * rows, run.seed),
+    }
+    arguments = trainer_arguments(setting, tokens, run.device, run.seed)
+    return steps_in_turn(PAIR, given, arguments, rounds=run.rounds, warmup=WARMUP_PAIRS, seed=run.seed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.first_step import WallTimes, wall_times
-from benchmarks.memory_caps import largest_of
+from benchmarks.memory_caps import largest_of, sides_of
 from benchmarks.readme_cells import grid, made_by, record_of
 from benchmarks.side_table import cells, peak_cell, times, work
 from benchmarks.training_rows import FIRST
@@ -164,7 +164,10 @@ def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "predicted / measured GiB of activations."
     )
     columns = "model | >GiB | >stock: tokens | >tokens/s | >fastpack: tokens | >tokens/s | >at stock's row | >plan"
-    lines = [cells for record in records.values() for row in record["rows"] for cells in _cap_cells(row)]
+    lines = [
+        cells for record in records.values() for model, sides in sides_of(record).items()
+        for cells in _cap_cells(model, sides)
+    ]  # fmt: skip
     made = [line for name, record in records.items() for line in (made_by(name, record), *caps_not_reached(record))]
     return ["\n".join([head, "", grid(columns, lines), "", *made])]
 
@@ -172,26 +175,26 @@ def memory_caps_table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def caps_not_reached(record: Mapping[str, Any]) -> Iterator[str]:
     """Say which caps a side has no row for because its time was over."""
     missing: dict[str, list[str]] = {}
-    for row in record["rows"]:
-        for side, found in row["sides"].items():
+    for model, sides in sides_of(record).items():
+        for side, found in sides.items():
             known = {float(cap) for cap in largest_of(found)}
             caps = {one["cap_gib"] for one in found["rows"] if one.get("skipped")} - known - {None}
             if caps:
                 listed = ", ".join(f"{cap:g}" for cap in sorted(caps))
-                missing.setdefault(row["model"], []).append(f"{side} at {listed} GiB")
+                missing.setdefault(model, []).append(f"{side} at {listed} GiB")
     if missing:
-        sides = "; ".join(f"{model}: {', '.join(each)}" for model, each in missing.items())
-        yield f"Not measured within the {record['settings']['seconds']:g} s of a side: {sides}."
+        listed = "; ".join(f"{model}: {', '.join(each)}" for model, each in missing.items())
+        yield f"Not measured within the {record['settings']['seconds']:g} s of a side: {listed}."
 
 
-def _cap_cells(row: Mapping[str, Any]) -> Iterator[list[str]]:
-    stock, ours = row["sides"]["stock"], row["sides"]["fastpack"]
+def _cap_cells(model: str, sides: Mapping[str, Any]) -> Iterator[list[str]]:
+    stock, ours = sides["stock"], sides["fastpack"]
     for cap, tokens in largest_of(ours).items():
         theirs = largest_of(stock).get(cap)
         best = _cap_row(ours, cap, tokens)
         plan = best["plan"]
         yield [
-            row["model"], cap, f"{theirs:,}" if theirs else "none fits",
+            model, cap, f"{theirs:,}" if theirs else "none fits",
             f"{_cap_row(stock, cap, theirs)['tokens_per_second']:,.0f}" if theirs else "-", f"{tokens:,}",
             f"{best['tokens_per_second']:,.0f}", _beside(ours, cap, theirs),
             f"{plan['predicted_gib']:.1f} / {plan['measured_gib']:.1f}",

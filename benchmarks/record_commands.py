@@ -65,8 +65,9 @@ def _moe(record: Record) -> str:
 def _memory_caps(record: Record) -> str:
     settings = record["settings"]
     caps = " ".join(f"{cap:g}" for cap in settings["caps_gib"])
-    sides = _listed(side for row in record["rows"] for side in row["sides"])
-    return f"{_models(record)} --sides {sides} --caps {caps} --seconds {settings['seconds']:g}"
+    sides = _listed(side for row in record["rows"] for side in row.get("sides") or [row["side"]])
+    models = _listed(row.get("model") or row["row"] for row in begun(record))
+    return f"{models} --sides {sides} --caps {caps} --seconds {settings['seconds']:g}"
 
 
 def _side_by_side(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,8 @@ def device_here() -> str:
 
 
 def train_side(
-    row: Row, side: Side, seed: int, watched: Mapping[str, Any], *, given: Mapping[str, Any] | None = None,
-    callbacks: Sequence[Any] = (), made: Callable[[Any], None] = lambda trainer: None, **fields: Any,
+    row: Row, side: Side, seed: int, watched: Mapping[str, Any], *,
+    made: Callable[[Any], None] = lambda trainer: None, **fields: Any,
 ) -> tuple[Any, RunWatch]:  # fmt: skip
     """Train one side of a row in this process; return its trainer and the watch of its steps, which ends the run.
 
@@ -58,8 +58,6 @@ def train_side(
         side: how.
         seed: of weights and order.
         watched: arguments of `RunWatch`; the warm-up of a side of ours lasts until all is decided.
-        given: `material` of the row, made before.
-        callbacks: further ones.
         made: called with the trainer right before it trains.
         fields: of its configuration, beside the side's.
     """
@@ -71,7 +69,7 @@ def train_side(
     torch.set_num_threads(max(1, min(8, torch.get_num_threads())))
     device = device_here()
     kinds: tuple[Any, Any] = (FastSFTTrainer, FastSFTConfig) if side.ours else (SFTTrainer, SFTConfig)
-    given = material(row, device, seed) if given is None else given
+    given = material(row, device, seed)
     trainer: Any = None
     watch = RunWatch(ready=lambda: not side.ours or decided(trainer.fastpack_report.to_dict()), **watched)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -80,7 +78,7 @@ def train_side(
             output_dir=folder, seed=seed, use_cpu=device != "cuda",
             **(COMMON | row.precision(device) | row.arguments | dict(side.fields) | fields),
         )  # fmt: skip
-        trainer = scalable(kinds[0](args=args, callbacks=[watch, *callbacks], **given))
+        trainer = scalable(kinds[0](args=args, callbacks=[watch], **given))
         if side.compiled:
             stack.enter_context(compiled_regions(trainer))
         free_memory(device)

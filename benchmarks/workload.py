@@ -74,10 +74,10 @@ CUDA = Workload(
 )
 
 
-def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int, folder: str) -> dict[str, Any]:
+def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int) -> dict[str, Any]:
     """Return the arguments of either trainer's configuration; everything else is TRL's default."""
     return {
-        "output_dir": folder, "packing": True, "max_length": tokens, "per_device_train_batch_size": 1,
+        "packing": True, "max_length": tokens, "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1, "bf16": setting.bf16,
         "gradient_checkpointing": setting.gradient_checkpointing, "use_cpu": device == "cpu", "seed": seed,
         "data_seed": seed, "report_to": "none", "disable_tqdm": True,
@@ -85,7 +85,9 @@ def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int, fol
 
 
 def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
-    """Drop what was left over at the end of packing: a row of a few tokens would time something else."""
+    """Drop what was left over at the end of packing, if it was: a row of a few tokens would time something else."""
+    if "seq_lengths" not in rows.column_names:
+        return rows
     filled = [sum(lengths) for lengths in rows["seq_lengths"]]
     emptiest = int(np.argmin(filled))
     return rows.select([index for index in range(len(rows)) if index != emptiest])

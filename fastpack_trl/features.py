@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from fastpack_trl.attention.feature import install_attention, plan_rows_again
+from fastpack_trl.attention.share_prefixes import share_prefixes
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.feature import cuda_graph
@@ -95,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),
     Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
+    Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
     Feature(activation_memory, "any"),
     Feature(cache_dequantized, "any"),  # in what that plan leaves
     Feature(checkpoint_offload, "any"),  # unless that plan offloads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -18,13 +17,14 @@ from fastpack_trl.features import micro_step
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.short_data import ShortData
-from fastpack_trl.step.sync_free import SyncFreeStep, warnings_of_caller
+from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
 
 logger = get_logger(__name__)
@@ -75,12 +75,17 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
-            return super()._prepare_dataset(*given)
         run = self.fastpack_run
+        by_prefix = dataset_name == "train" and run.settings.packing_order == "prefix"
+        if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
+            if by_prefix and not self._fastpack_disabled:
+                raise ValueError(
+                    "packing_order='prefix' sorts a data set as a whole, with TRL's own collator: no stream"
+                )
+            return super()._prepare_dataset(*given)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
+        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count, by_prefix=by_prefix)
         if facts is not None:
             run.facts = facts
         return prepared
@@ -89,7 +94,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
         stock: Any = self.data_collator
-        self.data_collator = packing_collator(self)
+        shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
+        self.data_collator = packing_collator(self, share_prefixes=shares)
         try:
             return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
         finally:
@@ -154,8 +160,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
-            with warnings_of_caller() if return_outputs else contextlib.nullcontext():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
         return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     @property

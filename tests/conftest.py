@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,19 +64,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
-_FROZEN = pytest.StashKey[int]()
+_SLOW = 0.02
+"""Seconds of a full collection after which what is left is frozen: a tenth of a short training."""
 
 
-def _freeze(config: pytest.Config) -> None:
-    """Take what is imported out of the garbage collector's sight.
+class _Collections:
+    """Times the full collections of the garbage collector, and takes what lives on out of its sight.
 
-    Every training collects once when it starts, which otherwise is half of the time of a test: a walk over all objects
-    of torch and transformers.
+    Every training collects when it starts and when it ends: each time a walk over all objects of torch and transformers
+    that are imported, and of what compiled graphs leave in caches, which would be most of the time of a test.
     """
-    if len(sys.modules) > config.stash.get(_FROZEN, 0) + 50:
-        config.stash[_FROZEN] = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+
+    def __init__(self) -> None:
+        self.slowest, self._began = _SLOW, 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            if phase == "start":
+                self._began = process_time()
+            else:
+                self.slowest = max(self.slowest, process_time() - self._began)
+
+    def freeze(self) -> None:
+        """Freeze what is there where a collection was slow since the last time."""
+        if self.slowest >= _SLOW:
+            gc.collect()
+            gc.freeze()
+            self.slowest = 0.0
+
+
+_COLLECTIONS = pytest.StashKey[_Collections]()
 
 
 def _leave_out(patch: pytest.MonkeyPatch) -> None:
@@ -133,13 +151,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     patch = pytest.MonkeyPatch()
     session.config.add_cleanup(patch.undo)
     _leave_out(patch)
-    _freeze(session.config)
+    collections = session.config.stash[_COLLECTIONS] = _Collections()
+    collections.freeze()
+    gc.callbacks.append(collections)
+    session.config.add_cleanup(lambda: gc.callbacks.remove(collections))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Modules that a test was the first to need, once its own objects are gone."""
-    _freeze(item.config)
+    """What a test was the first to need, once its own objects are gone."""
+    item.config.stash[_COLLECTIONS].freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations
-from compile_material import Counting, one_step, row, stop
+from compile_material import Counting
 from fsdp2 import fsdp2
 from peft import LoraConfig
 from ranks import leave
@@ -21,16 +21,13 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.compile.kind import LayerKind
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError, RankFailedError
-from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
@@ -81,33 +78,6 @@ def compiled() -> None:
         for layer in ours.accelerator.unwrap_model(ours.model).get_decoder().layers:
             assert "forward" not in layer.__dict__
             assert type(layer).__name__.startswith("FSDP"), type(layer)
-
-
-def agreed() -> None:
-    """Of what is weighed, all take the same: also where one process cannot compile, or sees no row for a while."""
-    rank, ranks = dist.get_rank(), Ranks(2)
-
-    def kind(fails: bool, absent: tuple[int, ...]) -> LayerKind:
-        model = tiny_model("qwen3", num_hidden_layers=1).train()
-        backend = stop if fails and rank == 1 else Counting()
-        with packed_attention(model, "sdpa"), compiled_layers(
-            model, measure=True, left=lambda: StepsLeft(10**9, 1), early=lambda: False, together=True, verbose=False,
-            _backend=backend,
-        ) as layers:  # fmt: skip
-            for step in range(4):
-                layers.agree(ranks)
-                if rank == 0 or step not in absent:
-                    one_step(model, *row(step))
-        return layers.kinds[0]
-
-    failed = kind(True, ())
-    assert failed.path == "eager"
-    assert ("no compiler here" if rank else "another process could not compile it") in failed.reason
-    late = kind(False, (0, 1, 2))
-    assert late.weighing is not None
-    assert late.weighing.agreed
-    paths = ranks.most([late.path == "eager", late.path != "eager"])
-    assert sorted(paths) == [0.0, 1.0], (rank, late.path, late.reason)
 
 
 class LooksBeforeTheStep(TrainerCallback):
@@ -378,7 +348,6 @@ CASES = {
     "proof": proof,
     "memory": memory,
     "compiled": compiled,
-    "agreed": agreed,
 }
 
 if __name__ == "__main__":

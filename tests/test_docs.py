@@ -25,6 +25,7 @@ from trainer_material import TEMPLATE, make_dataset, make_tokenizer
 
 from fastpack_trl.cli.main import _parser, main
 from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.methods import METHODS
 from fastpack_trl.testing import tiny_model
 
 KINDS = {"python", "console", "diff", "yaml", "text", ""}
@@ -58,7 +59,7 @@ OVERRIDES = "--max_steps 2 --max_length 64 --disable_tqdm true"
 SMALL_RUN = r"--config ((configs/)?quickstart|my)\.yaml"
 RUN: dict[str, str] = {
     rf"fastpack-trl sft {SMALL_RUN}( --output_dir \w+)?": OVERRIDES,
-    r"fastpack-trl init \w+": "--force",
+    r"fastpack-trl init [\w.-]+": "--force",
     r"fastpack-trl verify --model path/to/model( --attn \w+)?": "",
     rf"fastpack-trl doctor {SMALL_RUN}": "",
     rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+": f"--pairs 1 {OVERRIDES}",
@@ -68,7 +69,7 @@ RUN: dict[str, str] = {
 PARSED: dict[str, str] = {
     r"fastpack-trl sft .*--(accelerate_config|num_processes) .*": "several processes",
     r"fastpack-trl sft --config configs/.*": "needs a GPU: tests/recipe/test_configs.py trains these files in small",
-    r"fastpack-trl sft": "an option of a file, as above",
+    r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)": "an option of a file: tests/cli/test_method_commands.py",
     r"fastpack-trl sft --help": "tests/recipe/test_sft_bad_input.py and others read it",
     r"fastpack-trl quickstart.*": "a minute: tests/quickstart/test_quickstart.py runs a miniature",
     r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
@@ -78,6 +79,8 @@ PARSED: dict[str, str] = {
     r"fastpack-trl bench( --config \S+)?": "as the one with a file that runs here",
     r"fastpack-trl bench --report .*": "tests/bench/test_bench_report.py",
     r"fastpack-trl init": "tests/cli/test_init.py",
+    r"fastpack-trl (merge|generate)( .*)?": "needs a run: tests/recipe/test_trained.py and tests/cli/test_init.py",
+    r"fastpack-trl convert theirs\.yaml": "tests/recipe/test_foreign.py",
     r"python -m benchmarks( .*)?": "minutes: tests/benchmarks/ runs each case in small",
 }
 """Commands of ours that are parsed, and the reason why they do not run here."""
@@ -290,7 +293,7 @@ def parsed(line: str) -> None:
         parser.parse_args(words[2:])
         return
     command, *rest = words
-    if command == "sft":
+    if command in METHODS:
         if rest and "--help" not in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
             launch = parse([*rest, "--use_cpu"]).launch
             assert ("--accelerate_config" in rest) == (launch[:1] == ["--config_file"])

@@ -14,9 +14,9 @@ from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl import trainer as wiring
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES, Feature
+from fastpack_trl.trainers import featured as wiring
 
 GUIDE = Path(__file__).parents[1] / "docs" / "adding-a-feature.md"
 

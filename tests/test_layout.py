@@ -50,28 +50,28 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3850,
+    "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
-    "checkpointing": 2300,
-    "cli": 1050,
-    "compile": 1000,
+    "checkpointing": 2250,
+    "cli": 1200,
+    "compile": 900,
     "kernels": 1350,
     "lora": 1950,
-    "measure": 1500,
-    "model": 2250,
+    "measure": 1450,
+    "model": 2100,
     "moe": 1500,
-    "packing": 2750,
+    "packing": 2900,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 1550,
+    "recipe": 2350,
     "run": 400,
     "step": 2550,
-    "trainers": 600,
+    "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33000, "benchmarks": 10500, "tests": 38000}
+TOTALS = {"fastpack_trl": 33500, "benchmarks": 8700, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
@@ -200,10 +200,10 @@ def test_the_graph_sees_every_kind_of_import(tmp_path: Path) -> None:
         "from __future__ import annotations\nimport fastpack_trl.errors as e\nfrom fastpack_trl import FastSFTConfig\n"
         "from fastpack_trl import run\nfrom fastpack_trl.cli import main\n"
         "from fastpack_trl.report import FeatureReport\ndef late():\n    from fastpack_trl.model import facts\n"
-        "    return 'fastpack_trl.cli.sft'\n"
+        "    return 'fastpack_trl.cli.train'\n"
     )
     assert set(imports("fastpack_trl.made_up", file)) == {
-        f"fastpack_trl.{name}" for name in ("errors", "config", "run", "cli.main", "report", "model.facts", "cli.sft")
+        f"fastpack_trl.{name}" for name in ("errors", "config", "run", "cli.main", "report", "model.facts", "cli.train")
     }
 
 

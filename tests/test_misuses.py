@@ -131,7 +131,7 @@ COMMANDS = [
     Misuse("bench --report {result} --out out", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
     Misuse("quickstart --steps 1", "--steps 1 is below 2"),
     Misuse("quickstart --output_dir .", "is not empty and was not written by the quickstart"),
-    Misuse("quickstart --json no/such/file.json", "--json no/such/file.json cannot be written"),
+    Misuse("quickstart --json no/such/file.json", "--json 'no/such/file.json' cannot be written"),
     Misuse("sft --config {yaml}", "interrupted at step 1, before any checkpoint", "logging_steps: 2", code=130),
 ]
 

@@ -136,8 +136,8 @@ def run(cls: type[SFTTrainer], folder: Path, kind: str, hooks: Hooks, **options:
 
 @pytest.fixture(autouse=True)
 def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
-    backend = BACKEND if kind == "dense" else TRACED
+    given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    backend = BACKEND if (given.get("kind"), given.get("where")) == ("dense", "modules") else TRACED
     monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=backend))
 
 

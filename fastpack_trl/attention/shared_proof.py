@@ -131,12 +131,18 @@ def _refusals(run: Run, attention: PackedAttention, backend: Backend) -> Iterato
     yield states and f"{type(states[-1]).__name__} carries state along the row"
     yield is_prompt_learning(run.model) and "prompt learning puts virtual tokens before each document"
     yield is_invoked_once_per_row(run.model) and ALORA
-    modules = run.model.modules()
-    dropout = max((m.p for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)), default=0.0)
-    dropout = max(dropout, attention.features.dropout)
+    dropout = max(_dropouts(run.model), default=attention.features.dropout)
     yield dropout and f"dropout {dropout:g} would drop the same of a prefix for all documents: 0 shares them"
     noise = getattr(text_model(run.model).config.get_text_config(), "router_jitter_noise", 0.0)
     yield noise and f"router_jitter_noise {noise:g} would be the same on a prefix for all documents"
+
+
+def _dropouts(model: nn.Module) -> Iterator[float]:
+    """Yield the rates above 0 of modules that drop, and of those that call a function for it."""
+    for module in model.modules():
+        rates = [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        rates += [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        yield from (rate for rate in rates if rate > 0)
 
 
 def _failure(run: Run, attention: PackedAttention) -> str:

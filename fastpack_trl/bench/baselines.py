@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.attention.flash_attention import missing
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.config import FastSFTConfig
 from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.trainer import FastSFTTrainer
+from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
@@ -42,8 +40,8 @@ class SideRecipe:
     around: Callable[[Any], AbstractContextManager[str]] = _as_built
 
 
-def recipe_of(name: str) -> SideRecipe:
-    """Return the recipe of a side of `SIDES`.
+def recipe_of(name: str, method: Method = SFT) -> SideRecipe:
+    """Return the recipe of a side of `SIDES`, for the trainers of a method.
 
     - ``stock``: `trl.SFTTrainer` as installed, as the configuration says.
     - ``tuned``: the same with flash-attn where it is installed, Liger's kernels where they load, and decoder layers
@@ -53,13 +51,14 @@ def recipe_of(name: str) -> SideRecipe:
     - ``fastpack_plan``: `FastSFTTrainer` with every field as configured: on CUDA it recomputes as the memory asks, and
       of that has what the other sides leave free; in a process of its own (``--isolate``) all of it.
     """
+    stock, ours = method.of_trl, method.classes
     liger = {} if liger_missing("cuda" if torch.cuda.is_available() else "cpu") else {"use_liger_kernel": True}
     return {
-        STOCK: SideRecipe(SFTTrainer, SFTConfig),
-        TUNED: SideRecipe(SFTTrainer, SFTConfig, liger, _tuned),
-        REBUILD: SideRecipe(SFTTrainer, SFTConfig, {}, _rebuilt),
-        OURS: SideRecipe(FastSFTTrainer, FastSFTConfig, SAME_CHECKPOINTS),
-        PLANNED: SideRecipe(FastSFTTrainer, FastSFTConfig),
+        STOCK: SideRecipe(*stock),
+        TUNED: SideRecipe(*stock, liger, _tuned),
+        REBUILD: SideRecipe(*stock, {}, _rebuilt),
+        OURS: SideRecipe(*ours, SAME_CHECKPOINTS),
+        PLANNED: SideRecipe(*ours),
     }[name]
 
 

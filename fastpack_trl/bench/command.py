@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastpack_trl.bench.views import COMPILED_OPTION
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.recipe.methods import SFT
 
 if TYPE_CHECKING:
     from fastpack_trl.bench.result_file import ResultFile
     from fastpack_trl.bench.side import RoundPlan
-    from fastpack_trl.config import FastSFTConfig
+    from fastpack_trl.recipe.arguments import Arguments
 
 CASES_COMMAND = "python -m benchmarks"
 ABLATE = "ablate"
@@ -71,9 +72,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: torch's own)")
     add("--seed", metavar="N", type=int, help="of weights, data and order (default: the YAML's)")
     add = parser.add_argument_group(
-        "your own run", "with --config; every other option is one of `fastpack-trl sft` and overrides the YAML"
+        "your own run", "with --config; every other option is one of the command that the YAML is for and overrides it"
     ).add_argument
-    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: stock and fastpack on its model and data")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a YAML of `fastpack-trl sft`, `dpo`, `reward` or `kto` (--trainer NAME says "
+        "which, if its keys do not): stock and fastpack on its model and data",
+    )
     add(
         "--baseline",
         metavar="NAME",
@@ -203,7 +209,15 @@ def _record(args: Namespace, folder: str, file: ResultFile | None) -> dict[str, 
     plan = _plan(args)
     flags = [*args.more, *([] if args.seed is None else ["--seed", str(args.seed)])]
     # A wrong name or value is said before anything is loaded.
-    training = short_run_arguments(args.config, folder, *flags).training
+    arguments = short_run_arguments(args.config, folder, *flags)
+    training = arguments.training
+    if arguments.method.scores_rewards:
+        raise UserError(
+            f"bench compares steps on the same rows, and {arguments.method.command} generates its own: time whole "
+            "runs, with and without FASTPACK_DISABLE=1"
+        )
+    if arguments.method is not SFT and (args.ablate or "rebuild" in (args.baseline or ())):
+        raise UserError(f"--ablate and the baseline rebuild are of `sft`: this YAML is for {arguments.method.command}")
     sides = [*dict.fromkeys(BASELINES[name] for name in args.baseline or [baselines.STOCK]), baselines.OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
         sides.append(baselines.PLANNED)
@@ -218,23 +232,23 @@ def _record(args: Namespace, folder: str, file: ResultFile | None) -> dict[str, 
     settings = {"config": settings_of(args.config, args.more), "asked": asked}
     case = ABLATE if args.ablate else CASE
     if file is not None:
-        head = record_of([{"device": training.device.type}], plan, False, case=case, **settings)
+        head = record_of(plan, [{"device": training.device.type}], False, case=case, **settings)
         found = file.whole(head)
         if found is not None:
             print(f"{case}: finished before, taken over from {file.path}; --again measures anew")
             return found
 
     def keep(rows: Sequence[Mapping[str, Any]], complete: bool = False) -> dict[str, Any]:
-        record = record_of(rows, plan, complete, case=case, **settings)
+        record = record_of(plan, rows, complete, case=case, **settings)
         if file is not None:
             file.save(record)
         return record
 
-    return keep(*_measured(args, folder, flags, plan, sides, training, keep))
+    return keep(*_measured(args, folder, flags, plan, sides, arguments, keep))
 
 
 def _measured(
-    args: Namespace, folder: str, flags: Sequence[str], plan: RoundPlan, sides: Sequence[str], training: FastSFTConfig,
+    args: Namespace, folder: str, flags: Sequence[str], plan: RoundPlan, sides: Sequence[str], arguments: Arguments,
     save: Callable[[list[dict[str, Any]]], Any],
 ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
     """Return the rows, and whether all are there."""
@@ -246,15 +260,11 @@ def _measured(
     if args.ablate:
         from fastpack_trl.bench.ablation import ablate, features
 
-        configured = {name: str(getattr(training, name)) for name in features()}
+        configured = {name: str(getattr(arguments.training, name)) for name in features()}
         return ablate(build, plan, configured=configured, save=save)
-    from fastpack_trl.bench.compare import compare
+    from fastpack_trl.bench.compare import in_turn
 
-    record = compare(
-        build, pairs=plan.pairs, warmup=plan.warmup, gate_steps=plan.gate_steps, seed=plan.seed, sides=sides,
-        profile=plan.profile,
-    )  # fmt: skip
-    return record["rows"], record["complete"]
+    return in_turn(build, plan, sides, method=arguments.method)
 
 
 def _lines(record: Mapping[str, Any]) -> list[str]:

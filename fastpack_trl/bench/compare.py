@@ -36,6 +36,7 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
 from fastpack_trl.measure.record import OtherLoad, make_record
 from fastpack_trl.measure.rounds import turn_order
+from fastpack_trl.recipe.methods import SFT, Method
 
 __all__ = ["CASE", "DEFAULT_PAIRS", "RoundPlan", "compare", "measure", "table"]
 
@@ -93,14 +94,21 @@ def compare(
     for name in sides:
         if name not in SIDES:
             raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
-    ordered = [name for name in SIDES if name in sides]
+    return record_of(plan, *in_turn(build, plan, sides, progress))
+
+
+def in_turn(
+    build: Build, plan: RoundPlan, sides: Sequence[str], progress: bool = True, method: Method = SFT
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the row of `compare`, none where nothing was timed, and whether it is complete."""
+    recipes = {name: recipe_of(name, method) for name in SIDES if name in sides}
     with bar("rounds", plan.rounds, progress) as shown:
-        row, complete = measure({name: recipe_of(name) for name in ordered}, build, plan, shown)
-    return record_of([row] if row else [], plan, complete)
+        row, complete = measure(recipes, build, plan, shown)
+    return [row] if row else [], complete
 
 
 def record_of(
-    rows: Sequence[Mapping[str, Any]], plan: RoundPlan, complete: bool, *, case: str = CASE, **settings: Any
+    plan: RoundPlan, rows: Sequence[Mapping[str, Any]], complete: bool, *, case: str = CASE, **settings: Any
 ) -> dict[str, Any]:
     """Return the rows of one call as a record."""
     rounds = {

@@ -94,7 +94,8 @@ def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     profile = row["plan"]["profile"]
     plan = RoundPlan(**{**row["plan"], "profile": None if profile is None else Path(profile)})
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, one_bar():
-        side = Side(name, recipe_of(name), yaml_build(row["row"], row["flags"], folder), plan)
+        method = short_run_arguments(row["row"], folder, *row["flags"]).method
+        side = Side(name, recipe_of(name, method), yaml_build(row["row"], row["flags"], folder), plan)
         try:
             side.begin()
             with without_dropout([side.trainer.model]) as dropout:

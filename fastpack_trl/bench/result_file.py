@@ -192,7 +192,8 @@ def run_rows(
                     if failure is not None and progress:
                         bar.write(f"{case}: {_name(task)}: {failure}", file=sys.stderr)
                     longest = max(longest, time.perf_counter() - began)
-                rows[index] = {**task.label, **(found or {"skipped": failure, **task.empty})}
+                empty = task.empty if isinstance(task, RowTask) else {}
+                rows[index] = {**task.label, **(found or {"skipped": failure, **empty})}
                 # The sides hold cycles, and the next row must not run beside their memory. After a fault of the device
                 # every call fails; what was measured before it is kept.
                 attempt(partial(free_memory, device))

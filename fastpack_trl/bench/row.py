@@ -37,11 +37,11 @@ def part_of(side: Side, rounds: int, dropout: bool) -> dict[str, Any]:
     return {
         "setting": setting_of(trainer, side.dtype),
         "shared": {
-            "tokens": int(median(count for step in steps for count in step.batch_tokens)),
+            "tokens": int(median([count for step in steps for count in step.batch_tokens] or [0])),
             "micro_batches": int(median(step.micro_batches for step in steps)),
             "documents": {
                 "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
-            },
+            } if lengths else {"count": 0},
             "device": side.device.type,
             "peak_flops": peak,
         },
@@ -133,8 +133,8 @@ def setting_of(trainer: Any, dtype: str) -> dict[str, Any]:
         "checkpointing": "every layer" if args.gradient_checkpointing else "none",
         "batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "packing": bool(args.packing),
-        "max_length": args.max_length,
+        "packing": bool(getattr(args, "packing", False)),
+        "max_length": getattr(args, "max_length", None),
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "setting": "4-bit " * quantised + ", ".join(filter(None, (name, adapter, dtype, checkpointing))),
     }

@@ -56,13 +56,11 @@ class TrainingRun:
             must know and the record is to say.
         side: its name.
         launcher: trains it.
-        empty: the keys that the entry of a run which was not begun still has.
     """
 
     row: Mapping[str, Any]
     side: str
     launcher: Launcher
-    empty: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> dict[str, Any]:

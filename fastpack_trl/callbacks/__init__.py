@@ -279,7 +279,9 @@ class ThroughputCallback(TrainerCallback):
         if self._flops is None or self._peak is None:
             return figures
         # A position without a loss needs no logits: both trainers have the same figure for the same data.
-        needed = self._flops.count(tokens.nonpad, tokens.pairs, tokens.scored if tokens.loss is None else tokens.loss)
+        # What several documents share is needed once.
+        positions = tokens.scored if tokens.loss is None else min(tokens.loss, tokens.scored)
+        needed = self._flops.count(tokens.nonpad - tokens.spared, tokens.pairs, positions)
         twice = tokens.scored - tokens.scored_once
         done = self._flops.count(tokens.capacity, tokens.pairs, tokens.scored, twice=twice)
         share = 100 / (seconds * self._peak * self._devices)

@@ -113,13 +113,17 @@ class CudaGraphs:
             torch.cuda.set_stream(default)
 
         def after(*_: Any) -> None:
+            nonlocal side
             side.wait_stream(default)  # parameters are written, and gradients read
             torch.cuda.set_stream(side)
+            side = None
 
         hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
         try:
             yield
         finally:
+            if side is not None:  # a step raised, and torch calls no hook after it
+                after()
             for hook in hooks:
                 hook.remove()
 

@@ -11,7 +11,7 @@ import torch
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import EAGER_STEPS, FEATURE, StepGraphs
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
@@ -44,12 +44,12 @@ def cuda_graph(run: Run) -> Iterator[None]:
     # First: graphs are made again in a second, all else that is dropped stays away.
     run.step.memory_reclaimers.insert(0, graphs.reclaim)
     try:
-        run.trainer.add_callback(graphs)
-        with device.run_apart(), run.keeping(graphs), _steps_in_order(run, device):
+        with (
+            callbacks_added(run.trainer, graphs), device.run_apart(), run.keeping(graphs), _steps_in_order(run, device)
+        ):  # fmt: skip
             yield
     finally:
         run.step.memory_reclaimers.remove(graphs.reclaim)
-        run.trainer.remove_callback(graphs)
         graphs.finish()
 
 

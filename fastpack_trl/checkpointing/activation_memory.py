@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
@@ -60,8 +60,8 @@ def activation_memory(run: Run) -> Iterator[None]:
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
             stack.enter_context(during_training(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
-        else:
-            _install(run, stack)
+        elif (planned := _install(run, stack)) is not None:
+            stack.enter_context(during_training(run.trainer, at_begin=planned.begin))
         yield
 
 
@@ -74,7 +74,7 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
         sharded.part_up(run.model)
     if planned is not None:
         planned.keep_gathered()
-        planned.on_train_begin(run.args, run.trainer.state, run.trainer.control)
+        planned.begin()
 
 
 def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
@@ -89,8 +89,8 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     run.step.activations_left = 0 if recomputes else planned.plan.left
     run.step.activation_bytes = planned.plan.predicted + planned.head_bytes
     run.step.offloads = Level.OFFLOAD in planned.plan.levels
-    run.trainer.add_callback(planned)
     stack.callback(_remove, run, planned)
+    stack.enter_context(callbacks_added(run.trainer, planned))
     stack.enter_context(run.keeping(planned))
     return planned
 
@@ -98,7 +98,6 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
 def _remove(run: Run, planned: ActivationMemory) -> None:
     run.step.activations_left, run.step.offloads = None, False
     planned.close()
-    run.trainer.remove_callback(planned)
     if planned.measured is not None:
         run.report.facts["activation memory, peak"] = (
             f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
@@ -186,12 +185,13 @@ class ActivationMemory(TrainerCallback):
         """Run a forward and its backward pass in the context, with weights gathered once where memory is ample."""
         return sharded.stay_gathered(self.gathered) if self.gathered else contextlib.nullcontext()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install the plan: checkpointing has just been switched on."""
+    def begin(self) -> None:
+        """Install the plan when training begins: checkpointing has just been switched on."""
         self.close()
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(args.device)
-            self._static = torch.cuda.memory_allocated(args.device) + memory_to_come(self._run) + self._gathered_bytes
+        run, device = self._run, self._run.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._static = torch.cuda.memory_allocated(device) + memory_to_come(run) + self._gathered_bytes
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -263,6 +263,8 @@ class ActivationMemory(TrainerCallback):
         if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
         self.fell, self.plan = told, plan
+        if not (spared or self._asked):
+            self._run.step.activations_left = 0  # a layer is recomputed now
         self._install()
         return True
 
@@ -374,8 +376,7 @@ def plan_memory(run: Run) -> ActivationMemory:
     # All processes run the sharded model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
     # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiles = run.settings.layer_compile
-    compiled = compiles == "on" or (compiles == "auto" and cuda)
+    compiled = {"on": True, "auto": cuda}.get(run.settings.layer_compile, False)
     levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
 
     def ample(kept: Sequence[Growth]) -> bool:

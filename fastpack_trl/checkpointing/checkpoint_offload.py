@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
@@ -95,9 +93,8 @@ class AsyncCheckpointCallback(TrainerCallback):
     the device; two inputs remain there. The copies run beside the recompute. Loss and gradients are those of
     checkpointing without it, bit for bit. It is installed when training begins and taken out when it ends.
 
-    transformers sends no event when training ends by an exception: from then on the layers checkpoint as stock, no
-    memory is held, and the next `train()` installs it anew. `close()`, or a ``with`` block around `train()`, takes it
-    out at once.
+    transformers sends no event when training ends by an exception: what then runs with gradients is offloaded too,
+    until the next `train()` installs it anew. `close()`, or a ``with`` block around `train()`, takes it out at once.
 
     Args:
         mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
@@ -134,9 +131,7 @@ class AsyncCheckpointCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Install the offload: checkpointing has just been switched on."""
         self.close()  # what an exception in an earlier run left behind
-        trainer = next(callers(Trainer.train), None)
-        conflict = offload_conflict(args, trainer)
-        if conflict:
+        if conflict := offload_conflict(args, next(callers(Trainer.train), None)):
             raise ValueError(f"AsyncCheckpointCallback: {conflict}")
         self.reason = "" if self._streams is not None else offload_unavailable(args.device)
         if self.reason:
@@ -145,7 +140,6 @@ class AsyncCheckpointCallback(TrainerCallback):
         offload = offload_checkpoints(
             checkpointed_layers(model), self.mode, offload_budget_gib=self._budget, keep_last_layers=self._keep,
             min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._say,
-            active=(lambda: True) if trainer is None else _Training(trainer),
         )  # fmt: skip
         self.offload = self._stack.enter_context(offload)
 
@@ -164,19 +158,3 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class _Training:
-    """True while `trainer` is inside of `train`: nothing tells a callback that an exception ended it."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._thread = threading.get_ident()
-        self._last = True
-
-    def __call__(self) -> bool:
-        # A recompute in autograd's thread must answer as its forward did.
-        if threading.get_ident() == self._thread:
-            trainer = self._trainer()
-            self._last = trainer is not None and next(callers(Trainer.train), None) is trainer
-        return self._last

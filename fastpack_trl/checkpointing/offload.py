@@ -87,7 +87,7 @@ class Offload:
 
     Attributes:
         mode: ``double_buffer``, or ``single_buffer`` (each input fetched when it is needed).
-        budget_bytes, min_bytes, streams, active, tell: see `offload_checkpoints`, where `tell` is `say`.
+        budget_bytes, min_bytes, streams, tell: see `offload_checkpoints`, where `tell` is `say`.
         said: what fell back, each once, in order.
         offloaders: of each device that an input was on.
     """
@@ -96,7 +96,6 @@ class Offload:
     budget_bytes: int
     min_bytes: int
     streams: Callable[[torch.device], HostStreams]
-    active: Callable[[], bool]
     tell: Callable[[str], None]
     said: list[str] = field(default_factory=list)
     offloaders: dict[torch.device, Offloader] = field(default_factory=dict)
@@ -120,8 +119,8 @@ class Offload:
             self.tell(f"checkpoint_offload: {message}")
 
     def inputs(self, index: int, kept: bool, args: tuple[Any, ...]) -> LayerInputs | None:
-        """Return what this call may offload; None without gradients, in a nested layer, and outside of training."""
-        if getattr(self._local, "inside", False) or not torch.is_grad_enabled() or not self.active():
+        """Return what this call may offload; None without gradients and in a nested layer."""
+        if getattr(self._local, "inside", False) or not torch.is_grad_enabled():
             return None
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_floating_point():
@@ -170,7 +169,6 @@ def offload_checkpoints(
     keep_last_layers: int = 1,
     min_bytes: int = MIN_BYTES,
     streams: Callable[[torch.device], HostStreams] = CudaStreams,
-    active: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[Offload]:
     """Keep the inputs of checkpointed layers in host memory while the context is open.
@@ -186,7 +184,6 @@ def offload_checkpoints(
         keep_last_layers: inputs of that many last layers stay on the device: they are needed again at once.
         min_bytes: smaller inputs stay on the device.
         streams: makes the streams of a device, when its first input comes.
-        active: asked at every checkpointed forward; where False, it is left as it is.
         say: called once per fallback.
 
     Raises:
@@ -199,9 +196,7 @@ def offload_checkpoints(
     memory, processes = psutil.virtual_memory(), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     total = memory.total
     budget = memory.available // 2 // processes if offload_budget_gib is None else int(offload_budget_gib * GIB)
-    offload = Offload(
-        mode=mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, active=active, tell=say
-    )
+    offload = Offload(mode=mode, budget_bytes=min(budget, total), min_bytes=min_bytes, streams=streams, tell=say)
     if budget > total:
         offload.say(f"offload_budget_gib={offload_budget_gib:g} is more than the host has: {total / GIB:.1f} GiB")
     if any(_compiled_around(layer) for layer in layers):

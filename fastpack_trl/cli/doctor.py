@@ -22,6 +22,7 @@ from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
+    "fa4": ("flash_attn.cute", "packed_attention='flash_attention_4' on Hopper and Blackwell"),
     "xformers": ("xformers", "packed_attention='xformers'"),
     "liger": ("liger_kernel", "use_liger_kernel"),
     "plots": ("matplotlib", "plots of training and benchmark figures"),
@@ -39,6 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
+    add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
     add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
     steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
     add("--steps", metavar="N", type=int, default=4, help=steps_help)
@@ -75,9 +77,9 @@ def _run(args: Namespace, file: Path | None) -> None:
         _machine(record)
         if args.config:
             with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-                _config(record, args.config, folder)
+                _config(record, args, folder)
                 if args.audit:
-                    _audit(record, args.config, folder, args.steps)
+                    _audit(record, args, folder)
     except UserError as error:
         record["error"] = describe(error)
         raise
@@ -193,7 +195,8 @@ def _missing() -> list[dict[str, str]]:
     """List what could be installed, what needs it, and the command; packages outside of their range come first."""
     rows = _out_of_range()
     for extra, (module, needed_for) in EXTRAS.items():
-        if find_spec(module) is None:
+        parent, _, child = module.partition(".")
+        if find_spec(parent) is None or (child and find_spec(module) is None):
             rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
     if find_spec("triton") is None:
         needed_for = "our Triton kernels; without it their torch twins run"
@@ -235,10 +238,14 @@ def _out_of_range() -> list[dict[str, str]]:
     return rows
 
 
-def _config(record: dict[str, Any], config: str, folder: str) -> None:
+def _flags(args: Namespace) -> list[str]:
+    return [] if args.trainer is None else ["--trainer", args.trainer]
+
+
+def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
-    arguments = short_run_arguments(config, folder)
+    arguments = short_run_arguments(args.config, folder, *_flags(args))
     record["config"] = {"not_used": arguments.launch}
     if arguments.launch and _ranks() == 1:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
@@ -298,12 +305,12 @@ def _ways(rank: dict[str, Any]) -> list[str]:
     return [f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()]
 
 
-def _audit(record: dict[str, Any], config: str, folder: str, steps: int) -> None:
+def _audit(record: dict[str, Any], args: Namespace, folder: str) -> None:
     from fastpack_trl.cli import doctor_audit
 
-    audit = record["audit"] = doctor_audit.audit(config, folder, steps)
+    audit = record["audit"] = doctor_audit.audit(args.config, folder, args.steps, _flags(args))
     print(doctor_audit.table(audit), flush=True)
     failed = {side: facts["error"] for side, facts in audit["sides"].items() if facts["error"]}
     if failed:
         which = "; ".join(f"{side}: {error}" for side, error in failed.items())
-        raise UserError(f"{config} cannot be audited: {which}")
+        raise UserError(f"{args.config} cannot be audited: {which}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.measure.device_memory import free_memory
@@ -44,7 +43,7 @@ class _Window(TrainerCallback):
         self._stack.close()
 
 
-def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
+def audit(config: str, folder: str, steps: int, flags: Sequence[str] = ()) -> dict[str, Any]:
     """Train ``2 + steps`` optimizer steps of a YAML with stock's trainer, then with ours; count in the last `steps`.
 
     Returns:
@@ -52,26 +51,24 @@ def audit(config: str, folder: str, steps: int) -> dict[str, Any]:
         "calls": [...]}`` with one of ``calls`` per call site: both sides' counts per optimizer step. A side that failed
         has its message under ``error``; the other side is there all the same.
     """
-    from fastpack_trl.trainer import FastSFTTrainer
-
     figures: dict[str, Any] = {"steps": steps, "micro_batches_per_step": None, "backend": None, "sides": {}}
-    for side, trainer_class in (("stock", SFTTrainer), ("fastpack", FastSFTTrainer)):
-        figures["sides"][side] = _side(trainer_class, config, folder, steps, figures)
+    for side in ("stock", "fastpack"):
+        figures["sides"][side] = _side(side, config, folder, steps, flags, figures)
         free_memory("cuda" if torch.cuda.is_available() else "cpu")  # of this side's model, for the next one's
     figures["calls"] = _calls(figures["sides"])
     return figures
 
 
-def _side(trainer_class: type[SFTTrainer], config: str, folder: str, steps: int, figures: dict[str, Any]) -> Any:
+def _side(side: str, config: str, folder: str, steps: int, flags: Sequence[str], figures: dict[str, Any]) -> Any:
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
     window = _Window(steps)
     out: dict[str, Any] = {"error": None, "total": None, "entries": []}
     with redirect_stdout(io.StringIO()):  # the banner and the log of either side
-        arguments = short_run_arguments(config, folder, "--max_steps", str(window.last))
+        arguments = short_run_arguments(config, folder, *flags, "--max_steps", str(window.last))
         figures["micro_batches_per_step"] = arguments.training.gradient_accumulation_steps
         with preparing():
-            trainer = make_trainer(arguments, [window], trainer_class)
+            trainer = make_trainer(arguments, [window], arguments.method.of_trl[0] if side == "stock" else None)
         try:
             _, out["error"] = attempt(trainer.train, loud=(UserError,))
         finally:

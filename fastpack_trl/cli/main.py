@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, did_you_mean
+from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
 EXIT_USER_ERROR = 2
@@ -23,7 +24,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for ``sft``.
+    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for those that train.
 
     Each raises `UserError` for what the user has to change, and returns the exit code otherwise.
     """
@@ -34,10 +35,17 @@ class Command:
     """What a word without an option is probably meant for."""
 
 
+_TRAINS = "fastpack_trl.cli.train"
 COMMANDS = {
     "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
     "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
-    "sft": Command("fastpack_trl.cli.sft", "fine-tune from a YAML or flags: every option of `trl sft`, and ours"),
+    **{
+        name: Command(_TRAINS, f"{method.what} from a YAML or flags: every option of `trl {name}`, and ours")
+        for name, method in METHODS.items()
+    },
+    "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
+    "merge": Command("fastpack_trl.cli.merge", "write a model with the adapter of a run in its weights"),
+    "generate": Command("fastpack_trl.cli.generate", "what a trained model answers; of an adapter, beside its base"),
     "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
     "doctor": Command(
         "fastpack_trl.cli.doctor",
@@ -59,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
 def _parser(chosen: str | None) -> CommandParser:
     parser = CommandParser(
         prog=PROG,
-        description="Faster packed supervised fine-tuning for Hugging Face TRL.",
+        description="Faster fine-tuning for Hugging Face TRL, on packed rows.",
         epilog=f"`{PROG} COMMAND --help` lists the options of a command.",
         allow_abbrev=False,
     )
@@ -76,12 +84,12 @@ def _parser(chosen: str | None) -> CommandParser:
 
 
 def _dispatch(arguments: list[str], chosen: str | None) -> int:
-    if chosen == "sft":
+    if chosen is not None and chosen in METHODS:
         # TRL's parser must see these arguments: it builds its options from dataclasses and from the YAML.
-        from fastpack_trl.cli import sft
+        from fastpack_trl.cli import train
 
-        arguments.remove("sft")
-        return sft.main(arguments)
+        arguments.remove(chosen)
+        return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
         raise UserError(
             f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"

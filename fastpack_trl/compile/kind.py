@@ -33,7 +33,6 @@ from fastpack_trl.measure.rounds import take_turns, timed
 from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.model.aside import buffers_kept
 from fastpack_trl.model.checkpoint_seam import is_reentrant
-from fastpack_trl.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ On an H200 7 to 9 s were measured for dense layers, 13 s while other processes h
 kinds of gpt-oss; a fifth of that where Inductor's cache has the graph. That it has is known only afterwards: its key is
 made of the traced graph.
 """
-_MOST_ASKED = 20
-"""Steps after which a kind is left eager of which no process had a packed row."""
 _ROUNDS = 5
 MOST_SAVED = 0.4
 """Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
@@ -62,7 +59,6 @@ class Options:
     measure: bool
     left: Callable[[], StepsLeft] | None
     early: Callable[[], bool] | None
-    together: bool
     hooks_outside: bool
     on_change: Callable[[], None]
     verbose: bool
@@ -83,7 +79,6 @@ class LayerKind:
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
         deciding: host seconds of all that came before a decision, measurements included.
         unpaid: it is not compiled because too few steps are left.
-        weighing: how far the processes have agreed; None where each decides for itself.
     """
 
     def __init__(self, layers: list[nn.Module], options: Options) -> None:
@@ -95,7 +90,6 @@ class LayerKind:
         self.reason = ""
         self.seconds = self.deciding = 0.0
         self.unpaid = False
-        self.weighing = _Weighing() if options.together else None
         self._options = options
         self._tried: set[str] = set()
         self._graph: CompiledLayer | None = None
@@ -116,9 +110,6 @@ class LayerKind:
         place = call.place
         if place not in self._tried:
             if self._options.early is not None and self._options.early():
-                return stock(args[0])
-            if self.weighing is not None and not self.weighing.pays:
-                self._time_eager(call, stock)
                 return stock(args[0])
             self._tried.add(place)
             self._decide(call, stock)
@@ -149,8 +140,7 @@ class LayerKind:
         with self._beside_the_run(call):
             if not first or self._pays(paths, call):
                 paths["compiled"] = partial(self._compiled, trial)
-                measured = self._options.measure and first and not (self.weighing and self.weighing.agreed)
-                if self._compile(paths["compiled"], call) and measured:
+                if self._compile(paths["compiled"], call) and first and self._options.measure:
                     self._choose(paths, call)
         self._options.on_change()
 
@@ -167,55 +157,23 @@ class LayerKind:
             yield
         self.deciding += time.perf_counter() - start
 
-    def _time_eager(self, call: LayerCall, stock: LayerRun) -> None:
-        """Time an eager layer step, once, for the next `agree`."""
-        assert self.weighing is not None
-        if self.weighing.eager < 0:
-            trial = call.for_trial()
-            with self._beside_the_run(call):
-                self.weighing.eager = _seconds({"eager": stock if trial is call else trial.eagerly}, call)
-
-    def agree(self, ranks: Ranks) -> None:
-        """Take the next step of the decision with all processes: each calls this between the same two steps.
-
-        The slowest of them is what the others wait for, so its times count.
-        """
-        weighing, options = self.weighing, self._options
-        assert weighing is not None
-        assert options.left is not None
-        left = options.left()
-        eager, compiled, rows = ranks.most([weighing.eager, weighing.compiled, left.rows])
-        weighing.asked += 1
-        if not weighing.pays and eager >= 0:
-            weighing.pays = self._pays_off(eager, left._replace(rows=int(rows)), "")
-            weighing.agreed = not weighing.pays
-        elif weighing.pays and compiled >= 0:
-            weighing.agreed = True
-            if compiled == math.inf and self.path != "eager":
-                self._give_up("another process could not compile it")
-            elif eager <= compiled:
-                self.path = "eager"
-        elif weighing.asked > _MOST_ASKED:
-            weighing.agreed = True
-            self._give_up(f"no packed row in {_MOST_ASKED} steps")
-        options.on_change()
-
     def _pays(self, paths: dict[str, LayerRun], call: LayerCall) -> bool:
         """Return whether the steps that are left can pay for compiling, by an eager layer step; said where not."""
-        if self._options.left is None or self.weighing is not None:
+        if self._options.left is None:
             return True
-        return self._pays_off(_seconds(paths, call), self._options.left(), f" {_per_row(call)}")
-
-    def _pays_off(self, eager: float, left: StepsLeft, of_what: str) -> bool:
-        if eager == math.inf:  # the compiled step will tell
+        try:
+            eager = median_times(paths, call)["eager"]
+        except FAILURES as error:  # the compiled step will tell
+            close_frames(error)
             return True
+        left = self._options.left()
         cost = StartUpCost(COMPILE_SECONDS, MOST_SAVED * eager * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
         self.path, self.unpaid = "eager", True
         self.reason = (
             f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
-            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms{of_what}"
+            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms {_per_row(call)}"
         )
         self._options.say(f"layer_compile: {self.reason}")
         return False
@@ -244,42 +202,15 @@ class LayerKind:
         times = median_times(paths, call)
         seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
         self.reason += f"; {seen} {_per_row(call)}"
-        if self.weighing is not None:
-            self.weighing.eager, self.weighing.compiled = times["eager"], times["compiled"]
-        elif times["eager"] <= times["compiled"]:
+        if times["eager"] <= times["compiled"]:
             self.path = "eager"
 
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"
-        if self.weighing is not None:
-            self.weighing.compiled = math.inf
         said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
         self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
         self._options.on_change()
-
-
-@dataclass(slots=True)
-class _Weighing:
-    """What this process has measured for a decision of all; -1 s before."""
-
-    eager: float = -1.0
-    compiled: float = -1.0
-    """Infinite where it could not be compiled."""
-    pays: bool = False
-    """All have agreed that the steps that are left can pay for compiling."""
-    agreed: bool = False
-    """All have agreed on what the layers run as."""
-    asked: int = 0
-
-
-def _seconds(paths: dict[str, LayerRun], call: LayerCall) -> float:
-    """Return the seconds of an eager layer step; infinite where it failed."""
-    try:
-        return median_times(paths, call)["eager"]
-    except FAILURES as error:
-        close_frames(error)
-        return math.inf
 
 
 def _per_row(call: LayerCall) -> str:

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found
 from fastpack_trl.report import Status
@@ -22,7 +21,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     if not run.training:
         yield
         return
-    why = run.ranks.first_reason(lambda: why_not(run))  # as one: processes that weigh ask each other between steps
+    why = run.ranks.first_reason(lambda: why_not(run))
     if why:
         run.say(FEATURE, "off", "eager", why)
         yield
@@ -35,22 +34,19 @@ def layer_compile(run: Run) -> Iterator[None]:
         run.say(FEATURE, status, layers.path, layers.reason)
 
     weighs = run.settings.layer_compile == "auto"
-    together = weighs and run.ranks.count > 1
     with compiled_layers(
         run.model,
         measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
         early=(lambda: run.step.in_first) if weighs else None,
-        together=together,
         hooks_outside=run.is_fsdp2,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),
     ) as layers:
         tell(layers)
-        agree = (lambda: layers.agree(run.ranks)) if together else None
         pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
-        with pending, attribute_set(run, "compiles_later", weighs), during_training(run.trainer, between_steps=agree):
+        with pending, attribute_set(run, "compiles_later", weighs):
             yield
 
 

@@ -39,7 +39,6 @@ from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.mixers import mixers
 from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.ranks import Ranks
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -112,12 +111,6 @@ class CompiledLayers:
             said.append(f"{layers} eager for {found[0]}: remove it to have them compiled")
         return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
 
-    def agree(self, ranks: Ranks) -> None:
-        """Take the next step of the decisions that all processes take together; see `LayerKind.agree`."""
-        for kind in self.kinds:
-            if kind.weighing is not None and not kind.weighing.agreed:
-                kind.agree(ranks)
-
     def _found(self, kind: LayerKind) -> list[str]:
         """Return the hook that each layer had when it ran last; empty for none."""
         return [self._watches[layer].found for layer in kind.members]
@@ -134,7 +127,6 @@ def compiled_layers(
     measure: bool = False,
     left: Callable[[], StepsLeft] | None = None,
     early: Callable[[], bool] | None = None,
-    together: bool = False,
     hooks_outside: bool = False,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
@@ -163,7 +155,6 @@ def compiled_layers(
         left: returns the steps left of the run: layers are then compiled only where it can be paid back
             (`measure.payback`), by an eager layer step that is timed before. None: however many are left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
-        together: several processes weigh together: `CompiledLayers.agree` is called between steps, by each of them.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
             parameters of a layer before it runs; the model may be sharded meanwhile.
         on_change: called with the yielded object whenever a kind was decided.
@@ -178,7 +169,7 @@ def compiled_layers(
     names = {module: name for name, module in model.named_modules() if module in layers}
     handle = CompiledLayers(names, on_change, ", after the first step" if early is not None else "")
     options = Options(
-        backend=_backend, measure=measure, left=left, early=early, together=together, hooks_outside=hooks_outside,
+        backend=_backend, measure=measure, left=left, early=early, hooks_outside=hooks_outside,
         on_change=handle.changed, verbose=verbose,
     )  # fmt: skip
     groups: dict[Any, list[nn.Module]] = {}

@@ -28,7 +28,7 @@ from fastpack_trl.lora.base_weight import (
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
-from fastpack_trl.model.hooks import SameInRecompute, are_hooked, has_hooks
+from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
 
@@ -46,7 +46,7 @@ class FastLora(HasFrozenWeight):
 
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
-    fastpack_hooked: SameInRecompute
+    fastpack_hooked: PartsHooked
     """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -121,7 +121,7 @@ class FastLora(HasFrozenWeight):
         modules = layer._modules
         first, second, dropout = (modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
         base = modules["base_layer"]
-        hooked = self.fastpack_hooked(are_hooked(first, second, base, dropout))
+        hooked = self.fastpack_hooked(first, second, base, dropout)
         # None: parametrised, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
         if hooked:
@@ -280,7 +280,7 @@ def _apply(
             continue
         stock: Any = type(module)
         module.__class__ = _fast_class(stock)
-        module.__dict__["fastpack_hooked"] = SameInRecompute()
+        module.__dict__["fastpack_hooked"] = PartsHooked()
         undo.callback(_restore, module, stock)
         report.fast.append(name)
         declined.pop(module, None)
@@ -317,7 +317,7 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
-    if has_hooks(base) or hasattr(base, "_hf_hook"):
+    if is_hooked(base):
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
         return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"

@@ -1,4 +1,4 @@
-"""Device memory: what can still be allocated, the peak of a step, and unused memory given back."""
+"""Device memory: what can still be allocated, and unused memory given back."""
 
 from __future__ import annotations
 
@@ -30,27 +30,3 @@ def allocatable(device: torch.device) -> int:
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
     return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
-
-
-class PeakMemory:
-    """Bytes of device memory that a step needs at most, and those that lie there before it; None on the CPU."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.before: int | None = None
-        if device == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            self.before = int(torch.cuda.memory_allocated())
-
-    def read(self) -> dict[str, int] | None:
-        """Return ``{"peak_bytes", "before_bytes"}`` since construction, allocated; None on the CPU.
-
-        What torch holds beside, caches and CUDA graphs, is that of all that ran in the process.
-        """
-        if self.before is None:
-            return None
-        import torch
-
-        return {"peak_bytes": int(torch.cuda.max_memory_allocated()), "before_bytes": self.before}

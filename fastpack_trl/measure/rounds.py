@@ -60,8 +60,7 @@ def take_turns(
     clock: Clock | None = None,
     loud: tuple[type[BaseException], ...] = (),
     begin: Callable[[], None] = lambda: None,
-    dropped: Callable[[str, str], None] = lambda name, reason: None,
-    after_round: Callable[[Mapping[str, T]], Mapping[str, str]] = lambda results: {},
+    dropped: Callable[[], object] = lambda: None,
 ) -> Rounds[T]:
     """Time each side once per round, in the order of `turn_order`.
 
@@ -76,9 +75,7 @@ def take_turns(
         clock: `WallClock` by default.
         loud: errors that are raised; any other of `FAILURES` makes its side drop out.
         begin: called before the first timed round, e.g. `OtherLoad.restart`: a warm-up may compile in other processes.
-        dropped: called with the name of a side that drops out and the reason, e.g. to give memory back.
-        after_round: called after each round, warm-up included, outside of the timed part, with what the sides returned;
-            returns reasons by the names of the sides that are to drop out, and may raise.
+        dropped: called when a side has dropped out, e.g. to give memory back.
 
     Raises:
         ValueError: no side, or fewer than one round.
@@ -90,29 +87,21 @@ def take_turns(
     found: Rounds[T] = Rounds({name: [] for name in sides}, {name: [] for name in sides})
     alive = list(sides)
 
-    def drop(name: str, reason: str) -> None:
-        alive.remove(name)
-        found.failed[name] = reason
-        dropped(name, reason)
-
     for index in range(-warmup, rounds):
         if not alive or (index >= least and time.perf_counter() >= end_at):
             break
         if index == 0:
             begin()
-        returned: dict[str, T] = {}
         for name in turn_order(alive, index):
             taken, failure = attempt(partial(timed, sides[name], clock), loud)
             if taken is None:
-                drop(name, failure or "")
-                continue
-            returned[name], passed = taken
-            if index >= 0:
-                found.seconds[name].append(passed)
-                found.results[name].append(returned[name])
+                alive.remove(name)
+                found.failed[name] = failure or ""
+                dropped()
+            elif index >= 0:
+                found.results[name].append(taken[0])
+                found.seconds[name].append(taken[1])
                 found.order.append(name)
-        for name, reason in after_round(returned).items():
-            drop(name, reason)
     for name in found.failed:
         del found.seconds[name], found.results[name]
     return found

@@ -22,6 +22,7 @@ class TokenSums:
         nonpad: of these, tokens of documents. TRL's own padding-free rows do not say what `pad_to_multiple_of` added:
             there it counts as tokens.
         loss: tokens that the loss counts; None where a batch came without labels.
+        spared: of these, those that lie in a row once for several documents, but for once.
         scored: positions whose logits were made.
         scored_once: of these, positions whose logits were not made again in the backward pass (`step.head`).
         pairs: query-key pairs per head by sliding window, half of each squared length (`attention_pairs`).
@@ -29,6 +30,7 @@ class TokenSums:
 
     capacity: float = 0.0
     nonpad: float = 0.0
+    spared: float = 0.0
     loss: float | None = 0.0
     scored: float = 0.0
     scored_once: float = 0.0
@@ -37,6 +39,7 @@ class TokenSums:
     def add(self, other: TokenSums) -> None:
         self.capacity += other.capacity
         self.nonpad += other.nonpad
+        self.spared += other.spared
         self.loss = None if self.loss is None or other.loss is None else self.loss + other.loss
         self.scored += other.scored
         self.scored_once += other.scored_once
@@ -80,7 +83,9 @@ class TokenCounter:
         pairs: list[Tensor | None] = [None] * len(self.windows)
         if batch is not None or (mask is None and positions is None):
             lengths = batch.seq_lengths if batch is not None else [ids.shape[1]] * ids.shape[0]
-            host.nonpad += sum(lengths)
+            documents = batch.documents if batch is not None else None
+            host.nonpad += sum(lengths) if documents is None else sum(documents.lengths)
+            host.spared += 0 if documents is None else sum(documents.lengths) - sum(lengths)
             # Queries behind a prefix see it too; its own are counted where they are.
             behind = batch.shared.prefix_lengths if batch is not None and batch.shared is not None else ()
             keys = [length + prefix for length, prefix in zip(lengths, behind, strict=False)] if behind else lengths
@@ -100,7 +105,7 @@ class TokenCounter:
             self._device[device] = self._device[device] + sums if device in self._device else sums
             return
         count = batch.loss_positions.numel()
-        host.loss += count
+        host.loss += count if batch.documents is None else batch.documents.loss_tokens
         host.scored += count * at_loss
         host.scored_once += count * ours
 

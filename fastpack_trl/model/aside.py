@@ -13,7 +13,6 @@ from fastpack_trl.model.patches import attributes_kept
 from fastpack_trl.model.sharded import local
 
 _LARGEST_STATE = 2**16  # integers; more are weights of a quantised layer, or a mask, which no forward pass writes
-_LARGEST_ON_DEVICE = 2**20  # numbers of a copy that stays beside its buffer; larger ones wait in host memory
 
 
 @contextmanager
@@ -48,10 +47,8 @@ def _copies(buffers: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]
         # Outside of inference mode torch writes to no tensor that was made in it.
         if tensor is None or tensor.is_inference() or _is_weight(tensor):
             continue
-        part = local(tensor)
         try:
-            far = part.numel() > _LARGEST_ON_DEVICE and part.device.type == "cuda"
-            yield tensor, part.to("cpu", copy=True) if far else part.clone()
+            yield tensor, local(tensor).clone()
         except (TypeError, NotImplementedError):
             continue  # a tensor of a kind that cannot be copied cannot be written to either
 

@@ -1,10 +1,10 @@
-"""Callbacks and functions that a trainer calls for a time, and what calls them: transformers hands over no trainer."""
+"""Callbacks that a trainer has for a time, and what calls them: transformers hands over no trainer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -22,34 +22,14 @@ def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[N
             trainer.remove_callback(callback)
 
 
-@contextmanager
-def during_training(
-    trainer: Trainer,
-    *,
-    at_begin: Callable[[], object] | None = None,
-    between_steps: Callable[[], object] | None = None,
-) -> Iterator[None]:
-    """Call functions while `trainer` trains, until the context ends: in every process, between what these do together.
+def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> AbstractContextManager[None]:
+    """Call `at_begin` when training begins, in every process: the model is in its place, a checkpoint is loaded."""
 
-    Args:
-        at_begin: called when training begins: the model is wrapped and in its place, a checkpoint is loaded.
-        between_steps: called before each optimizer step but the first.
-    """
-
-    class Places(TrainerCallback):  # one for each call: transformers warns of two callbacks of one class
-        stepped = False
-
+    class Begins(TrainerCallback):  # one for each call: transformers warns of two callbacks of one class
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if at_begin is not None:
-                at_begin()
+            at_begin()
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.stepped and between_steps is not None:
-                between_steps()
-            self.stepped = True
-
-    with callbacks_added(trainer, Places()):
-        yield
+    return callbacks_added(trainer, Begins())
 
 
 def callers(method: Callable[..., Any] | None = None) -> Iterator[Any]:

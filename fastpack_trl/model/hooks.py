@@ -2,14 +2,16 @@
 
 It gets them as stock makes them, one by one: where there is some, how to run a model without its hooks.
 
-Code that replaces a forward, or runs one of its own, must keep the hooks of the user right. torch announces no
-registration, but the id of `RemovableHandle` grows with each: only then modules are searched, and while one is there.
+The rule for module hooks: where a hook of somebody else is on a module, that module runs as stock. Who may ask what is
+called there is `hook_inside`, with a name for the report; whoever goes past the call of a module asks `PartsHooked`.
+torch announces no registration, but the id of `RemovableHandle` grows with each: only then `HookWatch` searches, and
+while a hook is there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -26,17 +28,17 @@ _KINDS = {
 }
 """The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules."""
 
-_NOT_USERS = tuple(
+_KNOWN = tuple(
     f"{package}."
     for package in (
         "accelerate", "bitsandbytes", "deepspeed", "fastpack_trl", "peft", "transformers", "trl",
         "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "torch.utils",
     )
 )  # fmt: skip
-"""Packages whose hooks are part of the model: they record outputs, gather shards, make weights."""
-
-_EXEMPT = frozenset({"transformers", "trl", "accelerate", "fastpack_trl"})
-"""Packages whose callbacks do not look at gradients between two micro-batches, and whose methods are known."""
+"""Packages whose hooks are part of the model (they record outputs, gather shards, make weights), whose callbacks do not
+look at gradients between two micro-batches, and whose methods are known."""
+_CACHES = "bitsandbytes.nn.parametrize"
+"""Its hooks keep a dense stack within a call of a module: whoever makes no such call needs none."""
 
 LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
 BATCH_METHODS = (
@@ -46,35 +48,45 @@ BATCH_METHODS = (
 """Methods of a trainer that are called in training with a batch, or once for each."""
 
 
-def without_partial(function: Any) -> Any:
-    """Return the function inside of any number of `functools.partial`."""
+def _without_partial(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return function
 
 
-def is_users(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is the user's, by the module that defines its function or class."""
-    return not f"{getattr(without_partial(hook), '__module__', '')}.".startswith(_NOT_USERS)
+def is_users(function: Any) -> bool:
+    """Return whether a hook or a method is the user's, by the module that defines its function or class."""
+    return not f"{getattr(_without_partial(function), '__module__', '')}.".startswith(_KNOWN)
 
 
-def has_hooks(module: Any) -> bool:
+def is_hooked(module: Any) -> bool:
     """Return whether a call of `module` runs more than the forward of its class: any hook, or a forward of its own."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return "forward" in module.__dict__  # most modules: this is asked for every projection in every step
+    hooks = (hook for kind in _KINDS for hook in getattr(module, kind).values())
+    return "forward" in module.__dict__ or any(getattr(hook, "__module__", "") != _CACHES for hook in hooks)
 
 
-def are_hooked(*modules: nn.Module) -> bool:
-    """Return whether a call of one of `modules` runs a hook or a replaced forward: asked before each call past them.
+class PartsHooked:
+    """Whether a forward that goes past the calls of its parts must leave them to stock: asked in each.
 
-    In a graph torch traces the hooks on all modules.
+    A recompute gets the answer of its forward: a checkpoint compares what both save, so a hook that came or went
+    between must not change the way.
     """
-    return any(map(has_hooks, modules)) or (not torch.compiler.is_compiling() and bool(global_hook()))
+
+    def __init__(self) -> None:
+        self._last = False
+
+    def __call__(self, *parts: nn.Module) -> bool:
+        """Return whether a call of one of `parts` would run a hook or a replaced forward."""
+        if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
+            return any(map(is_hooked, parts))
+        answer = any(map(is_hooked, parts)) or bool(global_hook())
+        if answer != self._last:
+            if in_backward():
+                return self._last
+            self._last = answer
+        return answer
 
 
 def global_hook() -> str:
@@ -83,25 +95,18 @@ def global_hook() -> str:
     return f"the global {found}" if found else ""
 
 
-def hook_on(module: nn.Module, name: str = "") -> str:
-    """Return a hook of the user on `module` itself, e.g. ``the forward hook scale on layers.1.mlp``; empty without.
-
-    Args:
-        name: of the module, where it is to be said.
-    """
-    found = _first_of_users(getattr(module, attribute) for attribute in _KINDS)
-    return f"the {found} on {name or type(module).__name__}" if found else ""
-
-
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without."""
+    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without.
+
+    ``the forward hook scale on layers.1.mlp``, after the name of the module where it is given.
+    """
     if found := global_hook():
         return found
     modules: list[Any] = [module]
     for inner in modules:  # grows; names are made where there is a hook, since they take five times as long
-        if has_hooks(inner) and hook_on(inner):
-            named = module.named_modules(prefix=name)
-            return next(found for own, hooked in named if (found := hook_on(hooked, own)))
+        if is_hooked(inner) and (found := _first_of_users(getattr(inner, attribute) for attribute in _KINDS)):
+            own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
+            return f"the {found} on {own or type(inner).__name__}"
         modules += [child for child in inner._modules.values() if child is not None]
     return ""
 
@@ -159,23 +164,6 @@ def in_backward() -> bool:
     return running is not None and running() != -1
 
 
-class SameInRecompute:
-    """An answer that is asked for in each forward of a module: a recompute gets the one of its forward.
-
-    A checkpoint compares what forward and recompute save: a hook that came or went between must not change the way.
-    """
-
-    def __init__(self) -> None:
-        self._last = False
-
-    def __call__(self, answer: bool) -> bool:
-        if answer != self._last and not torch.compiler.is_compiling():
-            if in_backward():
-                return self._last
-            self._last = answer
-        return answer
-
-
 @cache
 def _global_dictionaries() -> tuple[dict[int, Any], ...]:
     # A torch without one of them is named by what `model.upstream` asks for "batches".
@@ -186,20 +174,15 @@ def _first_of_users(dictionaries: Any) -> str:
     """Return the kind and the name of a hook in dictionaries in the order of `_KINDS`; empty without one."""
     for kind, hooks in zip(_KINDS.values(), dictionaries, strict=True):
         for hook in filter(is_users, hooks.values()):
-            function = without_partial(hook)
+            function = _without_partial(hook)
             name = getattr(function, "__qualname__", type(function).__qualname__)
             return f"{kind} {name.rpartition('<locals>.')[2]}"
     return ""
 
 
-def is_upstreams(function: Any) -> bool:
-    """Return whether a function is of transformers, TRL or accelerate, or ours."""
-    return str(getattr(without_partial(function), "__module__", "")).partition(".")[0] in _EXEMPT
-
-
 def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
     """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
-    own = [name for name in names if hasattr(trainer, name) and not is_upstreams(getattr(trainer, name))]
+    own = [name for name in names if hasattr(trainer, name) and is_users(getattr(trainer, name))]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 
 
@@ -223,7 +206,7 @@ def callback_between(trainer: Trainer) -> str:
     """Return which callback needs each micro-batch to have run when the next begins; empty where none does."""
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback, "on_substep_end", None)
-        if method is not None and not is_upstreams(method):
+        if method is not None and is_users(method):
             return f"on_substep_end of {type(callback).__name__} comes after each micro-batch"
     return ""
 
@@ -241,11 +224,6 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
             name = next((name for name, other in model.named_parameters() if other is parameter), "a parameter")
             return f"a hook on the gradient of {name} runs once per backward pass"
     return ""
-
-
-def once_per_micro_batch(hook: str) -> str:
-    """Return why a module hook needs micro-batches by themselves; empty without one."""
-    return f"{hook} runs once per micro-batch" if hook else ""
 
 
 def needs_logits(trainer: Any) -> str:

@@ -17,7 +17,8 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object, a class or a module of Python while the context is open.
 
     Afterwards `owner` itself has what it had, or nothing of that name. Where somebody else has set it meanwhile, theirs
-    stays. The ``__setattr__`` of an object is not asked: that of a compiled model would write to the model inside.
+    stays. The ``__setattr__`` of an object is not asked: that of a compiled model would write to the model inside. Not
+    for a property that keeps its value elsewhere: what it was is not known here.
     """
     before = vars(owner).get(name, _NONE)
     kind: Any = type(owner) if isinstance(owner, type | ModuleType) else object

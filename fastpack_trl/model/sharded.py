@@ -7,7 +7,7 @@ of the others is there. So embeddings are put in, and taken out, by a hook while
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -122,18 +122,14 @@ def _is_layer(unit: Any) -> bool:
     return hasattr(unit, "gradient_checkpointing") and not hasattr(unit, "get_input_embeddings")
 
 
-@contextmanager
-def embeddings_put_in(model: nn.Module, leaf: Tensor) -> Iterator[None]:
+def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[None]:
     """Let the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
-    with _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True)):
-        yield
+    return _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True))
 
 
-@contextmanager
-def embeddings_take_gradients(model: nn.Module) -> Iterator[None]:
+def embeddings_take_gradients(model: nn.Module) -> AbstractContextManager[None]:
     """Let the decoder of `model` begin with embeddings that take a gradient, trained or not."""
-    with _after_embedding(model, lambda output: output.detach().requires_grad_().clone()):
-        yield
+    return _after_embedding(model, lambda output: output.detach().requires_grad_().clone())
 
 
 def embed(model: nn.Module, ids: Tensor) -> Tensor:

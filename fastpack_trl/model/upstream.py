@@ -61,244 +61,144 @@ class Upstream(NamedTuple):
     partly: bool = False
 
 
-def _all(prefix: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{name}" for name in names.split())
+def _used(names: str, rooms: str, without: str, part: str = "", *, partly: bool = False) -> Upstream:
+    """Read one line of the table: ``"package.module: name name; package.Class: name"``."""
+    homes = (group.split(": ") for group in names.split("; "))
+    every = tuple(f"{home}.{name}" for home, found in homes for name in found.split())
+    return Upstream(every, tuple(rooms.split()), without, part, partly)
 
-
-_MODULE_STATE = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _modules _parameters"
 
 TABLE: tuple[Upstream, ...] = (
-    Upstream(
-        (
-            _HOMES["DataCollatorForLanguageModeling"], "transformers.Trainer._get_dataloader",
-            "trl.SFTTrainer._prepare_dataset", "transformers.PreTrainedModel._can_set_attn_implementation",
-            "torch.utils.hooks.RemovableHandle.next_id",
-            *_all(
-                "torch.nn.modules.module",
-                "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks",
-            ),
-        ),
-        ("model", "packing", "trainer"), "the stock trainer", "batches",
-    ),
-    Upstream(
-        _all("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface"),
-        ("attention",), "documents in padded rows", "packed_attention",
-    ),
-    Upstream(
-        _all("torch.ops.aten", "_flash_attention_forward _flash_attention_backward"),
-        ("attention",), "`per_document`", "varlen",
-    ),
-    Upstream(
-        (
-            *_all("transformers.models.qwen3_next.modeling_qwen3_next",
-                  "causal_conv1d_fn torch_chunk_gated_delta_rule"),
-            "transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention",
-            *_all("transformers.models.falcon_h1.modeling_falcon_h1",
-                  "mamba2_chunk_scan mamba2_split_conv1d_scan_combined"),
-            "transformers.activations.ACT2FN",
-        ),
-        ("recurrent",), "hybrid models of that family in padded rows, named",
-    ),
-    Upstream(
-        ("torch._fused_sdp_choice",
-         *_all("torch.ops.aten", "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")),
-        ("attention",), "long documents by `varlen` over the whole row", "varlen per document",
-    ),
-    Upstream(
-        _all(
-            "torch.ops.aten",
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-        ),
-        ("attention",), "plain torch per document", "per_document on the CPU",
-    ),
-    Upstream(
-        (*_all("trl.kernels", "ChunkedLogProbFunction chunked_logprob"),
-         *_all("transformers.Trainer", "_maybe_log_save_evaluate _finalize_training")),
-        ("step", "trainer"), "loss and metrics as stock", "sync_free", partly=True,
-    ),
-    Upstream(
-        (_HOMES["LoraLayer"], _HOMES["LoraLinear"], *_all("torch", "_foreach_mul _foreach_mul_ _foreach_copy_"),
-         "torch.ops.aten._unsafe_view"),
-        ("lora",), "PEFT's own forward", "lora",
-    ),
-    Upstream(("torch._scaled_mm",), ("kernels",), "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
-    Upstream(
-        _all("transformers.integrations.finegrained_fp8.FP8Linear",
-             "weight_scale_inv block_size activation_scheme"),
-        ("lora",), "FP8 checkpoints: PEFT's own forward over transformers' layers, named",
-    ),
-    Upstream(
-        _all("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS ExpertsInterface"),
-        ("moe",), "stock's experts", "moe",
-    ),
-    Upstream(
-        (_HOMES["GradientCheckpointingLayer"], _HOMES["TorchDispatchMode"], _HOMES["tree_leaves"]),
-        ("checkpointing",), "as `gradient_checkpointing` says", "activation_memory",
-    ),
-    Upstream(
-        (_HOMES["GradientCheckpointingLayer"],), ("checkpointing",), "layer inputs stay on the device",
-        "checkpoint_offload",
-    ),
-    Upstream(
-        (_HOMES["GradientCheckpointingLayer"], "torch.nn.Module._call_impl"), ("compile",), "layers run eager",
-        "layer_compile",
-    ),
-    Upstream(
-        ("trl.trainer.utils.get_peak_flops",), ("callbacks", "bench"), "no MFU and HFU, unless `peak_flops` is given",
-        "mfu",
-    ),
-    # Beside the features: asked for where they are used.
-    Upstream(
-        _all("transformers.Trainer", "_clip_grad_norm _get_grad_norm"), ("step", "trainer"),
-        "clipping walks over all modules in each step",
-    ),
-    Upstream(
-        ("transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",), ("model",),
-        "no layer is checkpointed where we look: offload refuses, routing plans are made again, layers run eager",
-    ),
-    Upstream(
-        _all("torch.nn.Module", _MODULE_STATE), ("capture", "lora", "model", "moe", "step"),
-        "the feature that reads them stops with an error; torch.nn has had them from its first version",
-    ),
-    Upstream(
-        _all("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks _version"),
-        ("checkpointing", "compile", "lora", "model"), "as the names above",
-    ),
-    Upstream(
-        ("torch.nn.Module._is_replica", "accelerate.hooks.add_hook_to_module._hf_hook"), ("lora",),
-        "copies of DataParallel, and layers that accelerate moves, are taken for plain ones",
-    ),
-    Upstream(
-        ("torch._C._current_graph_task_id",), ("model",),
-        "a recompute is not told from a forward: a hook that comes between them fails the checkpoint's own check",
-    ),
-    Upstream(
-        ("torch._C._autograd._top_saved_tensors_default_hooks",), ("compile",),
-        "a checkpoint under saved-tensor hooks of others is compiled with its layer, and runs eager",
-    ),
-    Upstream(
-        (*_all("torch._dynamo.config", "specialize_float"), *_all("torch._dynamo.exc", "FailOnRecompileLimitHit"),
-         "torch._dynamo.decorators._dynamo_weak_dynamic_indices"),
-        ("compile",), "a second trace where a float changed; sizes marked again",
-    ),
-    Upstream(
-        ("torch._inductor.async_compile.maybe_warm_pool",), ("compile",),
-        "the processes that compile kernels start when the first graph is traced",
-    ),
-    Upstream(
-        ("torch._dynamo.exc.TorchDynamoException", *_all("torch._dynamo", "maybe_mark_dynamic mark_static"),
-         "torch.nn.Module._compiled_call_impl"),
-        ("checkpointing", "compile"), "layers run eager, named as unreadable",
-    ),
-    Upstream(
-        ("torch._dynamo.eval_frame.OptimizedModule._orig_mod",), ("model",),
-        "a model compiled as a whole is not unwrapped",
-    ),
-    Upstream(
-        ("transformers.utils.output_capturing._active_collector",), ("compile",),
-        "a layer that records router logits is compiled where torch can trace it",
-    ),
-    Upstream(
-        _all("torch.ops.aten",
-             "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-             "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
-             "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward _grouped_mm _scaled_mm"),
-        ("checkpointing",), "`selective` computes their results again",
-    ),
-    Upstream(("torch._ops.OpOverload._schema",), ("checkpointing", "measure"), "nothing is kept by operator"),
-    Upstream(
-        (*_all("torch.ops.aten", "_local_scalar_dense _index_put_impl_ _to_copy _unique _unique2"),
-         _HOMES["TorchDispatchMode"], "torch.overrides.TorchFunctionMode"),
-        ("measure",), "`doctor --audit` does not see that kind of sync",
-    ),
-    Upstream(
-        _all("transformers.PreTrainedConfig", "_attn_implementation"), ("attention", "bench", "cli", "model"),
-        "the trainer stops with an error: no feature can know what stock would run",
-    ),
-    Upstream(_all("transformers.PreTrainedConfig", "_experts_implementation"), ("moe",), "stock's experts, named"),
-    Upstream(
-        _all("transformers.PreTrainedConfig", "_attn_implementation_internal _experts_implementation_internal"),
-        ("attention", "moe"), "a model keeps our name after the run, which then computes as stock's",
-    ),
-    Upstream(
-        ("transformers.PreTrainedModel._supports_sdpa", "transformers.PreTrainedModel._require_grads_hooks"),
-        ("measure", "model"),
-        "stock's default is taken for the user's choice; counted FLOPs may leave out gradients of the embeddings",
-    ),
-    Upstream(
-        _all("transformers.integrations.moe", "_apply_gate _is_expert_parallel"), ("moe",),
-        "no module is taken for experts; sharded ones are not told from whole ones",
-    ),
-    Upstream(
-        ("transformers.modeling_flash_attention_utils._flash_attention_forward",), ("attention",),
-        "`flash_attention_2` and `3` are refused, named",
-    ),
-    Upstream(
-        _all("transformers.Trainer",
-             "_inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
-             "_get_num_items_in_batch _track_num_input_tokens _get_collator_with_removed_columns _get_train_sampler "
-             "_get_eval_sampler"),
-        ("model", "packing"), "a subclass that overrides its successor is not seen, and gets packed batches",
-    ),
-    Upstream(
-        ("transformers.Trainer._prepare_input",), ("model", "trainer"),
-        "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew",
-    ),
-    Upstream(_all("transformers.Trainer", "_tr_loss _globalstep_last_logged"), ("step",), "the NaN filter as stock"),
-    Upstream(
-        (*_all("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
-         *_all("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks")),
-        ("step",), "under FSDP 2 the optimizer steps over DTensors",
-    ),
-    Upstream(
-        ("transformers.Trainer._move_model_to_device",), ("trainer",),
-        "expert stacks are quantised after the model has moved to the device",
-    ),
-    Upstream(
-        _all("trl.SFTTrainer", "_metrics _total_train_tokens _tp_size"), ("checkpointing", "step"),
-        "loss and metrics as stock; a step that is run again counts its tokens twice",
-    ),
-    Upstream(
-        _all("trl.SFTTrainer", "_is_vision_dataset _loss_shifts_labels"), ("packing",),
-        "vision data and losses that shift are not told from others",
-    ),
-    Upstream(
-        (_HOMES["BaseTunerLayer"], *_all("torch", "_foreach_copy_ _foreach_zero_")), ("capture", "packing"),
-        "micro-steps run eager", "cuda_graph",
-    ),
-    Upstream(
-        _all("torch._C", "_cuda_endAllocateToPool _cuda_releasePool"), ("capture",),
-        "after a recording that failed, cached memory is not given back: a step that lacks it stops with an error",
-    ),
-    Upstream(
-        _all("trl.kernels.chunked_logprob",
-             "_forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton _addmm_fp32 _BLOCK_SIZE"),
-        ("step",), "logits made twice, by trl's own function, named",
-    ),
-    Upstream(
-        ("peft.tuners.lora.ParamWrapper._did_swap_in_out_features", "peft.tuners.lora.bnb"), ("lora", "moe"),
-        "PEFT's own path for expert LoRA and for 8-bit bases",
-    ),
-    Upstream((_HOMES["CallbackHandler"],), ("callbacks",), "`ThroughputCallback` reads no facts of the data set"),
-    Upstream(
-        (_HOMES["Conv1D"],), ("lora", "measure"), "GPT-2's linear layers: PEFT's own forward, FLOPs said to be inexact",
-    ),
-    Upstream(
-        ("transformers.integrations.is_deepspeed_zero3_enabled",), ("run",), "under DeepSpeed as under ZeRO-3: stock",
-    ),
-    Upstream((_HOMES["GradientCheckpointingLayer"],), ("measure",), "hardware FLOPs do not count recomputed layers"),
-    Upstream(
-        (
-            *_all("transformers.trainer_callback", "PrinterCallback ProgressCallback"),
-            "transformers.models.auto.modeling_auto", "transformers.quantizers.auto.AutoQuantizationConfig",
-            "transformers.integrations.get_available_reporting_integrations",
-            "transformers.AttentionInterface._global_mapping", "trl.scripts.utils.DatasetConfig",
-            *_all("accelerate.commands", "launch.launch_command launch.launch_command_parser"),
-            "accelerate.commands.config.config_args.default_config_file", "torch.nn.modules.dropout._DropoutNd",
-            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
-        ),
-        ("bench", "cli", "recipe"), "the command that uses it stops with an error",
-    ),
+    _used("trl.trainer.sft_trainer: DataCollatorForLanguageModeling; transformers.Trainer: _get_dataloader; "
+        "trl.SFTTrainer: _prepare_dataset; transformers.PreTrainedModel: _can_set_attn_implementation; "
+        "torch.utils.hooks.RemovableHandle: next_id; torch.nn.modules.module: _global_forward_pre_hooks "
+        "_global_forward_hooks _global_backward_pre_hooks _global_backward_hooks", "model packing trainer trainers",
+        "the stock trainer", "batches"),
+    _used("transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface", "attention",
+        "documents in padded rows", "packed_attention"),
+    _used(
+        "torch.ops.aten: _flash_attention_forward _flash_attention_backward", "attention", "`per_document`", "varlen"),
+    _used("transformers.models.qwen3_next.modeling_qwen3_next: causal_conv1d_fn torch_chunk_gated_delta_rule; "
+        "transformers.models.kimi_linear.modeling_kimi_linear: chunk_kimi_delta_attention; "
+        "transformers.models.falcon_h1.modeling_falcon_h1: mamba2_chunk_scan mamba2_split_conv1d_scan_combined; "
+        "transformers.activations: ACT2FN", "recurrent", "hybrid models of that family in padded rows, named"),
+    _used("torch: _fused_sdp_choice; torch.ops.aten: _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_cudnn_attention_backward", "attention",
+        "long documents by `varlen` over the whole row", "varlen per document"),
+    _used("torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "attention",
+        "plain torch per document", "per_document on the CPU"),
+    _used("trl.kernels: ChunkedLogProbFunction chunked_logprob; transformers.Trainer: _maybe_log_save_evaluate "
+        "_finalize_training", "step trainer", "loss and metrics as stock", "sync_free", partly=True),
+    _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_mul _foreach_mul_ _foreach_copy_; torch.ops.aten: "
+        "_unsafe_view", "lora", "PEFT's own forward", "lora"),
+    _used("torch: _scaled_mm", "kernels", "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
+    _used("transformers.integrations.finegrained_fp8.FP8Linear: weight_scale_inv block_size activation_scheme", "lora",
+        "FP8 checkpoints: PEFT's own forward over transformers' layers, named"),
+    _used("transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface", "moe", "stock's experts", "moe"),
+    _used("transformers.modeling_layers: GradientCheckpointingLayer; torch.utils._python_dispatch: TorchDispatchMode; "
+        "torch.utils._pytree: tree_leaves", "checkpointing", "as `gradient_checkpointing` says", "activation_memory"),
+    _used("transformers.modeling_layers: GradientCheckpointingLayer", "checkpointing",
+        "layer inputs stay on the device", "checkpoint_offload"),
+    _used("transformers.modeling_layers: GradientCheckpointingLayer; torch.nn.Module: _call_impl", "compile",
+        "layers run eager", "layer_compile"),
+    _used(
+        "trl.trainer.utils: get_peak_flops", "callbacks bench", "no MFU and HFU, unless `peak_flops` is given", "mfu"),
+    _used("transformers.Trainer: _clip_grad_norm _get_grad_norm", "step trainer",
+        "clipping walks over all modules in each step"),
+    _used("transformers.modeling_layers.GradientCheckpointingLayer: _gradient_checkpointing_func", "model",
+        "no layer is checkpointed where we look: offload refuses, routing plans are made again, layers run eager"),
+    _used("torch.nn.Module: _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _modules _parameters",
+        "capture lora model moe step",
+        "the feature that reads them stops with an error; torch.nn has had them from its first version"),
+    _used("torch.Tensor: _backward_hooks _post_accumulate_grad_hooks _version", "checkpointing compile lora model",
+        "as the names above"),
+    _used("torch.nn.Module: _is_replica", "lora", "copies of DataParallel are taken for plain ones"),
+    _used("torch._C: _current_graph_task_id", "model",
+        "a recompute is not told from a forward: a hook that comes between them fails the checkpoint's own check"),
+    _used("torch._C._autograd: _top_saved_tensors_default_hooks", "compile",
+        "a checkpoint under saved-tensor hooks of others is compiled with its layer, and runs eager"),
+    _used(
+        "torch._dynamo.config: specialize_float; torch._dynamo.exc: FailOnRecompileLimitHit; torch._dynamo.decorators: "
+        "_dynamo_weak_dynamic_indices", "compile", "a second trace where a float changed; sizes marked again"),
+    _used("torch._inductor.async_compile: maybe_warm_pool", "compile",
+        "the processes that compile kernels start when the first graph is traced"),
+    _used("torch._dynamo.exc: TorchDynamoException; torch._dynamo: maybe_mark_dynamic mark_static; torch.nn.Module: "
+        "_compiled_call_impl", "checkpointing compile", "layers run eager, named as unreadable"),
+    _used(
+        "torch._dynamo.eval_frame.OptimizedModule: _orig_mod", "model", "a model compiled as a whole is not unwrapped"),
+    _used("transformers.utils.output_capturing: _active_collector", "compile",
+        "a layer that records router logits is compiled where torch can trace it"),
+    _used("torch.ops.aten: _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
+        "_efficient_attention_forward _cudnn_attention_forward _grouped_mm _scaled_mm", "checkpointing",
+        "`selective` computes their results again"),
+    _used("torch._ops.OpOverload: _schema", "checkpointing measure", "nothing is kept by operator"),
+    _used(
+        "torch.ops.aten: _local_scalar_dense _index_put_impl_ _to_copy _unique _unique2; torch.utils._python_dispatch: "
+        "TorchDispatchMode; torch.overrides: TorchFunctionMode", "measure",
+        "`doctor --audit` does not see that kind of sync"),
+    _used("transformers.PreTrainedConfig: _attn_implementation", "attention bench cli model",
+        "the trainer stops with an error: no feature can know what stock would run"),
+    _used("transformers.PreTrainedConfig: _experts_implementation", "moe", "stock's experts, named"),
+    _used("transformers.PreTrainedConfig: _attn_implementation_internal _experts_implementation_internal",
+        "attention moe", "a model keeps our name after the run, which then computes as stock's"),
+    _used("transformers.PreTrainedModel: _supports_sdpa _require_grads_hooks", "measure model",
+        "stock's default is taken for the user's choice; counted FLOPs may leave out gradients of the embeddings"),
+    _used("transformers.integrations.moe: _apply_gate _is_expert_parallel", "moe",
+        "no module is taken for experts; sharded ones are not told from whole ones"),
+    _used("transformers.modeling_flash_attention_utils: _flash_attention_forward", "attention",
+        "`flash_attention_2` and `3` are refused, named"),
+    _used("transformers.Trainer: _inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
+        "_get_collator_with_removed_columns _get_train_sampler "
+        "_get_eval_sampler", "model packing",
+        "a subclass that overrides its successor is not seen, and gets packed batches"),
+    _used("transformers.Trainer: _get_num_items_in_batch _track_num_input_tokens", "attention packing",
+        "a subclass that overrides its successor is not seen, and gets packed batches"),
+    _used("transformers.models.mixtral.modeling_mixtral: load_balancing_loss_func", "step",
+        "experts under rows of families stop with an error: FASTPACK_DISABLE=1 runs stock"),
+    _used("transformers.Trainer: _prepare_input", "model trainer",
+        "a subclass that overrides its successor is not seen; several processes on a CPU find loss positions anew"),
+    _used("transformers.Trainer: _tr_loss _globalstep_last_logged", "step", "the NaN filter as stock"),
+    _used("torch.optim.Optimizer: _optimizer_step_pre_hooks _optimizer_step_post_hooks; torch.optim.optimizer: "
+        "_global_optimizer_pre_hooks _global_optimizer_post_hooks", "step",
+        "under FSDP 2 the optimizer steps over DTensors"),
+    _used("trl.DPOTrainer: _compute_loss _precompute_ref_logps; trl.KTOTrainer: _compute_kl_logps", "packing trainers",
+        "a subclass that overrides its successor is not seen, and gets rows; stock's padded batches of the reference"),
+    _used("trl.GRPOTrainer: _buffered_inputs _entropy_bonus_enabled", "trainers",
+        "GRPO and RLOO stop with an error: FASTPACK_DISABLE=1 runs stock"),
+    _used("trl.trainer.utils: FusedCausalLMOutput", "step", "rows of families run as stock pads them"),
+    _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),
+    _used("torch.nn.parallel.DistributedDataParallel: _set_params_and_buffers_to_ignore_for_model", "recipe",
+        "`ignore_bias_buffers` of `dpo` stops with an error"),
+    _used("transformers.Trainer: _move_model_to_device", "trainers",
+        "expert stacks are quantised after the model has moved to the device"),
+    _used("trl.SFTTrainer: _metrics _total_train_tokens _tp_size", "checkpointing step",
+        "loss and metrics as stock; a step that is run again counts its tokens twice"),
+    _used("trl.SFTTrainer: _is_vision_dataset _loss_shifts_labels", "packing",
+        "vision data and losses that shift are not told from others"),
+    _used("peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_", "capture packing",
+        "micro-steps run eager", "cuda_graph"),
+    _used("torch._C: _cuda_endAllocateToPool _cuda_releasePool", "capture",
+        "after a recording that failed, cached memory is not given back: a step that lacks it stops with an error"),
+    _used("trl.kernels.chunked_logprob: _forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton "
+        "_addmm_fp32 _BLOCK_SIZE", "step", "logits made twice, by trl's own function, named"),
+    _used("peft.tuners.lora.ParamWrapper: _did_swap_in_out_features; peft.tuners.lora: bnb", "lora moe",
+        "PEFT's own path for expert LoRA and for 8-bit bases"),
+    _used("transformers.trainer_callback: CallbackHandler", "callbacks",
+        "`ThroughputCallback` reads no facts of the data set"),
+    _used("transformers.pytorch_utils: Conv1D", "lora measure",
+        "GPT-2's linear layers: PEFT's own forward, FLOPs said to be inexact"),
+    _used("transformers.integrations: is_deepspeed_zero3_enabled", "run", "under DeepSpeed as under ZeRO-3: stock"),
+    _used("transformers.modeling_layers: GradientCheckpointingLayer", "measure",
+        "hardware FLOPs do not count recomputed layers"),
+    _used("transformers.trainer_callback: PrinterCallback ProgressCallback; transformers.models.auto: modeling_auto; "
+        "transformers.quantizers.auto: AutoQuantizationConfig; transformers.integrations: "
+        "get_available_reporting_integrations; transformers.AttentionInterface: _global_mapping; trl.scripts.utils: "
+        "DatasetConfig; accelerate.commands.launch: launch_command launch_command_parser; "
+        "accelerate.commands.config.config_args: default_config_file; torch.nn.modules.dropout: _DropoutNd; "
+        "torch.distributed.elastic.multiprocessing.errors: ChildFailedError", "bench cli recipe",
+        "the command that uses it stops with an error"),
 )  # fmt: skip
 
 NEEDS: dict[str, tuple[str, ...]] = {group.part: group.names for group in TABLE if group.part}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from fastpack_trl.model.hooks import SameInRecompute, are_hooked
+from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.model.patches import Patch
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
@@ -40,7 +40,7 @@ class ExpertsState:
 
     form: BlockForm
     keeper: PlanKeeper
-    hooked: SameInRecompute = field(default_factory=SameInRecompute)
+    hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
 
 
@@ -89,7 +89,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
     if state is None or not traceable(state):
         return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
-    if state.hooked(are_hooked(*gate_modules(self))):
+    if state.hooked(*gate_modules(self)):
         if not torch.compiler.is_compiling():
             logger.warning_once("moe: stock (hooks on the activation of experts, which ours does not call)")
         return stock_experts()(self, hidden_states, top_k_index, top_k_weights)

@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
-from fastpack_trl.model.hooks import SameInRecompute, are_hooked
+from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.model.patches import Patch, attribute_set
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
-
-_BNB_CACHE = "bitsandbytes.nn.parametrize"
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class ExpertLora:
     wrappers: list[Any]
     module: Any
     reason: str = ""
-    hooked: SameInRecompute = field(default_factory=SameInRecompute)
+    hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
 
 
@@ -138,23 +136,13 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
         # Older PEFT always reads a stack as (experts, in, out), and so gives the factors the other way round.
         if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
             return "this PEFT stores the factors the other way round"
-    if adapter.hooked(_reached_by_hooks(adapter)):
+    # What PEFT's path would call, and ours goes past.
+    if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
         if read_stack(module, STACKS[0])[1] is None:
             return "hooks on the experts module, inside of it or on every module"
         # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
         logger.warning_once("expert LoRA: hooks on experts in four bits do not run: PEFT's own path cannot train them")
     return ""
-
-
-def _reached_by_hooks(adapter: ExpertLora) -> bool:
-    """Return whether PEFT's path would call a module with a hook that ours goes past."""
-    module = adapter.module
-    for inner in (module, *adapter.wrappers[1:]):
-        kinds = (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks)
-        # Those of bitsandbytes only cache a dense stack within a call, which our path does not make.
-        if any(getattr(hook, "__module__", "") != _BNB_CACHE for hooks in kinds for hook in hooks.values()):
-            return True
-    return are_hooked(*gate_modules(module))
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:

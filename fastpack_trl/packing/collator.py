@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs, write_segments
+from fastpack_trl.packing.prefixes import SharedRow, score, share
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 
 __all__ = ["PackedInputs", "PackingCollator"]
 
@@ -44,6 +47,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
         return_position_ids: without effect, as in TRL's padding-free mode: position ids are always returned.
         pad_to_multiple_of: the row is padded to a multiple of this many tokens.
         return_tensors: ``"pt"``.
+        share_prefixes: what documents begin with alike lies in the row once, with `PackedBatch.shared` and
+            `PackedBatch.documents`. ``labels`` stay those of the documents, one after the other: as many as without.
         vocab_size: if given, token ids and labels are checked against it, where they would otherwise fail as an
             out-of-range index on the device. Costs about two microseconds per thousand tokens.
 
@@ -56,6 +61,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
     padding_free: bool = True
     vocab_size: int | None = None
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if not self.padding_free:
@@ -89,6 +95,10 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 _check_vocabulary("input_ids", ids, self.vocab_size)
 
         lengths = np.concatenate([lengths for _, _, lengths in rows], dtype=np.int64, casting="same_kind")
+        if self.share_prefixes:
+            ids = np.concatenate([ids for ids, _, _ in rows], dtype=np.int64, casting="same_kind")
+            if (row := share(ids, lengths)) is not None:
+                return self._shared(row, ids, [labels for _, labels, _ in rows], lengths)
         segments = np.append(lengths, num_padding) if num_padding else lengths
         total_tokens = num_tokens + num_padding
         labels = _flatten(
@@ -121,6 +131,73 @@ class PackingCollator(DataCollatorForLanguageModeling):
         if self.vocab_size is not None:
             _check_vocabulary("labels", host["loss_labels"], self.vocab_size)  # only what the loss counts
         return inputs
+
+    def _shared(self, row: SharedRow, ids: IntArray, given: list[IntArray], lengths: IntArray) -> PackedInputs:
+        """Return the batch of a row in which prefixes lie once.
+
+        Args:
+            row: of the documents.
+            ids: theirs.
+            given: labels of the rows that they came in.
+            lengths: tokens of each document.
+        """
+        labels = _flatten(given, IGNORE_INDEX, 0, np.empty(len(ids), np.int64))
+        labels[lengths.cumsum() - lengths] = IGNORE_INDEX
+        scored, tokens, multiple = score(row, ids, labels), len(row.first_of), self.pad_to_multiple_of or 1
+        num_padding = -tokens % multiple
+        segments, prefixes = row.lengths, row.prefixes
+        if num_padding:
+            segments, prefixes = np.append(segments, num_padding), (*prefixes, ())
+        total_tokens = tokens + num_padding
+        documents = Documents(
+            lengths=tuple(lengths.tolist()),
+            token_of=torch.from_numpy(row.token_of),
+            loss_weights=torch.from_numpy(scored.weights),
+            loss_tokens=int(scored.weights.sum(dtype=np.int64)),
+            capacity=len(ids) + -len(ids) % multiple,
+        )
+        inputs, host = PackedInputs.empty(
+            {
+                "cu_seqlens": (len(segments) + 1,),
+                "input_ids": (1, total_tokens),
+                "labels": (1, len(ids)),
+                "position_ids": (1, total_tokens),
+                "seq_idx": (1, total_tokens),
+                "loss_positions": scored.positions.shape,
+                "loss_labels": scored.positions.shape,
+            },
+            seq_lengths=tuple(row.lengths.tolist()),
+            num_padding=num_padding,
+            max_seqlen=int(segments.max()),
+            shared=SharedKeys.of(segments.tolist(), prefixes) if any(prefixes) else None,
+            documents=documents,
+        )
+        host["input_ids"][:tokens] = ids[row.first_of]
+        if num_padding:
+            host["input_ids"][tokens:] = self.pad_token_id
+        host["labels"][:] = labels
+        write_segments(host, segments)
+        host["position_ids"][:tokens] += row.first_positions.repeat(row.lengths)
+        host["loss_positions"][:] = scored.positions
+        host["loss_labels"][:] = scored.labels
+        if self.vocab_size is not None:
+            _check_vocabulary("labels", host["loss_labels"], self.vocab_size)
+        return inputs
+
+
+def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch with each document by itself, as without sharing, for who reads rows token by token.
+
+    On its device, which is asked nothing. Of a batch without shared prefixes `inputs` itself.
+    """
+    batch = inputs.get("packed_batch")
+    if not isinstance(batch, PackedBatch) or batch.documents is None:
+        return inputs
+    documents = batch.documents
+    plain = PackedBatch.from_lengths(documents.lengths).to(batch.device)
+    rest = {name: value for name, value in inputs.items() if name not in to_transformers_kwargs(batch)}
+    ids = inputs["input_ids"].index_select(1, documents.token_of)
+    return PackedInputs(rest | {"input_ids": ids, "packed_batch": plain} | to_transformers_kwargs(plain))
 
 
 def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArray, IntArray]:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.shared_keys import SharedKeys, join_pieces, merge_keys
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys, join_pieces, merge_documents, merge_keys
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
 T = TypeVar("T")
-
-_EDITED = -2  # no count of edits has this value
 
 
 class Part(NamedTuple):
@@ -30,6 +29,8 @@ class Part(NamedTuple):
     """Tokens of the row that it was, padding included."""
     loss_tokens: int
     """Of `PackedBatch.loss_positions`, in the order of the parts."""
+    counted: int = 0
+    """Tokens that the loss counts, where documents share some of these positions; 0: as many as there are."""
 
 
 class NotOnHost:
@@ -61,38 +62,6 @@ class NotOnHost:
 
 NOT_ON_HOST: Final[Any] = NotOnHost()
 """`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AsMade:
-    """A tensor from which something was made, and its count of in-place edits then: batches are edited on their way.
-
-    torch counts edits of a tensor and of its views. It does not count what is written past it: through ``.data``,
-    NumPy or a kernel of one's own. A tensor that was made under ``torch.inference_mode`` has no counter.
-    """
-
-    tensor: Tensor
-    edits: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, edited: bool = False) -> AsMade:
-        """Take `tensor` as it is now, or as one that was edited where it was copied from."""
-        return cls(tensor, _EDITED if edited else _edits(tensor))
-
-    def matches(self, tensor: object) -> bool:
-        """Return whether `tensor` is the same object, without an edit since."""
-        return tensor is self.tensor and self.edits == _edits(self.tensor)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self.tensor, not self.matches(self.tensor))  # a copy counts from somewhere else
-
-
-def _edits(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _copied(tensor: Tensor, edited: bool) -> AsMade:
-    return AsMade.of(tensor, edited=edited)
 
 
 class Derived:
@@ -140,6 +109,8 @@ class PackedBatch:
         part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
             ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
         shared: the keys of segments that go on from tokens of another one (`from_segments`); None: no segment does.
+        documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
+            they are the segments, one label per token.
         derived: what was built of the batch once (`derive`), shared by copies that are rebuilt field by field.
     """
 
@@ -157,6 +128,7 @@ class PackedBatch:
     loss_mask: Tensor | None = None
     part_bounds: Tensor | None = None
     shared: SharedKeys | None = None
+    documents: Documents | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
 
     @classmethod
@@ -312,8 +284,8 @@ class PackedBatch:
             # What the mapping around this batch holds is moved apart: no tensor of it is known here.
             edited = positions is not None and not positions.matches(self.position_ids)
             labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
-        shared = self.shared and self.shared.map(convert)
-        return replace(self, **converted, labels=labels, positions=positions, shared=shared, derived=Derived())
+        moved = {name: part and part.map(convert) for name in ("shared", "documents") if (part := getattr(self, name))}
+        return replace(self, **converted, **moved, labels=labels, positions=positions, derived=Derived())
 
 
 def rounded_length(tokens: int) -> int:
@@ -352,7 +324,9 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         tensors["seq_idx"].append(batch.seq_idx[:, :tokens] + len(lengths))
         tensors["loss_positions"].append(batch.loss_positions + start)
         tensors["loss_labels"].append(batch.loss_labels)
-        parts.append(Part(tokens, batch.total_tokens, batch.loss_positions.numel()))
+        whole, count = batch.documents, batch.loss_positions.numel()
+        capacity, counted = (batch.total_tokens, 0) if whole is None else (whole.capacity, whole.loss_tokens)
+        parts.append(Part(tokens, capacity, count, counted))
         lengths += batch.seq_lengths
     merged = {name: torch.cat(pieces, dim=-1) for name, pieces in tensors.items()}
     return PackedBatch(
@@ -362,6 +336,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         positions=AsMade.of(merged["position_ids"]),
         parts=tuple(parts),
         shared=_merged_keys(batches),
+        documents=_merged_documents(batches),
         **merged,
     )
 
@@ -374,6 +349,16 @@ def _merged_keys(batches: Sequence[PackedBatch]) -> SharedKeys | None:
         [keys.without_tail(batch.num_padding) for keys, batch in zip(rows, batches, strict=True)],
         [sum(batch.seq_lengths) for batch in batches],
     )
+
+
+def _merged_documents(batches: Sequence[PackedBatch]) -> Documents | None:
+    if all(batch.documents is None for batch in batches):
+        return None
+    whole = [
+        batch.documents or Documents.own(batch.seq_lengths, batch.loss_positions, batch.total_tokens)
+        for batch in batches
+    ]
+    return merge_documents(whole, [sum(batch.seq_lengths) for batch in batches])
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:

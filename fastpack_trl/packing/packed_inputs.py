@@ -12,24 +12,31 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastpack_trl.packing.packed_batch import AsMade, PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.shared_keys import Ranges, SharedKeys
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 
 ALIGNMENT = 128
 """Bytes to which each section of the block is aligned: a cache line of a GPU, a multiple of every element size."""
 
 _DTYPES = {
     "cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool,
-    "cu_seqlens_k": torch.int32,
+    "cu_seqlens_k": torch.int32, "loss_weights": torch.float32,
 }  # fmt: skip
 """Of the sections that are not int64."""
-_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_, torch.float32: np.float32}
 
-KEYS = ("key_index", "cu_seqlens_k")
-"""Sections of `PackedBatch.shared`."""
+SHARED: dict[str, tuple[str, ...]] = {
+    "shared": ("key_index", "cu_seqlens_k"),
+    "documents": ("token_of", "loss_weights"),
+}
+"""Sections of parts of a `PackedBatch` that have tensors of their own."""
 
 WATCHED = {"labels": "labels", "position_ids": "positions"}
 """Tensors from which others were made: the section, and where `PackedBatch` keeps it as it was."""
+
+NOTHING = torch.empty(0, dtype=torch.int64)
+"""In the place of a tensor that is a section of a block."""
 
 IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
@@ -96,7 +103,7 @@ class Block:
         buffer: (num_bytes / 8,) int64, contiguous, at the start of its storage.
         sections: where each tensor lies.
         seq_lengths, num_padding, max_seqlen: the host part of the `PackedBatch`.
-        prefixes, max_seqlen_k: that of its `SharedKeys`, whose tensors are sections then.
+        parted: its `SharedKeys` and `Documents`, whose tensors are sections; those of their own are not kept.
         edited: of `WATCHED`, what was edited in place in the block that this one was copied from.
         parts: the tensors by section name, and ``packed_batch``, made of the same tensors.
     """
@@ -106,8 +113,7 @@ class Block:
     seq_lengths: tuple[int, ...]
     num_padding: int
     max_seqlen: int
-    prefixes: tuple[Ranges, ...] = ()
-    max_seqlen_k: int = 0
+    parted: tuple[tuple[str, SharedKeys | Documents], ...] = ()
     edited: frozenset[str] = frozenset()
     parts: dict[str, Any] = field(init=False)
 
@@ -121,9 +127,8 @@ class Block:
         # A compiled layer reads it, and its graph asks for a view's base and offset: merged and static rows have none,
         # and would need a graph of their own. (The collator puts it at the start of the block.)
         parts["cu_seqlens"] = parts["cu_seqlens"].data
-        if self.prefixes:
-            index, ends = (parts.pop(name).data for name in KEYS)
-            watched["shared"] = SharedKeys(self.prefixes, index, ends, self.max_seqlen_k)
+        for kept, part in self.parted:
+            watched[kept] = replace(part, **{name: parts.pop(name).data for name in SHARED[kept]})
         parts["packed_batch"] = PackedBatch(
             seq_lengths=self.seq_lengths,
             num_padding=self.num_padding,
@@ -135,7 +140,7 @@ class Block:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the buffer travels: a worker hands over one shared-memory segment, and the copy is one storage again.
-        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self.prefixes, self.max_seqlen_k)
+        rest = (self.sections, self.seq_lengths, self.num_padding, self.max_seqlen, self.parted)
         return Block, (self.buffer, *rest, self._edited_by_now())
 
     def _edited_by_now(self) -> frozenset[str]:
@@ -182,6 +187,7 @@ class PackedInputs(dict[str, Any]):
         num_padding: int,
         max_seqlen: int,
         shared: SharedKeys | None = None,
+        documents: Documents | None = None,
     ) -> tuple[PackedInputs, dict[str, NDArray[Any]]]:
         """Return a batch over one new block on the host, and the arrays through which to fill it.
 
@@ -191,16 +197,18 @@ class PackedInputs(dict[str, Any]):
             seq_lengths: tokens of each document.
             num_padding: tokens of the tail.
             max_seqlen: tokens of the longest segment.
-            shared: keys of segments with a prefix; copied into the block.
+            shared, documents: of a row with shared prefixes; their tensors are copied into the block.
         """
-        keys = {} if shared is None else {name: getattr(shared, name).numpy() for name in KEYS}
-        sections, size = lay_out({**tensors, **{name: array.shape for name, array in keys.items()}})
+        given = {"shared": shared, "documents": documents}
+        parted = {name: part for name, part in given.items() if part is not None}
+        own = {name: getattr(part, name).numpy() for kept, part in parted.items() for name in SHARED[kept]}
+        sections, size = lay_out({**tensors, **{name: array.shape for name, array in own.items()}})
         buffer = torch.empty(size, dtype=torch.int64)
         arrays = arrays_over(buffer, sections)
-        for name, array in keys.items():
+        for name, array in own.items():
             arrays[name][:] = array
-        host = () if shared is None else (shared.prefixes, shared.max_seqlen_k)
-        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen, *host)
+        hosts = tuple((kept, part.map(lambda _: NOTHING)) for kept, part in parted.items())
+        block = Block(buffer, sections, seq_lengths, num_padding, max_seqlen, hosts)
         parts = block.parts
         entries = {"input_ids": parts["input_ids"], "labels": parts["labels"]}
         batch = parts["packed_batch"]

@@ -1,4 +1,7 @@
-"""`SharedKeys`: the tokens that each segment of a packed row attends to, made once per batch on the host."""
+"""`SharedKeys`: the tokens that each segment of a row attends to; `Documents`: what a row that shares stands for.
+
+Both are made once per batch, on the host.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +89,45 @@ class SharedKeys:
         return replace(self, key_index=convert(self.key_index), cu_seqlens_k=convert(self.cu_seqlens_k))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The documents that a row with shared prefixes stands for, one after the other as without sharing.
+
+    Documents of 3 and 4 tokens that share 2: ``token_of=[0, 1, 2, 0, 1, 3, 4]``.
+
+    Attributes:
+        lengths: tokens of each document, on the host.
+        token_of: (document_tokens,) int64, the token of the row of each token of theirs.
+        loss_weights: (num_loss_positions,) fp32, how many documents count each of `PackedBatch.loss_positions`.
+        loss_tokens: their sum, on the host.
+        capacity: tokens of the row that it would be without sharing, padding included.
+        parts: document tokens of each part of a merged row; empty for a row by itself.
+    """
+
+    lengths: tuple[int, ...]
+    token_of: Tensor
+    loss_weights: Tensor
+    loss_tokens: int
+    capacity: int
+    parts: tuple[int, ...] = ()
+
+    @classmethod
+    def own(cls, lengths: Sequence[int], loss_positions: Tensor, capacity: int) -> Documents:
+        """Return those of a row in which nothing is shared, on its device."""
+        token_of = torch.arange(sum(lengths), device=loss_positions.device)
+        weights = torch.ones(loss_positions.numel(), device=loss_positions.device)
+        return cls(tuple(lengths), token_of, weights, loss_positions.numel(), capacity)
+
+    def copies(self, row_tokens: int) -> Tensor:
+        """Return (row_tokens,) fp32, how many documents have each token of the row; 0 for padding."""
+        copies = torch.zeros(row_tokens, dtype=torch.float32, device=self.token_of.device)
+        return copies.index_add_(0, self.token_of, torch.ones_like(self.token_of, dtype=torch.float32))
+
+    def map(self, convert: Callable[[Tensor], Tensor]) -> Documents:
+        """Return a copy whose tensors are what `convert` makes of them."""
+        return replace(self, token_of=convert(self.token_of), loss_weights=convert(self.loss_weights))
+
+
 class Tree(NamedTuple):
     """Pieces of a row that go on from each other, as segments of queries."""
 
@@ -158,3 +200,16 @@ def merge_keys(rows: Sequence[SharedKeys], tokens: Sequence[int]) -> SharedKeys:
         ends.append(row.cu_seqlens_k[1:] + keys)
         start, keys = start + count, keys + row.key_index.numel()
     return SharedKeys(tuple(prefixes), torch.cat(index), torch.cat(ends), max(row.max_seqlen_k for row in rows))
+
+
+def merge_documents(rows: Sequence[Documents], tokens: Sequence[int]) -> Documents:
+    """Return the documents of rows that are laid one after the other, on their device; `tokens` are their lengths."""
+    starts = [sum(tokens[:place]) for place in range(len(tokens))]
+    return Documents(
+        lengths=tuple(length for row in rows for length in row.lengths),
+        token_of=torch.cat([row.token_of + start for row, start in zip(rows, starts, strict=True)]),
+        loss_weights=torch.cat([row.loss_weights for row in rows]),
+        loss_tokens=sum(row.loss_tokens for row in rows),
+        capacity=sum(row.capacity for row in rows),
+        parts=tuple(sum(row.lengths) for row in rows),
+    )

@@ -13,7 +13,7 @@ from datasets import Dataset, LargeList, List, Value
 
 from fastpack_trl.errors import DataError, shown
 
-TEXT, TOKENS = "text", "a list of token ids"
+TEXT, TOKENS, LABEL = "text", "a list of token ids", "true or false"
 MESSAGES = "a list of messages, each with role and content"
 _TURNS = "a list of turns, each with from and value (with role and content, the column is called messages)"
 CONVERSATIONS = {MESSAGES, _TURNS}
@@ -46,7 +46,16 @@ def check_source(dataset: Dataset, text_field: str, *, formatted: bool, name: st
         return
     candidates = [column for column in dict.fromkeys((*_READ, text_field)) if column in columns]
     first = dataset.select_columns(candidates).with_format(None)[0] if candidates else {}
-    for column, what in check_row(first, text_field, name, columns).items():
+    check_columns(dataset, check_row(first, text_field, name, columns), name)
+
+
+def check_columns(dataset: Dataset, read: Mapping[str, str], name: str) -> None:
+    """Check every row of the columns that are read, each for what it has to hold: ``{"prompt": TEXT}``.
+
+    Raises:
+        DataError: as `check_source`.
+    """
+    for column, what in read.items():
         finders: list[_Finder] = [_null]
         if isinstance(dataset.features[column], _JSON):
             finders += {TEXT: [_no_json_text], MESSAGES: [_no_json_list], _TURNS: [_no_json_list]}.get(what, [])
@@ -80,28 +89,33 @@ def check_row(row: Mapping[str, Any], text_field: str, name: str, columns: Itera
             f"dataset_text_field (now {shown(text_field)}) to the column with the text, or provide messages, prompt "
             "and completion, or input_ids"
         )
+    check_cells(row, read, name)
+    return read
+
+
+def check_cells(row: Mapping[str, Any], read: Mapping[str, str], name: str) -> None:
+    """Check that the first row of a data set holds what `read` says of its columns; raise `DataError` if not."""
     for column, what in read.items():
         value = row[column]
         if not _holds(value, what):
             fault = _NULL if value is None else _EMPTY if value == [] else ""
             raise _error(0, value, fault, column, what, name)
-    return read
 
 
 def _columns_read(row: Mapping[str, Any], text_field: str) -> dict[str, str]:
     if "input_ids" in row:
         return {name: TOKENS for name in ("input_ids", "labels") if name in row}
-    if _is_list_of(row.get("conversations"), "from"):
+    if is_list_of(row.get("conversations"), "from"):
         return {"conversations": _TURNS}
     pair = ("prompt", "completion") if {"prompt", "completion"} <= set(row) else ()
-    if any(_is_list_of(row.get(name), "role") for name in pair or ("messages",)):
+    if any(is_list_of(row.get(name), "role") for name in pair or ("messages",)):
         return dict.fromkeys(pair or ("messages",), MESSAGES)
     if pair or text_field in row:
         return {name: TEXT for name in (*pair, text_field) if name in row}
     return {name: what for name, what in (("messages", MESSAGES), ("conversations", _TURNS)) if name in row}
 
 
-def _is_list_of(value: object, key: str) -> bool:
+def is_list_of(value: object, key: str) -> bool:
     """Return whether `value` is a list of mappings with `key`, by its first item."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
 
@@ -109,9 +123,11 @@ def _is_list_of(value: object, key: str) -> bool:
 def _holds(value: Any, what: str) -> bool:
     if what == TEXT:
         return isinstance(value, str)
+    if what == LABEL:
+        return isinstance(value, bool) or value in (0, 1)
     if what == TOKENS:
         return isinstance(value, list) and not any(isinstance(token, float | str) for token in value[:1])
-    return _is_list_of(value, "role" if what == MESSAGES else "from")
+    return is_list_of(value, "role" if what == MESSAGES else "from")
 
 
 def _check(dataset: Dataset, column: str, finders: list[_Finder], what: str, name: str) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.packed_batch import (
     IGNORE_INDEX,
     NOT_ON_HOST,
-    AsMade,
     PackedBatch,
     to_transformers_kwargs,
 )  # fmt: skip

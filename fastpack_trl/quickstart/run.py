@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.recipe.paths import add_json, configs_folder
+from fastpack_trl.recipe.paths import add_json, configs_folder, json_file
 
 DEFAULT_FOLDER = Path("quickstart-output")
 MARKER = ".fastpack-quickstart"
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a wrong setting, or a folder that holds something else.
     """
-    json_file, folder = _checked(args), args.output_dir.expanduser()
+    figures_file, folder = _checked(args), args.output_dir.expanduser()
     prepare_folder(folder, overwrite=args.overwrite)
     start = perf_counter()
     print(f"Writing to {folder}/; offline, float32, CPU.")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         figures = stages.run_all(args, folder.resolve())
         figures["seconds"]["total"] = perf_counter() - start
         promises = figures["promises"] = report.promises(figures)
-    for path in filter(None, (folder / "quickstart.json", json_file)):
+    for path in filter(None, (folder / "quickstart.json", figures_file)):
         write_json(path, figures)
     width = max(map(len, OUR_NAMES))
     written = [f"  {name.ljust(width)}  {what}" for name, what in OUR_NAMES.items() if (folder / name).exists()]
@@ -90,11 +90,7 @@ def _checked(args: argparse.Namespace) -> Path | None:
             raise UserError(f"--{name} {value} is below {least}")
     if args.seed >= 2**32:
         raise UserError(f"--seed {args.seed} is above {2**32 - 1}, the largest that numpy takes")
-    json_file = Path(args.json).expanduser() if args.json else None
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        # Now, rather than after two minutes of training.
-        raise UserError(f"--json {json_file} cannot be written: it is a folder, or its folder does not exist")
-    return json_file
+    return json_file(args)
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:

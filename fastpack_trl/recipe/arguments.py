@@ -1,4 +1,4 @@
-"""Arguments of ``fastpack-trl sft``: TRL's parser and dataclasses, with every wrong value reported as one line.
+"""Arguments of the commands that train: TRL's parser and dataclasses, with every wrong value reported as one line.
 
 Names are checked here, YAML values in `recipe.values`; valid values then go through TRL's own parser.
 """
@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, naming_keys, shown
+from fastpack_trl.recipe.foreign import tool_of
+from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
+from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.values import as_bool, check_entries, checked_value, member_types
 from fastpack_trl.recipe.yaml import load_config, set_environment
 
@@ -32,24 +35,6 @@ _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "t
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Method:
-    """A command that trains, with the names of its classes in `fastpack_trl`: their import takes seconds."""
-
-    command: str
-    config: str
-    trainer: str
-
-    def of_package(self, name: str) -> Any:
-        """Return a class of the package by its name."""
-        import fastpack_trl
-
-        return getattr(fastpack_trl, name)
-
-
-SFT = Method("sft", "FastSFTConfig", "FastSFTTrainer")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
     """Everything one run needs: ``--num_processes 2 --max_steps 3`` -> ``launch=["--num_processes", "2"]``."""
 
@@ -59,6 +44,7 @@ class Arguments:
     """The configuration of the method."""
     model: ModelConfig
     mixture: DatasetMixtureConfig
+    data: DataArguments
     launch: list[str]
     """Options for `accelerate launch`, from the YAML and the command line."""
     own: list[str]
@@ -101,10 +87,10 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         words = _apply_config(parser, config, path, launch)
         _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
         with _bf16_needs_a_gpu(), naming_keys(config):
-            script, training, model, mixture = parser.parse_args_into_dataclasses(args=own, look_for_args_file=False)
+            script, training, model, mixture, data = parser.parse_args_into_dataclasses(own, look_for_args_file=False)
     launch_words = _accelerate_file([*words, *launch_flags])
     own = [*(["--config", path] if path else []), *own]
-    return Arguments(method, script, training, model, mixture, launch_words, own)
+    return Arguments(method, script, training, model, mixture, data, launch_words, own)
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -114,7 +100,7 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 
 def make_parser(method: Method = SFT) -> Any:
     """Return TRL's parser over ScriptArguments, the method's configuration, ModelConfig and DatasetMixtureConfig."""
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl import TrlParser
 
     class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
@@ -125,11 +111,7 @@ def make_parser(method: Method = SFT) -> Any:
         def format_help(self) -> str:
             return write_help(self)
 
-    parser = Parser(
-        (ScriptArguments, method.of_package(method.config), ModelConfig, DatasetMixtureConfig),
-        prog=f"fastpack-trl {method.command}",
-        allow_abbrev=False,
-    )
+    parser = Parser(method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
     hints = _hints(parser)
     for action in parser._actions:
         if {dict, str} <= member_types(hints.get(action.dest)):
@@ -254,6 +236,8 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         elif name in launch:
             words += _launch_words(name, value, launch[name], path)
         else:
+            if tool := tool_of(config):
+                raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
             hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)

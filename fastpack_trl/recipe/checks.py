@@ -1,4 +1,4 @@
-"""Checks before a model is loaded: paths, architecture, tokenizer, columns.
+"""Checks before a model is loaded: settings, paths, architecture, tokenizer.
 
 Each raises `UserError`, or lets pass what raises `ValueError`, with the setting, its value and the remedy.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import UserError, describe, did_you_mean, first_reason, shown
 from fastpack_trl.recipe.data import check_data_exists
+from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def check_settings(arguments: Arguments) -> dict[str, Any]:
     if "quantization_config" in init:
         init["quantization_config"] = _quantization(init["quantization_config"])
     _check_attention(init["attn_implementation"])
-    check_architecture(model.model_name_or_path, init)
+    check_architecture(model.model_name_or_path, init, method=arguments.method)
     check_weights(model.model_name_or_path, init, "model_name_or_path")
     return init
 
@@ -70,10 +71,12 @@ def _faults(arguments: Arguments) -> Iterator[str]:
         yield f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'"
     if model.use_peft and model.lora_r < 1:
         yield f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16"
+    if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
+        yield f"lora_task_type={shown(model.lora_task_type)} is for models of language: a reward model needs SEQ_CLS"
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             yield f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'"
-    template = training.chat_template_path or ""
+    template = getattr(training, "chat_template_path", None) or ""
     written_as_path = template.startswith(("./", "../", "/", "~")) or template.endswith((".jinja", ".j2"))
     if written_as_path and not Path(template).exists():
         where = Path(template).absolute()
@@ -110,8 +113,10 @@ def _check_paths(training: Any) -> None:
     choose_checkpoint(resume, str(output))  # the choice is reported when training starts
 
 
-def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_name_or_path") -> None:
-    """Check by its ``config.json`` that the checkpoint is a causal language model.
+def check_architecture(
+    name: str, init: Mapping[str, Any], option: str = "model_name_or_path", method: Method = SFT
+) -> None:
+    """Check by its ``config.json`` that the checkpoint is a causal language model; for rewards, or a classifier.
 
     Args:
         name: folder or hub name.
@@ -140,6 +145,8 @@ def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_
         *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
         *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
     }
+    if method.command == "reward":
+        fitting |= {*modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}
     # A class that transformers does not know comes with the checkpoint; its `auto_map` says what it is.
     remote = {"AutoModelForCausalLM", "AutoModelForImageTextToText"} & set(getattr(config, "auto_map", None) or ())
     unknown = getattr(transformers, architecture, None) is None
@@ -149,7 +156,7 @@ def check_architecture(name: str, init: Mapping[str, Any], option: str = "model_
     ):
         raise UserError(
             f"model {name!r} is a {architecture} (model_type {config.model_type!r}): a causal language model "
-            "(...ForCausalLM) is needed for supervised fine-tuning"
+            f"(...ForCausalLM) is needed for {method.what}"
         )
 
 
@@ -205,63 +212,16 @@ def load_tokenizer(name: str, training: Any, init: Mapping[str, Any]) -> Any:
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     vocabulary = tokenizer.get_vocab()
     for field in ("pad_token", "eos_token"):
-        token = getattr(training, field)
+        token = getattr(training, field, None)
         if token is not None and token not in vocabulary:
             raise UserError(
                 f"{field} {shown(token)} is not in the vocabulary of the tokenizer of {name!r}: choose one that is "
                 f"(special tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
             )
-    pad_token = training.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    pad_token = getattr(training, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
     if pad_token is None or pad_token not in vocabulary:
         raise UserError(
             f"the tokenizer of {name!r} has no padding token ({pad_token!r}): set pad_token to a token of its "
             "vocabulary"
         )
     return processing_class
-
-
-def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") -> Any:
-    """Return the split `name`, which `field` has chosen and `why` says who needs, once it is there and has rows."""
-    if name not in splits:
-        raise UserError(
-            f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
-            "of them" + (", or eval_strategy to 'no'" if why else "")
-        )
-    split = splits[name]
-    if next(iter(split), None) is None:
-        raise UserError(f"split {name!r} of the data is empty (0 rows): check the file, or choose another with {field}")
-    return split
-
-
-def check_rows(split: Any, name: str, training: Any, processing_class: Any) -> None:
-    """Check the rows of the ``train`` or ``eval`` split, of a stream the first one, and that the tokenizer fits them.
-
-    Raises:
-        DataError: columns of no data set type that TRL trains on, or a row that holds something else.
-    """
-    from datasets import Dataset
-
-    from fastpack_trl.packing.source import CONVERSATIONS, TEXT, TOKENS, check_row, check_source
-
-    if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return
-    text_field = training.dataset_text_field
-    if isinstance(split, Dataset):
-        check_source(split, text_field, formatted=False, name=name)
-    kinds = set(check_row(next(iter(split)), text_field, name).values())
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if kinds != {TOKENS} and not tokenizer("text", add_special_tokens=False)["input_ids"]:
-        # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
-            f"{len(tokenizer)}): its files are missing there; save it beside the model"
-        )
-    if kinds & CONVERSATIONS:
-        templates = (training.chat_template_path, processing_class.chat_template, tokenizer.chat_template)
-        if not any(templates):
-            raise UserError(
-                f"the {name} data set holds conversations, but the tokenizer has no chat template: set "
-                "chat_template_path to a .jinja file or to a model that has one"
-            )
-    elif kinds == {TEXT} and training.eos_token is None and tokenizer.eos_token is None:
-        raise UserError("the tokenizer has no end-of-sequence token: set eos_token to a token of its vocabulary")

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
-from fastpack_trl.recipe.arguments import Arguments, as_flags, parse
+from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
+from fastpack_trl.recipe.formats import reshape
+from fastpack_trl.recipe.methods import SFT, Method, method_of
+from fastpack_trl.recipe.rewards import check_reward_columns, load_rewards
+from fastpack_trl.recipe.rows import check_rows, take_split
+from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -19,16 +24,24 @@ if TYPE_CHECKING:
 def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
     """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
 
-    `flags` win over both. Raises `UserError` as `parse`.
+    `flags` win over both, and ``--trainer dpo`` among them says which command it is for (default: as its keys say).
+    Raises `UserError` as `parse`.
     """
     own = {
         "config": config, "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
         "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True,
     }  # fmt: skip
     with preparing():
-        arguments = parse([*as_flags(own), *flags], may_launch=False)
+        _, others = split_off("trainer", flags)
+        arguments = parse([*as_flags(own), *others], method_of_run(config, flags), may_launch=False)
     arguments.training.resume_from_checkpoint = None
     return arguments
+
+
+def method_of_run(config: str, flags: Sequence[str] = ()) -> Method:
+    """Return the method of a YAML: what ``--trainer`` among the flags says, else what its keys say."""
+    named, _ = split_off("trainer", flags)
+    return method_of(load_config(config), *named[-1:])
 
 
 def make_trainer(
@@ -45,38 +58,52 @@ def make_trainer(
         UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
             inside `preparing` it becomes a `UserError` too.
     """
+    import torch
     from trl import get_peft_config, get_quantization_config
 
-    trainer_class = trainer_class or arguments.method.of_package(arguments.method.trainer)
+    method = arguments.method
     script, training, model = arguments.script, arguments.training, arguments.model
     init = checks.check_settings(arguments)
+    of_method: dict[str, Any] = {"reward_funcs": load_rewards(script)} if method.scores_rewards else {}
     name = str(model.model_name_or_path)
     processing_class = checks.load_tokenizer(name, training, init)
     quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
     splits, named = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
-    train_dataset = checks.take_split(splits, script.dataset_train_split, "dataset_train_split")
+    train_dataset = take_split(splits, script.dataset_train_split, "dataset_train_split")
     eval_dataset = None
     if training.eval_strategy != "no":
         why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
-        eval_dataset = checks.take_split(splits, script.dataset_test_split, "dataset_test_split", why)
+        eval_dataset = take_split(splits, script.dataset_test_split, "dataset_test_split", why)
     with naming_data(named):
-        if eval_dataset is not None:
-            checks.check_rows(eval_dataset, "eval", training, processing_class)
-        checks.check_rows(train_dataset, "train", training, processing_class)
+        wanted = arguments.data.dataset_format
+        train_dataset = reshape(train_dataset, "train", wanted)
+        eval_dataset = None if eval_dataset is None else reshape(eval_dataset, "eval", wanted)
+        for split, what in ((eval_dataset, "eval"), (train_dataset, "train")):
+            if split is not None:
+                check_rows(split, what, training, processing_class, method)
+                check_reward_columns(of_method.get("reward_funcs", ()), next(iter(split)))
+    if method is SFT:
+        of_method["processing_class"] = processing_class  # others load it with sides of padding of their own
 
     given = {"model_init_kwargs": training.model_init_kwargs}
     training.model_init_kwargs = init
     with naming_data(named), naming_keys(given), _lora_targets(model, init):
-        return trainer_class(
+        trainer = (trainer_class or method.trainer)(
             model=name,
             args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
             callbacks=list(callbacks or ()),
             quantization_config=quantization_config,
             peft_config=peft_config,
+            **of_method,
         )
+    if method.command == "dpo" and script.ignore_bias_buffers:
+        from torch.nn.parallel import DistributedDataParallel
+
+        masks = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, masks)
+    return trainer
 
 
 @contextmanager

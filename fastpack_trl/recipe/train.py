@@ -1,4 +1,4 @@
-"""Train from the arguments of ``fastpack-trl sft`` in this process, with the steps of ``trl/scripts/sft.py``."""
+"""Train from the arguments of a command in this process, with the steps of TRL's script of that name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import naming_keys, preparing
 from fastpack_trl.model.saved_files import newest_checkpoint
-from fastpack_trl.recipe.arguments import SFT, Arguments, Method, parse, split_off
+from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
+from fastpack_trl.recipe.methods import SFT, Method
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

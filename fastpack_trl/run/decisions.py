@@ -44,6 +44,7 @@ class Decisions:
         facts: of the training data; None where it is streamed or was prepared elsewhere.
         training: `train` runs, or ran last; not an evaluation by itself.
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
+        shares_prefixes: rows of the training hold what documents begin with alike once.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
         alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
         block_cost: what a surplus token of segments x max_seqlen costs the installed attention (`choose_buckets`).
@@ -61,7 +62,7 @@ class Decisions:
         self.plan = BatchPlan("stock", "")
         self.facts: DatasetFacts | None = None
         self.training = False
-        self.loss_is_ours = False
+        self.loss_is_ours = self.shares_prefixes = False
         self.refuses_static: Callable[[Bucket], str] = _no_attention
         self.alone_from, self.block_cost = math.inf, BLOCK_COST
         self.parameters: Callable[[], Iterable[nn.Parameter]] | None = None

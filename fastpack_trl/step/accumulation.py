@@ -4,7 +4,7 @@ The trainer's loop stays as it is. It is given all micro-batches and calls a ste
 group return a loss of zero without running, the last runs the group as one row and returns the sum of their losses.
 So steps, callbacks, token and FLOP counts go on per micro-batch (`fastpack_trl.model.hooks` finds those that could
 tell), and under DDP the group that ends the accumulation is the one that reduces the gradients. The NaN filter of the
-logged loss looks at each micro-batch of a group.
+logged loss looks at the group as one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fastpack_trl.model.hooks import (
     callback_between,
     hook_on_a_gradient,
     needs_logits,
-    once_per_micro_batch,
     trained_parameters,
 )
 from fastpack_trl.model.sharded import local
@@ -47,10 +46,11 @@ _MEMORY_SHARE = 0.7
 def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
     """Join the keywords of several rows into those of one (`merge_batches`); tokens and labels follow the documents."""
     batches = [one["packed_batch"] for one in inputs]
-    lengths = [sum(batch.seq_lengths) for batch in batches]
+    tokens = [sum(batch.seq_lengths) for batch in batches]
+    labelled = [sum(batch.documents.lengths if batch.documents else batch.seq_lengths) for batch in batches]
     flat = {
         name: torch.cat([one[name][:, :n] for one, n in zip(inputs, lengths, strict=True)], dim=1)
-        for name in ("input_ids", "labels")
+        for name, lengths in (("input_ids", tokens), ("labels", labelled))
     }
     batch = merge_batches(batches, flat["labels"])
     return PackedInputs(flat | to_transformers_kwargs(batch) | {"packed_batch": batch})
@@ -208,7 +208,9 @@ class Merging:
         self._module_hooks = self._module_hooks or HookWatch(trainer.model_wrapped)  # wrapped by now
         reason = ALORA if is_invoked_once_per_row(trainer.model) else ""  # an adapter that a callback added
         reason = reason or callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
-        reason = reason or once_per_micro_batch(self._module_hooks.look()) or needs_logits(trainer)
+        if not reason and (hook := self._module_hooks.look()):
+            reason = f"{hook} runs once per micro-batch"
+        reason = reason or needs_logits(trainer)
         if reason:
             self._run.disable(FEATURE, "stock", reason)
             self._ended, self._groups = True, {}

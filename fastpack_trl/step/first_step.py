@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from fastpack_trl.model.callbacks import callbacks_added
 from fastpack_trl.run import Run
 
 FACT = "first step"
@@ -49,10 +50,8 @@ def first_step(run: Run) -> Iterator[None]:
     run.step.seconds.clear()
     run.step.in_first = True
     run.report.facts.pop(FACT, None)  # of a run before: the banner says what is known
-    watch = FirstStep(run)
-    run.trainer.add_callback(watch)
     try:
-        yield
+        with callbacks_added(run.trainer, FirstStep(run)):
+            yield
     finally:
         run.step.in_first = False
-        run.trainer.remove_callback(watch)

@@ -80,6 +80,7 @@ def head_loss(
     targets: Tensor,
     *,
     mask: Tensor | None = None,
+    weights: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -97,6 +98,7 @@ def head_loss(
         targets: (N,) int64, in [0, V); also where they are masked: -100 is not one.
         mask: (N,) bool, the positions that count; the others have a valid hidden state and target all the same, a loss
             and a gradient of 0, and no figures. None: all count.
+        weights: (N,) fp32, how often each position counts in the sum; its figures are of it once. None: once.
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``.
@@ -110,7 +112,9 @@ def head_loss(
     _check(loss_type)
     differentiable = torch.is_grad_enabled()
     how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, differentiable and weight.requires_grad)
-    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, mask, loss_type, differentiable, how))
+    return HeadLoss(
+        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, weights, loss_type, differentiable, how)
+    )
 
 
 class _Tiling(NamedTuple):
@@ -145,6 +149,7 @@ def reference_head_loss(
     targets: Tensor,
     *,
     mask: Tensor | None = None,
+    weights: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -159,6 +164,8 @@ def reference_head_loss(
     losses = -log_probs
     if loss_type == "dft":
         losses = losses * log_probs.exp().detach()
+    if weights is not None:
+        losses = losses * weights
     return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
 
 
@@ -224,6 +231,7 @@ class _HeadLossFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         mask: Tensor | None,
+        weights: Tensor | None,
         loss_type: str,
         differentiable: bool,
         how: _Tiling,
@@ -241,6 +249,8 @@ class _HeadLossFunction(torch.autograd.Function):
             factors = -log_probs.exp() if loss_type == "dft" else torch.full_like(log_probs, -1.0)
             if over.masked is not None:
                 factors.masked_fill_(over.masked[rows], 0)
+            if weights is not None:
+                factors *= weights[rows]
             total += (factors * log_probs).sum()
             if not any(wants):
                 continue
@@ -270,7 +280,7 @@ class _HeadLossFunction(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )  # fmt: skip
-        return (*scaled, *[None] * 5)
+        return (*scaled, *[None] * 6)
 
 
 @torch.compiler.disable

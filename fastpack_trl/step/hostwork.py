@@ -259,22 +259,16 @@ class LossFilter:
     """The NaN filter of the logged loss (``logging_nan_inf_filter``), on the device.
 
     Stock asks the device after each micro-batch whether the loss is NaN or infinite, and if so adds the mean of the
-    losses since the last log instead. `apply` puts that mean in the place of such a loss, also of one micro-batch
-    inside of a merged row. The argument is off only from there to `restore`, which is the one line of the trainer that
-    reads it in training; evaluation, saving and callbacks see what the user set.
+    losses since the last log instead. `apply` puts that mean in the place of such a loss; a merged row is one. The
+    argument is off only from there to `restore`, which is the one line of the trainer that reads it in training;
+    evaluation, saving and callbacks see what the user set.
     """
 
     def __init__(self) -> None:
         self._switched_off = contextlib.ExitStack()
 
-    def apply(self, trainer: SFTTrainer, loss: Tensor, losses: Tensor | None = None) -> Tensor:
-        """Return the loss that the trainer adds to its running loss.
-
-        Args:
-            trainer: with the running loss and the step of the last log.
-            loss: (), of what just ran.
-            losses: (n,) of its micro-batches in their order, which add up to `loss`; None where it is one.
-        """
+    def apply(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
+        """Return what the trainer adds to its running loss for the `loss`, (), of what just ran."""
         args, running = trainer.args, getattr(trainer, "_tr_loss", None)
         if not isinstance(running, Tensor) or running.device != loss.device or is_torch_xla_available():
             return loss  # stock says what is wrong, or filters nothing
@@ -282,20 +276,9 @@ class LossFilter:
             return loss
         self._switched_off.enter_context(attribute_set(args, "logging_nan_inf_filter", False))
         steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
-        if losses is None:
-            return torch.where(_finite(loss), loss, running / steps)
-        # Stock goes from one to the next: a loss is added, or else the sum so far grows by a share of itself.
-        finite = _finite(losses)
-        growth = torch.where(finite, 1.0, 1.0 + 1.0 / steps).flip(0).cumprod(0).flip(0)
-        later = torch.cat([growth[1:], torch.ones_like(growth[:1])])
-        filtered = (torch.where(finite, losses, 0.0) * later).sum() + running * (growth[0] - 1.0)
-        return torch.where(_finite(loss), loss, filtered)
+        # The difference is 0 or NaN: two kernels, where `torch.isfinite` is four.
+        return torch.where(loss - loss == 0, loss, running / steps)
 
     def restore(self) -> None:
         """Set the argument as the user had it."""
         self._switched_off.close()
-
-
-def _finite(x: Tensor) -> Tensor:
-    # The difference is 0 or NaN: two kernels, where `torch.isfinite` is four.
-    return x - x == 0

@@ -22,7 +22,9 @@ _CHUNK = 1 << 25
 """Logits that are stacked at once: 128 MiB in fp32, whatever the depth of the model."""
 
 
-def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int] | Tensor) -> Tensor | None:
+def load_balancing_losses(
+    router_logits: object, top_k: int, parts: Sequence[int] | Tensor, copies: Tensor | None = None
+) -> Tensor | None:
     """Return the load-balancing loss of each micro-batch in a row: (num_parts,) fp32, differentiable in the logits.
 
     It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'. Never
@@ -32,6 +34,7 @@ def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None: stock's loss is 0 then.
         top_k: experts per token.
         parts: tokens of each part, on the host; or `PackedBatch.part_bounds`. Tokens after the last part count in none.
+        copies: (tokens,) fp32, how many documents have each token; None: one.
     """
     if not isinstance(router_logits, tuple) or not router_logits:
         return None
@@ -46,7 +49,10 @@ def load_balancing_losses(router_logits: object, top_k: int, parts: Sequence[int
         sizes = torch.cat([torch.full((1,), float(tokens), dtype=torch.float32, device=device) for tokens in parts])
         counts = [*parts, num_tokens - sum(parts)]
         part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(counts)])
-    losses: Tensor = _BalancingLoss.apply(top_k, part, sizes * len(router_logits), *router_logits)
+    if copies is not None:
+        copies = copies[:num_tokens].to(device)
+        sizes = sizes.new_zeros(len(sizes) + 1).index_add_(0, part, copies)[:-1].clamp(min=1)
+    losses: Tensor = _BalancingLoss.apply(top_k, part, sizes * len(router_logits), copies, *router_logits)
     return losses
 
 
@@ -54,7 +60,7 @@ class _BalancingLoss(torch.autograd.Function):
     """``E * sum_e f_e p_e``: f the share of routed slots, p the mean probability of each expert, over all layers."""
 
     @staticmethod
-    def forward(ctx: Any, top_k: int, part: Tensor, tokens: Tensor, *logits: Tensor) -> Tensor:
+    def forward(ctx: Any, top_k: int, part: Tensor, tokens: Tensor, copies: Tensor | None, *logits: Tensor) -> Tensor:
         num_parts, num_experts, device = len(tokens), logits[0].shape[1], logits[0].device
         counts = torch.zeros(num_parts + 1, num_experts, dtype=torch.float32, device=device)
         probabilities = torch.zeros_like(counts)
@@ -62,24 +68,27 @@ class _BalancingLoss(torch.autograd.Function):
             routing = torch.softmax(stacked, dim=-1)
             slots = torch.topk(routing, top_k, dim=-1).indices + part[:, None] * num_experts
             # Sums of ones are exact in fp32 in any order.
-            counts.view(-1).scatter_add_(0, slots.reshape(-1), counts.new_ones(slots.numel()))
-            probabilities.index_add_(0, part, routing.sum(0, dtype=torch.float32))
+            each = counts.new_ones(slots.shape) if copies is None else copies[:, None].expand(slots.shape)
+            counts.view(-1).scatter_add_(0, slots.reshape(-1), each.reshape(-1))
+            routed = routing.sum(0, dtype=torch.float32)
+            probabilities.index_add_(0, part, routed if copies is None else routed * copies[:, None])
         share = counts[:-1] / tokens[:, None]
         # What a token adds per unit of probability; in no part, nothing.
         slope = torch.nn.functional.pad(share * (num_experts / tokens[:, None]), (0, 0, 0, 1))
-        ctx.save_for_backward(slope, part, *logits)
+        ctx.save_for_backward(slope, part, copies, *logits)
         return (share * (probabilities[:-1] / tokens[:, None])).sum(1) * num_experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        slope, part, *logits = ctx.saved_tensors
+        slope, part, copies, *logits = ctx.saved_tensors
         slope = (slope * torch.nn.functional.pad(grad, (0, 1))[:, None])[part]
+        slope = slope if copies is None else slope * copies[:, None]
         grads: list[Tensor] = []
         for layer in logits:
             routing, local = torch.softmax(layer.float(), dim=-1), slope.to(layer.device)
             grads.append((routing * (local - (routing * local).sum(-1, keepdim=True))).to(layer.dtype))
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _chunks(logits: tuple[Tensor, ...], device: torch.device) -> Iterator[Tensor]:

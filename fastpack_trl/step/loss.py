@@ -40,6 +40,7 @@ class ChosenLoss(ModelOutput):
         aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
             static one with room for several micro-batches.
         positions: (N,) int64, where the labels are not the collator's any more; None where they are.
+        weights: (N,) fp32, how many documents count each position; None: one.
     """
 
     total: Tensor | None = None
@@ -48,6 +49,7 @@ class ChosenLoss(ModelOutput):
     is_top1: Tensor | None = None
     aux_loss: Tensor | None = None
     positions: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class LossForward:
@@ -164,14 +166,17 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             raise RuntimeError(f"{head}: set sync_free='off'")
         hidden, edited = outputs.last_hidden_state, None
         positions, next_tokens, mask = loss_batch.loss_positions, loss_batch.loss_labels, loss_batch.loss_mask
-        if shift_labels is not None or not loss_batch.counts(labels) or hidden.shape[:2] != labels.shape:
+        documents = loss_batch.documents
+        weights = documents.loss_weights if documents is not None else None
+        cut = documents is None and labels is not None and hidden.shape[:2] != labels.shape
+        if shift_labels is not None or not loss_batch.counts(labels) or cut:
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
-            edited = positions
+            edited, weights = positions, None
         chosen = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(chosen, *map(whole, head), next_tokens, mask=mask, loss_type=loss_type)
+        loss = compute(chosen, *map(whole, head), next_tokens, mask=mask, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
-        return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited)
+        return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)
 
     return forward
 
@@ -186,7 +191,8 @@ def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
         length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
         parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
         count, by_itself = len(parts), not batch.parts
-    losses = load_balancing_losses(outputs.router_logits, top_k, parts)
+    copies = None if batch.documents is None else batch.documents.copies(outputs.last_hidden_state.shape[1])
+    losses = load_balancing_losses(outputs.router_logits, top_k, parts, copies)
     if losses is None:  # this model records no router logits
         losses = torch.zeros(count, dtype=torch.float32, device=outputs.last_hidden_state.device)
     return losses[0] if by_itself else losses
@@ -203,18 +209,21 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
         raise PackingError(
             "the labels of a static batch were moved or edited by a hook: give the model the plain batch"
         )
+    documents = batch.documents
+    shape = hidden.shape[:2] if documents is None else (1, documents.token_of.numel())
     next_tokens = shift_labels
     if next_tokens is None:
         next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if batch.parts:  # what comes after the last token of a micro-batch is of another one
-            next_tokens[:, [end - 1 for end in ends(batch.parts)]] = IGNORE_INDEX
-    if next_tokens.shape != hidden.shape[:2]:
+            last = ends(batch.parts) if documents is None else itertools.accumulate(documents.parts)
+            next_tokens[:, [end - 1 for end in last]] = IGNORE_INDEX
+    if next_tokens.shape != shape:
         raise ValueError(
-            f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(hidden.shape[:2])}: cut both alike"
+            f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(shape)}: cut both alike"
         )
     next_tokens = next_tokens.to(hidden.device, torch.int64).flatten()
     positions = next_tokens.ne(IGNORE_INDEX).nonzero().squeeze(1)
-    return positions, next_tokens[positions]
+    return positions if documents is None else documents.token_of[positions], next_tokens[positions]
 
 
 def ends(parts: Sequence[Part]) -> list[int]:

@@ -16,7 +16,6 @@ from fastpack_trl.model.hooks import (
     callback_between,
     hook_inside,
     hook_on_a_gradient,
-    once_per_micro_batch,
     replaced_methods,
 )
 from fastpack_trl.model.patches import attribute_set
@@ -49,7 +48,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
     if run.device.type == "cuda":
         reason += "; as far as memory allows, measured in the first step"
-    if has_dropout(run.model) or has_jitter(run.model):
+    if draws_numbers(run.model):
         reason += "; dropout and jitter draw other random numbers"
     run.say(FEATURE, "on", rows, reason)
     merging = Merging(run, target)
@@ -86,7 +85,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
     yield callback_between(trainer)
     yield hook_on_a_gradient(trainer.model, trainer.model.parameters())
-    yield once_per_micro_batch(hook_inside(trainer.model))
+    yield (hook := hook_inside(trainer.model)) and f"{hook} runs once per micro-batch"
     yield is_invoked_once_per_row(trainer.model) and ALORA
     yield drops_layers(trainer.model) and "layerdrop would drop a layer for all micro-batches of a row"
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
@@ -115,12 +114,8 @@ def drops_layers(model: Any) -> bool:
     return any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
 
 
-def has_jitter(model: Any) -> bool:
-    """Return whether a router of experts draws noise in training."""
+def draws_numbers(model: Any) -> bool:
+    """Return whether `model` draws random numbers in training: dropout, or noise in a router of experts."""
     config = model.config.get_text_config()
-    return any(getattr(config, name, 0) for name in ("router_jitter_noise", "input_jitter_noise"))
-
-
-def has_dropout(model: Any) -> bool:
-    """Return whether a module of `model` draws random numbers in training."""
-    return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    jitters = any(getattr(config, name, 0) for name in ("router_jitter_noise", "input_jitter_noise"))
+    return jitters or any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())

@@ -35,15 +35,11 @@ class DeferredMetrics:
     TRL logs the mean over micro-batches of ratios per micro-batch (summed over ranks first), not the ratio of sums; so
     one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `settle` gathers all of them as
     one tensor of (ranks, micro-batches, 5), reads it once, and appends to TRL's lists what TRL would have appended.
-    Beside them stands the loss, for `losses`.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # (_ROWS, 4) fp32 each: no tensor per micro-batch stays alive
+        self._blocks: list[Tensor] = []  # (_ROWS, 3) fp32 each: no tensor per micro-batch stays alive
         self._batches: list[_MicroBatch] = []
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
     def keep(
         self, trainer: SFTTrainer, mode: Mode, table: Tensor, loss_tokens: Sequence[int], tokens: Sequence[int]
@@ -53,7 +49,7 @@ class DeferredMetrics:
         Args:
             trainer: whose accelerator knows the ranks.
             mode: which of TRL's lists they belong to.
-            table: (num_parts, 4) as of `StepLoss`; rows past the counts are left out.
+            table: (num_parts, 3) as of `StepLoss`; rows past the counts are left out.
             loss_tokens: of each part, those that the loss counts.
             tokens: of each part, those of the row that it was.
         """
@@ -61,7 +57,7 @@ class DeferredMetrics:
         while done < count:
             place = len(self._batches) % _ROWS
             if not place:
-                self._blocks.append(torch.empty(_ROWS, 4, dtype=torch.float32, device=table.device))
+                self._blocks.append(torch.empty(_ROWS, 3, dtype=torch.float32, device=table.device))
             now = min(count - done, _ROWS - place)
             self._blocks[-1][place : place + now].copy_(table[done : done + now])
             ranks = counted_ranks(trainer.accelerator)
@@ -71,15 +67,9 @@ class DeferredMetrics:
             ]
             done += now
 
-    def losses(self, start: int) -> Tensor:
-        """Return the losses of the micro-batches from `start` on, (n,) fp32; `start` is below the number kept."""
-        first, last = start // _ROWS, (len(self._batches) - 1) // _ROWS
-        rows = self._blocks[first] if first == last else torch.cat(self._blocks[first : last + 1])
-        return rows[start - first * _ROWS : len(self._batches) - first * _ROWS, 3]
-
     def mark(self) -> Callable[[], None]:
         """Return a function that drops the micro-batches kept from here on: they are run again."""
-        count = len(self)
+        count = len(self._batches)
 
         def back() -> None:
             del self._batches[count:]
@@ -95,7 +85,7 @@ class DeferredMetrics:
         if not self._batches:
             return
         batches, self._batches = self._batches, []
-        sums = torch.cat(self._blocks)[: len(batches), :3]
+        sums = torch.cat(self._blocks)[: len(batches)]
         self._blocks = []
         counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
         table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)

@@ -18,9 +18,9 @@ class StepLoss(NamedTuple):
     loss: Tensor
     """() fp32, with gradient."""
     table: Tensor
-    """(num_parts, 4) fp32 without gradient, a row for each micro-batch: sum of the entropies, correct tokens, auxiliary
-    loss (of no meaning where there is none), what it adds to `loss`. A row by itself is one part. A static batch has as
-    many as there is room for; surplus ones count nothing."""
+    """(num_parts, 3) fp32 without gradient, a row for each micro-batch: sum of the entropies, correct tokens, auxiliary
+    loss (of no meaning where there is none). A row by itself is one part. A static batch has as many as there is room
+    for; surplus ones count nothing."""
     loss_tokens: list[int]
     """Tokens of each part with a loss; empty for a static batch, where only the host knows (`PackedBatch.parts`)."""
     edited: bool
@@ -71,25 +71,19 @@ def step_loss(
             # All ranks are counted, and DDP takes the mean of the gradients over ranks.
             ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
 
-    def normalised(total: Tensor, aux_loss: Tensor | None) -> Tensor:
-        loss = total / items
-        if ranks > 1:
-            loss = loss * ranks
-        return loss + trainer.router_aux_loss_coef * aux_loss / steps if aux_loss is not None else loss
-
+    loss = outputs.total / items
+    if ranks > 1:
+        loss = loss * ranks
     aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
-    entropy, correct = split.sums(outputs.entropy), split.sums(outputs.is_top1)
-    if split.is_one:
-        loss = normalised(outputs.total, aux_losses)
-        losses = loss.detach()
-    else:
-        loss = normalised(outputs.total, None if aux_losses is None else aux_losses.sum())
-        log_probs = outputs.log_probs
-        totals = split.sums(-log_probs * log_probs.exp() if loss_type == "dft" else -log_probs)
-        losses = normalised(totals, None if aux_losses is None else aux_losses.detach())
-    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float(), losses]
+    if aux_losses is not None:
+        loss = loss + trainer.router_aux_loss_coef * aux_losses.sum() / steps
+    weights = outputs.weights
+    entropy, correct = (
+        split.sums(figures if weights is None else figures * weights) for figures in (outputs.entropy, outputs.is_top1)
+    )
+    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float()]
     table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
-    return StepLoss(loss, table, split.sizes, outputs.positions is not None)
+    return StepLoss(loss, table, split.counted, outputs.positions is not None)
 
 
 class _Split:
@@ -97,11 +91,13 @@ class _Split:
 
     Attributes:
         sizes: positions of each; empty for a static batch. Synchronises only after an edit of the labels.
+        counted: tokens that the loss counts in each: more than positions where documents share some.
         is_one: the row is a micro-batch by itself.
     """
 
     def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
         self.sizes: list[int] = []
+        self.counted: list[int] = []
         self._members = self._mask = None
         if batch is not None and batch.part_bounds is not None:
             bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
@@ -114,16 +110,19 @@ class _Split:
         if not parts:
             assert outputs.entropy is not None
             self.sizes = [outputs.entropy.numel()]
+            documents = None if batch is None or outputs.weights is None else batch.documents
+            self.counted = self.sizes if documents is None else [documents.loss_tokens]
         elif outputs.positions is None:
             self.sizes = [part.loss_tokens for part in parts]
+            self.counted = [part.counted or part.loss_tokens for part in parts]
         else:
             bounds = torch.tensor(ends(parts), device=outputs.positions.device)
             part_of = torch.bucketize(outputs.positions, bounds, right=True)
-            self.sizes = part_of.bincount(minlength=len(parts)).tolist()
+            self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
 
     def count(self) -> Tensor | int:
         """Return the positions that the loss counts in the whole row, at least 1."""
-        return max(1, sum(self.sizes)) if self._mask is None else self._mask.sum().clamp(min=1)
+        return max(1, sum(self.counted)) if self._mask is None else self._mask.sum().clamp(min=1)
 
     def sums(self, figures: Tensor) -> Tensor:
         """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself.
@@ -135,7 +134,7 @@ class _Split:
             return figures.sum(dtype=torch.float32)
         if self._members is None:
             return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
-        # Chosen, not multiplied: a loss of NaN stays in its own part.
+        # Chosen, not multiplied: a NaN stays in its own part.
         return torch.where(self._members, figures, 0).sum(dim=1, dtype=torch.float32)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from peft import PeftModel
 from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import during_training
-from fastpack_trl.model.facts import is_prompt_learning
-from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_upstreams, needs_logits, replaced_methods
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.facts import is_prompt_learning, text_model
+from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, MicroStep, Run
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
@@ -45,7 +42,7 @@ class SyncFreeStep:
     def __init__(self, model: nn.Module) -> None:
         self.loss = self.host = self.filters = False
         self.metrics = DeferredMetrics()
-        self.forward = LossForward(base_model(model))
+        self.forward = LossForward(text_model(model))
         self.contents, self.filter = ModelContents(), LossFilter()
         self.reset = GradientReset(self.contents)
         self._apart: _StaticLoss | None = None
@@ -70,7 +67,7 @@ class SyncFreeStep:
         if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
             batch, why_stock = None, "a batch without packed_batch"
         elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
-            batch = None
+            inputs, batch = unshared(inputs), None
         # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
         steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
         loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, steps, batch)
@@ -79,7 +76,8 @@ class SyncFreeStep:
         if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them: a row may have been cut short.
-        tokens = row_tokens(batch) if batch is not None and batch.parts else [inputs["position_ids"].size(1)]
+        known = batch is not None and (batch.parts or batch.documents)
+        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].size(1)]
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
@@ -113,7 +111,7 @@ class SyncFreeStep:
         accelerator = trainer.accelerator
         if not self.host or not trainer.is_fsdp_enabled or not accelerator.is_fsdp2 or accelerator.scaler is not None:
             return None
-        if not is_upstreams(SFTTrainer._clip_grad_norm) or not is_upstreams(accelerator.clip_grad_norm_):
+        if is_users(SFTTrainer._clip_grad_norm) or is_users(accelerator.clip_grad_norm_):
             return None
         return clip(self.reset.listed(model, trainer.optimizer).with_gradient, trainer.args.max_grad_norm)
 
@@ -122,21 +120,10 @@ class SyncFreeStep:
 
         FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
         """
-        upstreams = is_upstreams(SFTTrainer._clip_grad_norm) and is_upstreams(SFTTrainer._get_grad_norm)
-        if not self.host or run.is_sharded or not upstreams:
+        replaced = is_users(SFTTrainer._clip_grad_norm) or is_users(SFTTrainer._get_grad_norm)
+        if not self.host or run.is_sharded or replaced:
             return model
         return self.reset.listed(model, run.trainer.optimizer)
-
-    def logged_loss(self, trainer: SFTTrainer, loss: Tensor, start: int) -> Tensor:
-        """Return the loss that the trainer adds to its logged loss: `loss`, after the NaN filter.
-
-        Args:
-            trainer: whose running loss it is.
-            loss: (), of what just ran.
-            start: micro-batches that were kept in `metrics` before.
-        """
-        count = len(self.metrics) - start
-        return self.filter.apply(trainer, loss, self.metrics.losses(start) if count > 1 else None)
 
     @contextlib.contextmanager
     def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
@@ -183,10 +170,9 @@ def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in
     if step is None or not step.host:
         return following(model, inputs, num_items_in_batch)
     step.reset.install(run.trainer, model)
-    kept = len(step.metrics)
     with step.modes.skipping_train(model):
         loss = following(model, inputs, num_items_in_batch)
-    return step.logged_loss(run.trainer, loss, kept) if step.filters else loss
+    return step.filter.apply(run.trainer, loss) if step.filters else loss
 
 
 @contextlib.contextmanager
@@ -260,11 +246,11 @@ def _only_stock_loss(run: Run) -> Iterator[object]:
     flat = trainer.is_fsdp_enabled and not run.is_fsdp2
     yield flat and "FSDP version 1 flattens the head: set fsdp_version=2"
     yield run.is_deepspeed and run.is_sharded and "ZeRO-3 shards the head"
-    devices = set((getattr(base_model(model), "hf_device_map", None) or {}).values())
+    devices = set((getattr(text_model(model), "hf_device_map", None) or {}).values())
     yield len(devices) > 1 and f"the model is spread over {', '.join(sorted(map(str, devices)))}"
     yield step.forward.missing
     yield not step.forward.in_place and "the model's forward was replaced"
-    yield head_of(base_model(model))  # a text where it has none of ours, else a module
+    yield head_of(text_model(model))  # a text where it has none of ours, else a module
     other = trainer.aux_loss_enabled and replaced_by()
     yield other and f"load_balancing_loss_func was replaced by {other}"
 
@@ -285,12 +271,8 @@ def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[o
 
 def row_tokens(batch: PackedBatch) -> list[int]:
     """Return the tokens of each row that a plain batch was made of, padding included."""
-    return [part.capacity for part in batch.parts] or [batch.total_tokens]
-
-
-def base_model(model: Any) -> Any:
-    """Return the model that has the head: inside of PEFT."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = batch.total_tokens if batch.documents is None else batch.documents.capacity
+    return [part.capacity for part in batch.parts] or [whole]
 
 
 def _remarks(run: Run, own_step: str) -> list[str]:
@@ -306,19 +288,3 @@ def _remarks(run: Run, own_step: str) -> list[str]:
         run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",
     )
     return [text for text in remarks if text]
-
-
-class _Warnings:
-    """Python's `warnings` two frames further up: past `FastSFTTrainer.compute_loss`, and past this method."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(warnings, name)
-
-    def warn(self, message: Any, category: Any = None, stacklevel: int = 1, **options: Any) -> None:
-        warnings.warn(message, category, stacklevel + 2, **options)
-
-
-def warnings_of_caller() -> contextlib.AbstractContextManager[None]:
-    """Let what `SFTTrainer.compute_loss` warns of its caller name the caller of ours."""
-    module = sys.modules[SFTTrainer.__module__]
-    return attribute_set(module, "warnings", _Warnings()) if hasattr(module, "warnings") else contextlib.nullcontext()

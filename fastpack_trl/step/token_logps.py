@@ -11,20 +11,22 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl.trainer.utils import FusedCausalLMOutput
 
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
+from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, AsMade, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, to_transformers_kwargs
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
 
+OUTPUT = "trl.trainer.utils.FusedCausalLMOutput"
 CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
 _PADDED = ("input_ids", "attention_mask", "use_cache")
 """Keywords of a padded batch, which the row has others for."""
@@ -85,19 +87,14 @@ class RowForward:
             self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
         else:
             constants, why_not = read_constants(stock)
-            self.missing = lacks("sync_free") or why_not
+            self.missing = lacks("sync_free") or ("" if found(OUTPUT) else f"trl has no {OUTPUT}") or why_not
             function = None if self.missing else _around(rows, self._state, stock.__func__, constants)
         if function is not None:
             model.forward = types.MethodType(function, model)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Run known batches as rows until the context ends."""
-        before, self._state.active = self._state.active, not self.missing
-        try:
-            yield
-        finally:
-            self._state.active = before
+        return attribute_set(self._state, "active", not self.missing)
 
     @property
     def why_stock(self) -> str:
@@ -179,7 +176,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
             with knowing_experts():
                 aux_loss = _balancing(outputs.router_logits, text_config, families)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
-        return FusedCausalLMOutput(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
+        return found(OUTPUT)(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
 
     return forward
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import lora
+from benchmarks import case_tables, lora, step_turns
 from benchmarks.cases import Run
 from benchmarks.lora_models import MODELS, LoraModel, build, shared_copy
 from fastpack_trl.bench.environment import quiet
@@ -37,6 +37,21 @@ def test_sides_share_the_frozen_base_and_have_adapters_of_their_own() -> None:
         assert torch.equal(ours[name], parameter)
 
 
+def test_the_memory_of_a_side_has_the_base_that_it_shares_and_not_what_others_keep() -> None:
+    kept = {"features": {"cache_dequantized": {"reason": "2 GiB of frozen weights kept"}}}
+    memory = {"peak_bytes": 5, "reserved_bytes": 7, "before_bytes": 2, "pinned_bytes": 1}
+    sides: dict[str, Any] = {
+        "stock": {"memory": memory, "seconds": {}}, "tuned": {"failed": "no compiler"},
+        "fastpack": {"memory": None, "seconds": {}, "report": kept},
+    }  # fmt: skip
+    row = {"sides": sides, "isolation": "one process"}
+    step_turns.with_shared(row, 100)
+    assert memory == {"peak_bytes": 105, "reserved_bytes": 107, "before_bytes": 102, "pinned_bytes": 1}
+    assert case_tables._peak(row, "stock") == 105
+    assert case_tables._peak(row, "fastpack") == case_tables._peak(row, "tuned") == 0.0
+    assert case_tables._peak({"sides": sides}, "stock") == 105 - 2 * 2**30  # a record of before
+
+
 def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 
@@ -54,9 +69,9 @@ def test_compiled_sides_may_have_many_graphs_and_keep_one_attention_call(monkeyp
     def attention(model: Any, path: str, **options: Any) -> Any:
         return contextlib.nullcontext(SimpleNamespace(path=path))
 
-    monkeypatch.setattr(lora, "packed_attention", attention)
+    monkeypatch.setattr(step_turns, "packed_attention", attention)
     monkeypatch.setattr(lora, "compiled_regions", lambda trainer, backend: contextlib.nullcontext())
     for device, path in (("cuda", "varlen"), ("cpu", "auto")):
-        trainer = SimpleNamespace(model=None, args=SimpleNamespace(device=torch.device(device)))
+        trainer = SimpleNamespace(model=None, data_collator=None, args=SimpleNamespace(device=torch.device(device)))
         with lora.packed_and_compiled(trainer) as found:
             assert found == f"{path}, layers compiled by accelerate"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import packed_attention
+from benchmarks import packed_attention, step_turns
 from benchmarks.cases import Run
 from benchmarks.step_turns import OURS, STOCK
 from benchmarks.workload import PLAIN, TRL_DEFAULTS, Shape, Workload
@@ -88,7 +88,7 @@ def test_other_rows_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(rows)
         return rows.select(range(len(rows) - 1, -1, -1) if len(seen) % 2 == 0 else range(len(rows)))
 
-    monkeypatch.setattr(packed_attention, "without_emptiest", other_rows)
+    monkeypatch.setattr(step_turns, "without_emptiest", other_rows)
     with pytest.raises(LossParityError, match="different micro-batches in step 1"):
         packed_attention.measure(Run(rounds=1, threads=1), workload=MINIATURE)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_step import COMMAND, LONG, STEPS, Length, measure_run, runs, wall_times
-from benchmarks.training_rows import SMALL
 from fastpack_trl.measure.record import make_record
+
+TINY = "tiny-qwen3 full 256"
 
 
 def test_warm_runs_come_after_the_cold_one_that_fills_their_cache() -> None:
@@ -24,7 +25,7 @@ def test_warm_runs_come_after_the_cold_one_that_fills_their_cache() -> None:
 
 
 def test_a_run_of_two_steps_has_its_seconds_and_those_of_the_report() -> None:
-    found = measure_run({"row": "small lora 2x4"}, "fastpack", steps=(2,), long=False, seed=0)
+    found = measure_run({"row": TINY}, "fastpack", steps=(2,), long=False, seed=0)
     assert 0 < found["seconds"][1] < found["seconds"][2] <= found["train_seconds"]
     assert found["step_seconds"] == pytest.approx(found["seconds"][2] - found["seconds"][1])
     assert 0 < found["start_up"]["proof"] < found["seconds"][1]
@@ -35,12 +36,12 @@ def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ran = []
     for side, cache, length in (("stock", "cold", Length((2, 3))), ("fastpack", "cold", Length((3,)))):
-        found = measure_run({"row": SMALL.name}, side, steps=length.steps, long=length.long, seed=0)
+        found = measure_run({"row": TINY}, side, steps=length.steps, long=length.long, seed=0)
         ran.append({"side": side, "cache": cache, "steps": max(length.steps), "long": length.long, **found})
     ran += [ran[-1] | {"steps": 2, "seconds": {1: 0.5, 2: 0.75}}, {**ran[-1], "cache": "warm", "long": True}]
     ran.append({"side": "fastpack", "cache": "warm", "steps": 2, "long": False, "failed": "not done within 1 s"})
     record = make_record(
-        case="first_step", settings={"steps": [2, 3, 9]}, rows=[{"row": SMALL.name, "runs": ran}], complete=True,
+        case="first_step", settings={"steps": [2, 3, 9]}, rows=[{"row": TINY, "runs": ran}], complete=True,
         device="cpu", threads=1, seed=0,
     )  # fmt: skip
     file = tmp_path / "first_step.json"

@@ -44,7 +44,7 @@ def test_a_side_that_failed_is_named_and_nothing_decided() -> None:
 
 
 def test_the_side_trains_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_base, "_on_any_device", True)
+    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
     watched = {"warmup": 2, "longest_warmup": 4, "timed": 4}
     trainer, watch = train_side(SMALL, SIDES[OURS_FP8], 0, watched, logging_steps=2)
     found = watch.figures(trainer)

@@ -24,6 +24,7 @@ from benchmarks.caps_side import (
     rows_of,
 )
 from benchmarks.readme_runs import caps_not_reached
+from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.errors import UserError
 
 GIB = 2**30
@@ -97,7 +98,7 @@ def test_packing_makes_full_rows_of_the_documents(tmp_path: Path) -> None:
 def test_both_sides_train_each_row_of_a_cap_and_ours_also_the_row_of_stock() -> None:
     noted: list[int] = []
     common: dict[str, Any] = {"longest": 512, "probes": (128, 256), "seed": 0, "seconds": 600.0}
-    row = {"model": "tiny"}
+    row = {"row": "tiny"}
     stock = measure_side(
         row, "stock", caps=[1.0, 2.0], beside={}, note=lambda found: noted.append(len(found["rows"])), **common
     )
@@ -150,19 +151,20 @@ def test_a_process_is_written_and_not_run_again_and_the_table_says_what_is_there
     first = json.loads(file.read_text())
     asked: list[Any] = []
 
-    def fails(name: str, side: str, args: Any, beside: Any) -> dict[str, Any]:
-        asked.append((name, side, beside))
+    def fails(self: OwnProcess, row: Any, side: str) -> dict[str, Any]:
+        asked.append((row["row"], side, self.options["beside"]))
         rows = [{"cap_gib": 2.0, "tokens": 1_024, "skipped": "not within 1 s"}]
         return {
             "failed": "not done within 1 s", "largest": {"1": 0, "2": 0}, "too_small": {"1": "weights 2.0 GiB"},
             "predicted": {"2": 1_024}, "rows": rows,
         }  # fmt: skip
 
-    monkeypatch.setattr(memory_caps, "measure_apart", fails)
+    monkeypatch.setattr(OwnProcess, "__call__", fails)
     memory_caps.COMMAND.main([*small, "--sides", OURS, "stock"])
     both = json.loads(file.read_text())
     assert asked == [("tiny", OURS, {"1": 256})]
-    assert both["rows"][0]["sides"]["stock"] == first["rows"][0]["sides"]["stock"]
+    assert [row["side"] for row in both["rows"]] == ["stock", OURS]
+    assert both["rows"][0] == first["rows"][0]
     text = memory_caps.table(both)
     (line,) = [line for line in text.splitlines() if line.split()[:2] == ["1", "stock"]]
     assert line.split()[2:4] == ["256", "1.00x"]

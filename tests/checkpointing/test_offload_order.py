@@ -41,7 +41,7 @@ class Model:
         self.said: list[str] = []
         self.offload = Offload(
             mode=mode, budget_bytes=budget, min_bytes=64, tell=self.said.append,
-            streams=lambda _: streams, active=lambda: True,
+            streams=lambda _: streams,
         )  # fmt: skip
 
     def compute(self, tokens: int) -> Tensor:

@@ -11,6 +11,7 @@ import yaml
 from fastpack_trl.cli.init import shipped
 from fastpack_trl.cli.main import main
 from fastpack_trl.quickstart import corpus
+from fastpack_trl.recipe.methods import METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,8 @@ def test_a_config_is_written_with_its_own_name_and_says_what_comes_next(
     text = file.read_text(encoding="utf-8")
     assert yaml.safe_load(text) == yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))
     assert f"configs/{name}" not in text
-    command = "bench" if name.startswith("bench/") else "sft"
+    of_another = name.rpartition("-")[2]
+    command = "bench" if name.startswith("bench/") else of_another if of_another in METHODS else "sft"
     assert f"fastpack-trl {command} --config {file.name}" in text
     assert f"fastpack-trl {command} --config {file.name}" in capsys.readouterr().out
 
@@ -65,6 +67,13 @@ def test_the_quickstart_trains_from_an_empty_folder(
     short = ["--max_steps", "1", "--eval_on_start", "False", "--eval_strategy", "no"]
     assert main(["sft", "--config", "quickstart.yaml", *short]) == 0
     assert (here / "quickstart-output" / "my-adapter" / "adapter_model.safetensors").is_file()
+    assert main(["merge", "--config", "quickstart.yaml"]) == 0
+    capsys.readouterr()
+    ask = ["--prompt", "What is a message?", "--max_new_tokens", "4"]
+    assert main(["generate", "--config", "quickstart.yaml", *ask]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line][:2] == ["prompt", "base"]
+    assert main(["generate", "quickstart-output/my-adapter-merged", *ask]) == 0
+    assert "model: " in capsys.readouterr().out
     (here / "quickstart.yaml").unlink()
     assert main(["init", "quickstart"]) == 0
     assert "model and data: those in quickstart-output/" in capsys.readouterr().out

@@ -227,10 +227,11 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
 
 def test_the_command_of_another_method_is_named_in_messages() -> None:
     from fastpack_trl.errors import UserError
-    from fastpack_trl.recipe.arguments import Method, parse
+    from fastpack_trl.recipe.arguments import parse
+    from fastpack_trl.recipe.methods import METHODS
 
-    with pytest.raises(UserError, match="`fastpack-trl other --help` lists the options"):
-        parse(["--qqq"], Method("other", "FastSFTConfig", "FastSFTTrainer"))
+    with pytest.raises(UserError, match="`fastpack-trl dpo --help` lists the options"):
+        parse(["--qqq"], METHODS["dpo"])
 
 
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:

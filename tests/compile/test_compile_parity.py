@@ -30,8 +30,10 @@ from fastpack_trl.testing import gradients
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str) -> None:
+    """Differentiated where a graph is new to the partitioner: of a checkpoint, of windows, of experts."""
     lora = family == "qwen3"
-    compare(make(family, lora=lora, checkpointing=lora), PARTITIONED)
+    backend = PARTITIONED if family in ("qwen3", "gpt_oss") else Counting()
+    compare(make(family, lora=lora, checkpointing=lora), backend)
 
 
 def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> None:

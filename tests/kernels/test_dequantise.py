@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_launches import kernels_of
 from quantised_material import dequantise_4bit_torch, packed_weight
 
 from fastpack_trl.kernels import dequantise
@@ -72,15 +73,11 @@ def test_one_kernel_runs_only_where_it_gives_the_bits_of_bitsandbytes(
 @pytest.mark.cuda
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
-    from benchmarks.cases import count_launches
-
     packed, state = packed_weight((512, 1024), "nf4", nested=nested, device="cuda")
     expected = functional.dequantize_4bit(packed, state)
     assert torch.equal(dequantise_4bit(packed, state), expected)  # compared here, not while it is recorded
     assert dequantise.proven(packed, state)
-    launches = count_launches(lambda: dequantise_4bit(packed, state), "cuda")
-    assert launches is not None
-    assert launches["kernels"] == 1
+    assert kernels_of(lambda: dequantise_4bit(packed, state)) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dense = dequantise_4bit(packed, state)

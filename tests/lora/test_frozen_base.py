@@ -28,6 +28,7 @@ from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("on_any_device")
+BY_DEVICE = frozen_base._refused_by_device
 
 
 @pytest.mark.parametrize("layer_compile", ["off", "on"])
@@ -278,7 +279,7 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, nam
 
 
 def test_the_cpu_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_base, "_on_any_device", False)
+    monkeypatch.setattr(frozen_base, "_refused_by_device", BY_DEVICE)
     with pytest.raises(ValueError, match=r"a cpu device has no FP8 products; train on .* or set frozen"):
         made(tmp_path).train()
 
@@ -295,7 +296,7 @@ def test_devices_and_dtypes_without_fp8_products_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, failure: str, match: str
 ) -> None:
     trainer = made(tmp_path, bf16=bf16)
-    monkeypatch.setattr(frozen_base, "_on_any_device", False)
+    monkeypatch.setattr(frozen_base, "_refused_by_device", BY_DEVICE)
     monkeypatch.setattr(frozen_base, "failure_of_products", lambda *_: failure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
     monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device("cuda"))

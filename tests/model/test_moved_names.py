@@ -150,6 +150,6 @@ def test_varlen_is_refused_by_name_where_torch_lacks_its_operators(monkeypatch: 
 
 def test_a_feature_on_request_is_refused_without_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NEEDS, "frozen_base", ("torch.ops.aten._gone",))
-    monkeypatch.setattr(frozen_base, "_on_any_device", True)
+    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
     with pytest.raises(ValueError, match=r"no torch\.ops\.aten\._gone; set frozen_base='as_loaded'"):
         train(FastSFTTrainer, tmp_path, model=adapted("qwen3"), packing=True, fast={"frozen_base": "fp8"})

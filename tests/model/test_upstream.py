@@ -18,7 +18,7 @@ PUBLIC = {
     "accelerate.logging", "accelerate.utils", "torch.autograd", "torch.autograd.function", "torch.autograd.graph",
     "torch.nn", "torch.nn.attention.flex_attention", "torch.nn.functional", "torch.nn.modules",
     "torch.nn.modules.module", "torch.nn.parallel", "torch.profiler", "torch.utils.benchmark", "torch.utils.checkpoint",
-    "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks", "transformers.utils",
+    "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks", "transformers.utils", "trl.rewards",
 }  # fmt: skip
 """Modules below the top that their libraries document."""
 OF_PYTHON = {

@@ -176,7 +176,7 @@ def arguments(*words: object) -> argparse.Namespace:
         (("--seed", -1), "--seed -1 is below 0"),
         (("--seed", 2**32), "is above 4294967295"),
         (("--json", "no/such/folder/out.json"), "cannot be written"),
-        (("--json", "."), "cannot be written"),
+        (("--json", "."), "is a folder: name a file"),
     ],
 )
 def test_bad_settings_are_refused_on_one_line_before_anything_is_written(tmp_path, monkeypatch, words, message):

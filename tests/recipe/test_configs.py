@@ -23,6 +23,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import Arguments, parse
+from fastpack_trl.recipe.methods import METHODS, Method
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
 
@@ -55,6 +56,8 @@ SPLITS = {
     "open-r1/Mixture-of-Thoughts": ("train",),
     "HuggingFaceH4/Multilingual-Thinking": ("train",),
     "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft", "train_gen", "test_gen"),
+    "trl-lib/ultrafeedback_binarized": ("train", "test"),
+    "trl-lib/DeepMath-103K": ("train", "test"),
 }
 
 
@@ -73,6 +76,10 @@ def rows(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
             },
             "open-r1/Mixture-of-Thoughts": {"messages": turns, "num_tokens": len(answer.split()), "source": "w"},
             "trl-lib/Capybara": {"source": "w", "messages": turns, "num_turns": 1},
+            "trl-lib/ultrafeedback_binarized": {
+                "chosen": turns, "rejected": [turns[0], {**turns[1], "content": "w5"}], "score_chosen": 8.5,
+            },
+            "trl-lib/DeepMath-103K": {"prompt": turns[:1], "solution": "w5"},
         }  # fmt: skip
         out.append(columns.get(dataset, {"messages": turns}))
     return out
@@ -114,6 +121,15 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def method(name: str) -> Method:
+    """The one whose command is in the head of the file."""
+    return METHODS[commands(FILES[name])[0][0].replace("bench", "sft")]
+
+
+SMALLER = {"grpo": ["--reward_funcs", "think_format_reward", "--num_generations", "2", "--max_completion_length", "8"]}
+"""Flags of a command for a short run; math-verify may not be installed."""
+
+
 def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
     """Two optimizer steps of the file, with its model and data replaced and its rows short."""
     config = read(name)
@@ -134,8 +150,11 @@ def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
         text = path.read_text(encoding="utf-8")
         path = output / path.name
         path.write_text(text.replace(f"path: {source}\n", f"path: {folder / source}\n"), encoding="utf-8")
+    if method(name).scores_rewards:
+        del changed["max_length"]  # what it generates has a length of its own
     flags = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
-    return train(["--config", str(path), *flags])
+    flags += SMALLER.get(method(name).command, ())
+    return train(["--config", str(path), *flags], method(name))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -186,10 +205,13 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     """Features that the file asks for are on; what the CPU lacks is off, with its reason."""
     report = trainer.fastpack_report
     assert report["packed_attention"].status == "on", report
-    assert report["batches"].path == ("packed" if config["packing"] else "padding-free")
+    assert report["batches"].path == ("packed" if config.get("packing") else "padding-free")
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
-    assert report["sync_free"].status == "on", report
+    if "share_prefixes" in config:
+        assert report["share_prefixes"].path == "prompts once", report
+    else:
+        assert report["sync_free"].status == "on", report
     assert ("lora" in report) == bool(config.get("use_peft"))
     if config.get("use_peft"):
         assert report["lora"].status == "on", report
@@ -210,9 +232,12 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The ``fastpack-trl sft`` lines in the comments of a file or the text of a page, as words."""
+    """The lines of commands in the comments of a file or the text of a page, as words."""
     text = path.read_text(encoding="utf-8")
-    return [shlex.split(line)[1:] for line in re.findall(r"(?:^#? *|: )(fastpack-trl (?:sft|bench) .*)$", text, re.M)]
+    return [
+        shlex.split(line)[1:]
+        for line in re.findall(r"(?:^#? *|: )(fastpack-trl (?:sft|dpo|grpo|bench) .*)$", text, re.M)
+    ]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -223,8 +248,7 @@ def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_s
         assert (flag, path) == ("--config", f"configs/{name}")
         if command == "bench":
             continue
-        assert command == "sft"
-        launch = parse([flag, str(ROOT / path), *rest, "--use_cpu"]).launch
+        launch = parse([flag, str(ROOT / path), *rest, "--use_cpu"], METHODS[command]).launch
         assert ("--accelerate_config" in rest) == bool(launch)
         if launch:
             assert launch[0] == "--config_file"
@@ -235,7 +259,7 @@ def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_s
 
 
 def arguments_of(name: str) -> Arguments:
-    return parse(["--config", str(FILES[name]), "--use_cpu"])
+    return parse(["--config", str(FILES[name]), "--use_cpu"], method(name))
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])

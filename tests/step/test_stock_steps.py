@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +47,6 @@ def test_a_loss_with_outputs_is_stocks_and_in_the_report_once(tmp_path: Path, ca
     line = ours.fastpack_report["sync_free"]
     assert line.reason.count(OUTPUTS) == 1
     assert said(caplog.messages, OUTPUTS) == 1
-
-
-def test_what_stock_warns_of_its_caller_names_the_users_line(tmp_path: Path) -> None:
-    places = []
-    for cls in (SFTTrainer, FastSFTTrainer):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(asks_for_outputs(cls), tmp_path, packing=True, max_steps=2, eval_strategy="no")
-        found = [each for each in caught if "return_outputs=True" in str(each.message)]
-        places.append({(each.filename, each.lineno) for each in found})
-        assert len(found) == 2
-    lines, start = inspect.getsourcelines(asks_for_outputs)
-    users = start + next(place for place, text in enumerate(lines) if "super().compute_loss" in text)
-    assert places == [{(__file__, users)}] * 2
-    assert inspect.getmodule(SFTTrainer).warnings is warnings  # type: ignore[union-attr]
 
 
 def masked(inputs: Any) -> None:

@@ -22,10 +22,10 @@ IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTraine
 def torchrun(*command: str, timeout: float = 400) -> None:
     """Run ``torchrun --nproc_per_node 2`` for a script or a module; fail unless both processes end well.
 
-    Not `accelerate launch --cpu`: it starts one process.
+    Launcher and processes are forked. Not `accelerate launch --cpu`: it starts one process.
     """
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
-    _run(sys.executable, *launcher, *command, timeout=timeout)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no_python")
+    _run(forks.python(), *launcher, forks.python(), *command, timeout=timeout)
 
 
 def fork_ranks(script: Path, *arguments: str, imports: str = IMPORTS, timeout: float = 400) -> None:

@@ -19,17 +19,19 @@ FUNCTIONS = {
     "attention/per_document.py": ["refuses", "refuses_compile"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
     "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
+    "attention/share_prefixes.py": ["_reasons"],
+    "attention/shared_proof.py": ["why_not_shared", "_refusals", "_failure"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
-    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "once_per_micro_batch", "needs_logits"],
+    "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
     "kernels/dequantise.py": ["proven"],
     "kernels/fp8.py": ["failure_of_products"],
     "lora/linear.py": ["_not_covered", "_fastpack_adapter"],
     "lora/cache_dequantized.py": ["cache_dequantized", "_drop"],
-    "lora/frozen_base.py": ["_refusal", "_remark_on_lost", "_put_back"],
+    "lora/frozen_base.py": ["_refusal", "_refused_by_device", "_remark_on_lost", "_put_back"],
     "lora/fp8_layers.py": ["_reason_against"],
     "lora/base_weight.py": ["_reason", "_fastpack_fetch_weight"],
     "lora/report.py": ["keep_where_free", "keep_in"],
@@ -50,7 +52,7 @@ FUNCTIONS = {
     "checkpointing/checkpoint_offload.py": ["_why_off"],
     "checkpointing/offload.py": ["offload_unavailable"],
     "compile/layer_compile.py": ["_reasons"],
-    "compile/kind.py": ["_decide", "agree", "_pays_off"],
+    "compile/kind.py": ["_decide", "_pays"],
     "compile/layers.py": ["is_hooked"],
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
@@ -59,7 +61,8 @@ FUNCTIONS = {
     "capture/graphs.py": ["_may_replay", "_weigh", "_record", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "_reasons"],
     "capture/device.py": ["lacks_room"],
-    "step/loss.py": ["head_of", "_read_constants"],
+    "step/loss.py": ["head_of", "read_constants"],
+    "trainers/featured.py": ["_fastpack_why_disabled"],
 }
 """Module -> its functions that return or say a reason."""
 
@@ -70,7 +73,6 @@ CONSTANTS = {
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION"],
-    "trainer.py": ["_DISABLED"],
 }
 """Module -> its constants that are a reason."""
 

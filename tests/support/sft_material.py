@@ -117,12 +117,12 @@ class Material:
         return write_yaml(self.folder / "sft.yaml", settings(self.model, self.data, self.out, **more), text=text)
 
 
-def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def refused(material: Material, capsys: pytest.CaptureFixture[str], *argv: object, command: str = "sft") -> str:
     """Run with `argv`; asserts exit code 2, one line, nothing written. Returns the line."""
     existed = material.out.exists()
-    assert main(["sft", *map(str, argv)]) == 2
+    assert main([command, *map(str, argv)]) == 2
     err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
+    lines = [line for line in err.splitlines() if line.startswith(f"fastpack-trl {command}: error: ")]
     assert len(lines) == 1, err
     assert err.splitlines()[-1] == lines[0]
     assert "Traceback" not in err

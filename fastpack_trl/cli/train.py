@@ -1,7 +1,7 @@
-"""``fastpack-trl sft``: supervised fine-tuning from a YAML or flags, with every option of ``trl sft`` and ours.
+"""``fastpack-trl sft``, ``dpo`` and the like: training from a YAML or flags, with every option of TRL's and ours.
 
-The steps are those of ``trl/scripts/sft.py``. What differs: the trainer is `FastSFTTrainer`, ``dataset_name`` may be a
-local file, and settings and data are checked before the model is loaded.
+The steps are those of ``trl/scripts/sft.py`` and its siblings. What differs: the trainer is ours, ``dataset_name`` may
+be a local file, and settings and data are checked before the model is loaded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import SFT, Arguments, Method, make_parser, parse
+from fastpack_trl.recipe.arguments import Arguments, make_parser, parse
 from fastpack_trl.recipe.checks import check_settings
+from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import show_whole
 
@@ -24,7 +25,7 @@ _LAUNCHED = "FASTPACK_LAUNCHED"
 
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
-    """Run ``fastpack-trl sft``, or the command of another method, with these arguments; return the exit code."""
+    """Run the command of `method` with these arguments; return the exit code."""
     if "-h" in argv or "--help" in argv:
         make_parser(method).print_help()
         return 0
@@ -72,7 +73,7 @@ def _launches_by_default() -> bool:
 
 
 def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
-    """Start ``python -m fastpack_trl sft`` by `accelerate launch`, `extra` after its words; return the exit code."""
+    """Start ``python -m fastpack_trl`` by `accelerate launch`, `extra` after its words; return the exit code."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -1,0 +1,112 @@
+"""The commands that train: each is a script of TRL with our trainer and configuration in place of TRL's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.recipe.formats import DataArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A command that trains: ``Method("dpo", "DPO", ...)`` is ``trl/scripts/dpo.py`` with `FastDPOTrainer`."""
+
+    command: str
+    prefix: str
+    """Of the names of its classes: ``DPO`` for ``FastDPOTrainer`` and ``FastDPOConfig``."""
+    what: str
+    columns: tuple[tuple[str, ...], ...] = ()
+    """Columns of its data: all of one of these. None for SFT, whose types are in `packing.source`."""
+
+    @property
+    def trainer(self) -> Any:
+        """The class of the trainer: imported here, which takes seconds."""
+        return self._of_package("Trainer")
+
+    @property
+    def classes(self) -> tuple[Any, Any]:
+        """Our trainer and its configuration."""
+        return self.trainer, self._of_package("Config")
+
+    @property
+    def of_trl(self) -> tuple[Any, Any]:
+        """TRL's own trainer and configuration."""
+        import trl
+
+        return getattr(trl, f"{self.prefix}Trainer"), getattr(trl, f"{self.prefix}Config")
+
+    @property
+    def scores_rewards(self) -> bool:
+        """Whether its trainer is given reward functions."""
+        return self.columns == (("prompt",),)
+
+    @property
+    def needs(self) -> str:
+        """The columns as a sentence has them: ``"prompt, completion and label, or chosen and rejected"``."""
+        return ", or ".join(" and ".join(filter(None, [", ".join(one[:-1]), one[-1]])) for one in self.columns)
+
+    def dataclasses(self) -> list[Any]:
+        """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data."""
+        from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+        of_trl = import_module(f"trl.scripts.{self.command}")
+        script = getattr(of_trl, f"{self.prefix}ScriptArguments", ScriptArguments)  # GRPO and RLOO name rewards
+        return [script, self._of_package("Config"), ModelConfig, DatasetMixtureConfig, DataArguments]
+
+    def _of_package(self, kind: str) -> Any:
+        import fastpack_trl
+
+        return getattr(fastpack_trl, f"Fast{self.prefix}{kind}")
+
+
+_PAIRS = ("chosen", "rejected")
+SFT = Method("sft", "SFT", "supervised fine-tuning")
+METHODS: Mapping[str, Method] = {
+    method.command: method
+    for method in (
+        SFT,
+        Method("dpo", "DPO", "preference optimisation (DPO)", (_PAIRS,)),
+        Method("reward", "Reward", "training of a reward model", (_PAIRS, ("chosen_ids", "rejected_ids"))),
+        Method("kto", "KTO", "preference optimisation (KTO)", (("prompt", "completion", "label"), _PAIRS)),
+        Method("grpo", "GRPO", "online learning from rewards (GRPO)", (("prompt",),)),
+        Method("rloo", "RLOO", "online learning from rewards (RLOO)", (("prompt",),)),
+    )
+}
+_MADE_FOR = {
+    "dpo": (_PAIRS,),
+    "reward": (("chosen_ids", "rejected_ids"),),
+    "kto": (("prompt", "completion", "label"),),
+    "sft": (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",)),
+    "grpo": (("prompt",),),
+}
+
+
+def method_of(keys: Iterable[str], named: str | None = None) -> Method:
+    """Return the method that a YAML with these keys is for: `named`, else the first that knows the most of them.
+
+    ``["max_length", "packing"]`` -> SFT; ``["max_length", "beta"]`` -> DPO. Raises `UserError` for an unknown name.
+    """
+    if named is not None and named not in METHODS:
+        raise UserError(
+            f"--trainer {named!r} does not exist{did_you_mean(named, METHODS)} (trainers: {', '.join(METHODS)})"
+        )
+    given = set(keys)
+
+    def known(method: Method) -> int:
+        return len(given & {own.name for kind in method.dataclasses() for own in fields(kind)})
+
+    return METHODS[named] if named else max(METHODS.values(), key=known)
+
+
+def made_for(columns: Iterable[str]) -> str:
+    """Return the command that data with these columns are made for; empty if none is.
+
+    ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; ``["prompt"]`` -> ``"grpo"``; ``["text"]`` -> ``"sft"``.
+    """
+    there = set(columns)
+    fits = (command for command, kinds in _MADE_FOR.items() if any(there.issuperset(kind) for kind in kinds))
+    return next(fits, "")

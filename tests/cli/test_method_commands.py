@@ -1,0 +1,305 @@
+"""``fastpack-trl dpo``, ``reward``, ``kto``, ``grpo`` and ``rloo``: TRL's scripts on real steps, and the right data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import torchrun
+from sft_material import Material, refused, settings, write_jsonl, write_yaml
+
+from fastpack_trl.recipe.methods import METHODS, made_for, method_of
+
+QUESTION = [{"role": "user", "content": "the quick brown"}]
+ANSWERS = [[{"role": "assistant", "content": text}] for text in ("fox jumps", "lazy dog")]
+ONLINE = {
+    "num_generations": 2, "max_completion_length": 4, "max_length": ..., "per_device_train_batch_size": 2,
+    "reward_funcs": ["rewards_of_a_user.letters"],
+}  # fmt: skip
+MORE: Mapping[str, Mapping[str, object]] = {
+    "grpo": ONLINE, "rloo": ONLINE, "kto": {"per_device_train_batch_size": 2}, "reward": {"lora_task_type": "SEQ_CLS"},
+}  # fmt: skip
+PAIR = {"prompt": "the quick", "chosen": " brown fox", "rejected": " lazy dog"}
+ROWS: Mapping[str, Mapping[str, object]] = {
+    "dpo": PAIR,
+    "dpo, messages": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
+    "dpo, implicit prompt": {"chosen": QUESTION + ANSWERS[0], "rejected": QUESTION + ANSWERS[1]},
+    "reward": PAIR,
+    "reward, tokens": {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]},
+    "kto": {"prompt": "the quick", "completion": " brown fox", "label": True},
+    "kto, pairs": PAIR,
+    "grpo": {"prompt": "the quick brown"},
+    "grpo, messages": {"prompt": QUESTION, "wanted": "fox"},
+    "rloo": {"prompt": "the quick brown"},
+}
+REWARDS = """
+def letters(completions, **kwargs):
+    return [float(len(str(text))) for text in completions]
+
+def matches(completions, wanted, **kwargs):
+    return [float(one in str(text)) for text, one in zip(completions, wanted)]
+
+NUMBER = 5
+"""
+
+
+def material_of(material: Material, command: str, row: Mapping[str, object], **more: object) -> Path:
+    """The YAML of a short run on rows like this one; labels take turns."""
+    rows = [row | ({"label": number % 2 == 0} if "label" in row else {}) for number in range(16)]
+    data = write_jsonl(material.folder / "rows.jsonl", rows)
+    (material.folder / "rewards_of_a_user.py").write_text(REWARDS, encoding="utf-8")
+    values = settings(material.model, data, material.out, packing=..., **MORE.get(command, {}) | more)
+    return write_yaml(material.folder / f"{command}.yaml", {key: v for key, v in values.items() if v is not ...})
+
+
+def run(command: str, *argv: object) -> Any:
+    from fastpack_trl.recipe.train import train
+
+    return train([str(word) for word in argv], METHODS[command])
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_steps_from_a_yaml_are_of_our_trainer_and_save_a_model(
+    material: Material, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(material.folder)
+    command = kind.partition(",")[0]
+    method = METHODS[command]
+    path = material_of(material, command, ROWS[kind], use_peft=True, lora_r=4)
+    trainer = run(command, "--config", path, "--max_steps", "2", "--learning-rate", "5e-4")
+    assert isinstance(trainer, method.trainer)
+    assert (trainer.state.global_step, trainer.args.learning_rate) == (2, 5e-4)
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
+    assert (material.out / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_the_same_yaml_passes_trls_own_parser(material: Material, command: str) -> None:
+    from importlib import import_module
+
+    from fastpack_trl.recipe.arguments import parse
+
+    path = str(material_of(material, command, {"text": "a"}, use_peft=True))
+    ours = parse(["--config", path], METHODS[command])
+    parser = import_module(f"trl.scripts.{command}").make_parser()
+    script, training, model, mixture = parser.parse_args_and_config(["--config", path])
+    assert vars(ours.script) == vars(script)
+    assert vars(ours.model) == vars(model)
+    assert vars(ours.mixture) == vars(mixture)
+    shared = {name: value for name, value in training.to_dict().items() if name != "logging_dir"}
+    assert {name: ours.training.to_dict()[name] for name in shared} == shared
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_the_help_has_every_option_of_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl.cli.main import main
+    from fastpack_trl.recipe.arguments import make_parser
+
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    actions = [action for action in make_parser(METHODS[command])._actions if action.dest != "help"]
+    assert all(action.option_strings[0] in said for action in actions)
+    assert f"every option of `trl {command}`" in said
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun(material: Material) -> None:
+    torchrun("-m", "fastpack_trl", "dpo", "--config", str(material_of(material, "dpo", PAIR)))
+    assert torch.load(material.out / "training_args.bin", weights_only=False).world_size == 2
+
+
+def test_launch_options_start_the_command_by_accelerate(material: Material, capfd: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, "dpo", PAIR, max_steps=1)
+    assert main(["dpo", "--config", str(path), "--accelerate_config", "single_gpu", "--mixed_precision", "no"]) == 0
+    assert f"Model saved to {material.out}" in capfd.readouterr().out
+
+
+WRONG_ROWS: list[tuple[str, Mapping[str, object], str]] = [
+    ("sft", PAIR, "columns prompt, chosen, rejected, which are for preference optimisation (DPO): `fastpack-trl dpo`"),
+    ("sft", {"prompt": "a"}, "`fastpack-trl grpo` trains on them"),
+    ("dpo", {"text": "a"}, "`fastpack-trl sft` trains on them; dpo needs chosen and rejected"),
+    ("dpo", ROWS["kto"], "`fastpack-trl kto` trains on them"),
+    ("dpo", {"question": "a", "good": "b"}, "columns question, good: dpo needs chosen and rejected; rename them"),
+    ("dpo", PAIR | {"chosen": 5}, "row 0 of the train data set holds 5 in 'chosen', not text"),
+    ("dpo", PAIR | {"chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "text in 'prompt' and messages in 'chosen'"),
+    ("reward", {"messages": QUESTION}, "`fastpack-trl sft` trains on them; reward needs chosen and rejected, or"),
+    ("kto", {"prompt": "a", "completion": "b"}, "kto needs prompt, completion and label, or chosen and rejected"),
+    ("grpo", {"text": "a"}, "grpo needs prompt"),
+    ("grpo", {"prompt": ["a"]}, "row 0 of the train data set holds ['a'] in 'prompt', not text"),
+]
+
+
+@pytest.mark.parametrize(("command", "row", "says"), WRONG_ROWS)
+def test_data_of_another_kind_name_the_command_that_trains_on_them(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    command: str, row: Mapping[str, object], says: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(material.folder)
+    path = material_of(material, command, row)
+    assert says in refused(material, capsys, "--config", path, command=command)
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "broken", "says"),
+    [
+        ("kto", ROWS["kto"], {"label": "no"}, "row 0 of the train data set holds 'no' in 'label', not true or false"),
+        ("dpo", PAIR, {"rejected": None}, "row 2 of the train data set has no 'rejected' (null)"),
+    ],
+)
+def test_a_wrong_cell_names_its_row(
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, row: Mapping[str, object],
+    broken: Mapping[str, object], says: str,
+) -> None:  # fmt: skip
+    path = material_of(material, command, row)
+    first = [row, row] if None in broken.values() else []
+    write_jsonl(material.folder / "rows.jsonl", [*first, row | broken])
+    assert says in refused(material, capsys, "--config", path, command=command)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        (..., "no reward: set reward_funcs to some of accuracy_reward"),
+        (["acuracy_reward"], "'acuracy_reward' does not exist; did you mean 'accuracy_reward'?"),
+        (["rewards_of_a_user.leters"], "has no function 'leters'; did you mean 'letters'?"),
+        (["rewards_of_a_user.NUMBER"], "has no function 'NUMBER'"),
+        (["absent_module.letters"], "No module named 'absent_module': name a function by its module, in "),
+        (["rewards_of_a_user.matches"], "'matches' takes 'wanted', and the data have no such column: they have prompt"),
+        (["accuracy_reward"], "needs math-verify: pip install"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_one_line(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rewards: Any, says: str
+) -> None:
+    import sys
+
+    monkeypatch.chdir(material.folder)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+    path = material_of(material, "grpo", ROWS["grpo"], reward_funcs=rewards)
+    assert says in refused(material, capsys, "--config", path, command="grpo")
+
+
+def test_a_reward_function_gets_the_columns_that_it_names(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.chdir(material.folder)
+    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+    funcs = ["rewards_of_a_user.matches", "think_format_reward"]
+    path = material_of(material, "grpo", ROWS["grpo, messages"], reward_funcs=funcs, max_steps=1)
+    logs = run("grpo", "--config", path).state.log_history
+    assert {"rewards/matches/mean", "rewards/think_format_reward/mean"} <= set(logs[0])
+
+
+def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Material, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    first = material_of(material, "reward", PAIR, max_steps=1)
+    run("reward", "--config", first)
+    model = AutoModelForSequenceClassification.from_pretrained(material.out)
+    assert model.config.num_labels == 1
+    assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
+    again = run("reward", "--config", first, "--model_name_or_path", material.out, "--output_dir", tmp_path / "again")
+    assert again.state.global_step == 1
+
+
+def test_adapters_of_a_reward_model_have_a_type_of_their_own(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = material_of(material, "reward", PAIR, use_peft=True, lora_task_type="CAUSAL_LM")
+    assert "a reward model needs SEQ_CLS" in refused(material, capsys, "--config", path, command="reward")
+
+
+def test_a_classifier_is_no_model_for_preferences(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = material.folder / "classifier"
+    AutoModelForSequenceClassification.from_pretrained(material.model, num_labels=1).save_pretrained(folder)
+    path = material_of(material, "dpo", PAIR, model_name_or_path=str(folder))
+    said = refused(material, capsys, "--config", path, command="dpo")
+    assert "is a Qwen3ForSequenceClassification" in said
+    assert "is needed for preference optimisation (DPO)" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("sft", {"packing": True}), ("sft", {}), ("sft", {"num_processes": 2}), ("dpo", {"beta": 0.1}),
+        ("kto", {"desirable_weight": 1.0}), ("reward", {"center_rewards_coefficient": 0.1}),
+        ("grpo", {"reward_funcs": ["think_format_reward"], "num_generations": 8, "epsilon_high": 0.3}),
+        ("rloo", {"reward_funcs": ["think_format_reward"], "reward_clip_range": [-1, 1]}),
+    ],
+)  # fmt: skip
+def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, object]) -> None:
+    assert method_of(["max_length", "use_peft", *keys]).command == command
+    assert method_of(keys, "kto").command == "kto"
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_the_doctor_says_what_would_run(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    from fastpack_trl.cli.main import main
+
+    monkeypatch.chdir(material.folder)
+    path = material_of(material, command, ROWS.get(command, {"text": "the quick"}), use_peft=True)
+    assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
+    said = capsys.readouterr().out
+    assert "packed_attention" in said
+    assert "sync_free" in said or command != "sft"
+    assert not material.out.exists()
+
+
+def test_an_audit_of_preferences_counts_both_sides(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, "dpo", PAIR, beta=0.2)
+    record = material.folder / "doctor.json"
+    assert main(["doctor", "--config", str(path), "--audit", "--steps", "2", "--json", str(record)]) == 0
+    sides = json.loads(record.read_text(encoding="utf-8"))["audit"]["sides"]
+    assert all(sides[name]["error"] is None for name in ("stock", "fastpack")), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["dpo", "reward", "kto"])
+def test_bench_measures_both_sides_of_a_command(material: Material, command: str) -> None:
+    from fastpack_trl.cli.main import main
+
+    path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
+    words = ["--config", path, "--trainer", command, "--pairs", "2", "--json", record]
+    assert main(["bench", *map(str, words)]) == 0
+    (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    assert row["gate"] is not None
+    assert all(row["sides"][side]["seconds"]["median"] > 0 for side in ("stock", "fastpack"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ("grpo", "", "grpo generates its own: time whole "),
+        ("dpo", "--ablate", "--ablate and the baseline rebuild are of `sft`: this YAML is for dpo"),
+        ("dpo", "--baseline rebuild", "--ablate and the baseline rebuild are of `sft`"),
+        ("dop", "", "--trainer 'dop' does not exist; did you mean 'dpo'?"),
+    ],
+)
+def test_bench_says_what_it_cannot_measure(
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, words: str, says: str
+) -> None:
+    from fastpack_trl.cli.main import main
+
+    path = material_of(material, command, PAIR)
+    assert main(["bench", "--config", str(path), "--trainer", command, *words.split()]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_columns_of_a_method_are_made_for_a_command_that_takes_them(command: str) -> None:
+    for columns in METHODS[command].columns:
+        found = METHODS[made_for(columns)]
+        assert found.command == command or columns in found.columns
+    assert made_for(["sentence"]) == ""
