@@ -46,6 +46,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "model_name_or_path": "of arguments parsed for this run",
         "model_wrapped": "of a trainer made there, after its run",
         "resume_from_checkpoint": "of arguments parsed for this run",
+        "should_save": "how a callback speaks to its trainer",
+        "should_training_stop": "how a callback speaks to its trainer",
         "type": "of an action of a parser made there",
     },
     "step": {
