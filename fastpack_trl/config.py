@@ -24,6 +24,7 @@ PackedAttentionPath = Literal[
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
+PackingOrder = Literal["stock", "prefix"]
 FrozenBase = Literal["as_loaded", "fp8"]
 ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
@@ -289,6 +290,14 @@ class Settings(ModelSettings):
             "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
         ),
     )
+    packing_order: PackingOrder = field(
+        default="stock",
+        metadata=choice_field(
+            "Which documents are packed into a row: stock (TRL's, by length) or prefix (those that begin alike, for "
+            "share_prefixes). prefix changes which documents a batch has, and fills rows a little "
+            "less; packing_strategy bfd and bfd_split, not a stream.",
+        ),
+    )
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:
@@ -354,10 +363,15 @@ def check_fields(args: Any, settings: Settings) -> None:
     """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field.
 
     Raises:
-        ValueError: as `check_recompute`.
+        ValueError: as `check_recompute`, or ``packing_order="prefix"`` without documents to pack.
     """
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
+        if settings.packing_order == "prefix" and not (args.packing and args.packing_strategy in ("bfd", "bfd_split")):
+            raise ValueError(
+                "packing_order='prefix': it packs documents: set packing=True and packing_strategy='bfd' or "
+                "'bfd_split', or packing_order='stock'"
+            )
 
 
 def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:

@@ -79,6 +79,8 @@ PARSED: dict[str, str] = {
     r"fastpack-trl bench( --config \S+)?": "as the one with a file that runs here",
     r"fastpack-trl bench --report .*": "tests/bench/test_bench_report.py",
     r"fastpack-trl init": "tests/cli/test_init.py",
+    r"fastpack-trl (merge|generate)( .*)?": "needs a run: tests/recipe/test_trained.py and tests/cli/test_init.py",
+    r"fastpack-trl convert theirs\.yaml": "tests/recipe/test_foreign.py",
     r"python -m benchmarks( .*)?": "minutes: tests/benchmarks/ runs each case in small",
 }
 """Commands of ours that are parsed, and the reason why they do not run here."""

@@ -55,23 +55,23 @@ BUDGETS = {
     "callbacks": 550,
     "capture": 1100,
     "checkpointing": 2250,
-    "cli": 1050,
+    "cli": 1200,
     "compile": 900,
     "kernels": 1350,
     "lora": 1950,
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2800,
+    "packing": 2900,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 1850,
+    "recipe": 2350,
     "run": 400,
-    "step": 2450,
-    "trainers": 600,
+    "step": 2550,
+    "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33000, "benchmarks": 8450, "tests": 38000}
+TOTALS = {"fastpack_trl": 33500, "benchmarks": 8700, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -37,7 +37,11 @@ def share_prefixes(run: Run) -> Iterator[None]:
     def why() -> str:
         # The proof is the last of the reasons: it is not run for what would save nothing.
         asked = run.settings.share_prefixes == "on"
-        return first_reason(_reasons(run)) or (share if little and not asked else "") or why_not_shared(run)
+        return (
+            first_reason(_reasons(run))
+            or (f"little to share, {share}" if little and not asked else "")
+            or why_not_shared(run)
+        )
 
     # As one: an evaluation between has all of them wait for each other.
     if found := run.ranks.first_reason(why):

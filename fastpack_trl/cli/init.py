@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.recipe.paths import configs_folder
+from fastpack_trl.recipe.paths import check_new_file, configs_folder
 
 QUICKSTART = "quickstart"
 
@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
     if name not in found:
         raise UserError(f"there is no config {name!r}{did_you_mean(name, found)} (`fastpack-trl init` lists them)")
     file = Path(args.output or f"{name.replace('/', '-')}.yaml").expanduser()
-    _check(file, force=args.force)
+    check_new_file(file, force=args.force)
     if name == QUICKSTART:
         from fastpack_trl.quickstart.run import make_for_sft
 
@@ -51,15 +51,6 @@ def shipped() -> Mapping[str, Path]:
     folder = configs_folder()
     files = sorted(folder.rglob("*.yaml"), key=lambda file: (file.stem != QUICKSTART, len(file.parts), file.name))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
-
-
-def _check(file: Path, *, force: bool) -> None:
-    if file.is_dir():
-        raise UserError(f"--output {file} is a folder: name a file, e.g. {file / 'sft.yaml'}")
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"--output {file} cannot be written: its folder does not exist; make it, or name another")
-    if file.exists() and not force:
-        raise UserError(f"{file} is there already: --force replaces it, --output names another file")
 
 
 def _about(file: Path) -> str:

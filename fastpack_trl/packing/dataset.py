@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.prefix_order import pack_by_prefix
 from fastpack_trl.packing.source import check_source
 
 _ROWS_AT_A_TIME = 10_000
@@ -77,7 +78,7 @@ def can_prepare_in_two_passes(dataset: Any) -> bool:
 
 def prepare_in_two_passes(
     stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
-    name: str, *, count: bool,
+    name: str, *, count: bool, by_prefix: bool = False,
 ) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
     """Tokenize, then cut and pack, each by stock's own preparation.
 
@@ -85,6 +86,7 @@ def prepare_in_two_passes(
         stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
         dataset: one that `can_prepare_in_two_passes` accepts.
         count: whether the facts are wanted, and a data set of which nothing is left is an error.
+        by_prefix: pack by `pack_by_prefix` instead; token lists only.
 
     Returns:
         The prepared data set, and its facts if wanted and if its rows are token lists.
@@ -104,7 +106,11 @@ def prepare_in_two_passes(
     if empty == len(lengths):
         raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
     documents = documents.select(np.flatnonzero(lengths)) if empty else documents
-    prepared = stock(documents, processing_class, args, packing, None, name)
+    if by_prefix and packing:
+        prepared = pack_by_prefix(documents, args.max_length, split=args.packing_strategy == "bfd_split")
+        prepared = prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
+    else:
+        prepared = stock(documents, processing_class, args, packing, None, name)
     if not count:
         return prepared, None
     if not len(prepared):

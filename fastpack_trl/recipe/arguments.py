@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, naming_keys, shown
+from fastpack_trl.recipe.foreign import tool_of
+from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.values import as_bool, check_entries, checked_value, member_types
@@ -42,6 +44,7 @@ class Arguments:
     """The configuration of the method."""
     model: ModelConfig
     mixture: DatasetMixtureConfig
+    data: DataArguments
     launch: list[str]
     """Options for `accelerate launch`, from the YAML and the command line."""
     own: list[str]
@@ -84,10 +87,10 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         words = _apply_config(parser, config, path, launch)
         _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
         with _bf16_needs_a_gpu(), naming_keys(config):
-            script, training, model, mixture = parser.parse_args_into_dataclasses(args=own, look_for_args_file=False)
+            script, training, model, mixture, data = parser.parse_args_into_dataclasses(own, look_for_args_file=False)
     launch_words = _accelerate_file([*words, *launch_flags])
     own = [*(["--config", path] if path else []), *own]
-    return Arguments(method, script, training, model, mixture, launch_words, own)
+    return Arguments(method, script, training, model, mixture, data, launch_words, own)
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -233,6 +236,8 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         elif name in launch:
             words += _launch_words(name, value, launch[name], path)
         else:
+            if tool := tool_of(config):
+                raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
             hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from fastpack_trl.errors import did_you_mean
+from fastpack_trl.recipe.formats import DataArguments
 
 EPILOG = (
     "--config FILE reads a YAML whose keys are the options above; flags win over it. Options of `accelerate launch` "
@@ -109,6 +110,8 @@ def _groups(parser: Any) -> Iterator[tuple[str, list[Action]]]:
     for kind in parser.dataclass_types:
         names = [field.name for field in fields(kind) if field.name not in ours]
         title = f"{kind.__name__}, of TRL"
+        if kind is DataArguments:
+            title = "Data, of fastpack-trl"
         if kind.__name__.startswith("Fast"):
             title = f"Training, of TRL's {kind.__name__.removeprefix('Fast')}"
         yield title, [action for action in parser._actions if action.dest in names]

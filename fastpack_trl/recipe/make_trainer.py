@@ -10,7 +10,8 @@ from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, 
 from fastpack_trl.recipe import checks
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
-from fastpack_trl.recipe.methods import SFT, method_of
+from fastpack_trl.recipe.formats import reshape
+from fastpack_trl.recipe.methods import SFT, Method, method_of
 from fastpack_trl.recipe.rewards import check_reward_columns, load_rewards
 from fastpack_trl.recipe.rows import check_rows, take_split
 from fastpack_trl.recipe.yaml import load_config
@@ -31,11 +32,16 @@ def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
         "eval_on_start": False, "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True,
     }  # fmt: skip
     with preparing():
-        named, others = split_off("trainer", flags)
-        method = method_of(load_config(config), *named[-1:])
-        arguments = parse([*as_flags(own), *others], method, may_launch=False)
+        _, others = split_off("trainer", flags)
+        arguments = parse([*as_flags(own), *others], method_of_run(config, flags), may_launch=False)
     arguments.training.resume_from_checkpoint = None
     return arguments
+
+
+def method_of_run(config: str, flags: Sequence[str] = ()) -> Method:
+    """Return the method of a YAML: what ``--trainer`` among the flags says, else what its keys say."""
+    named, _ = split_off("trainer", flags)
+    return method_of(load_config(config), *named[-1:])
 
 
 def make_trainer(
@@ -69,6 +75,9 @@ def make_trainer(
         why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
         eval_dataset = take_split(splits, script.dataset_test_split, "dataset_test_split", why)
     with naming_data(named):
+        wanted = arguments.data.dataset_format
+        train_dataset = reshape(train_dataset, "train", wanted)
+        eval_dataset = None if eval_dataset is None else reshape(eval_dataset, "eval", wanted)
         for split, what in ((eval_dataset, "eval"), (train_dataset, "train")):
             if split is not None:
                 check_rows(split, what, training, processing_class, method)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.recipe.formats import DataArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ class Method:
         return ", or ".join(" and ".join(filter(None, [", ".join(one[:-1]), one[-1]])) for one in self.columns)
 
     def dataclasses(self) -> list[Any]:
-        """Return the dataclasses that TRL's script parses into, with our configuration in place of TRL's."""
+        """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data."""
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
         of_trl = import_module(f"trl.scripts.{self.command}")
         script = getattr(of_trl, f"{self.prefix}ScriptArguments", ScriptArguments)  # GRPO and RLOO name rewards
-        return [script, self._of_package("Config"), ModelConfig, DatasetMixtureConfig]
+        return [script, self._of_package("Config"), ModelConfig, DatasetMixtureConfig, DataArguments]
 
     def _of_package(self, kind: str) -> Any:
         import fastpack_trl

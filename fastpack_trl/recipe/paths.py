@@ -21,6 +21,16 @@ def configs_folder() -> Path:
     return found[0]
 
 
+def check_new_file(file: Path, *, force: bool) -> None:
+    """Check that a command may write `file`, the value of ``--output``; raise `UserError` if not."""
+    if file.is_dir():
+        raise UserError(f"--output {file} is a folder: name a file, e.g. {file / 'sft.yaml'}")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--output {file} cannot be written: its folder does not exist; make it, or name another")
+    if file.exists() and not force:
+        raise UserError(f"{file} is there already: --force replaces it, --output names another file")
+
+
 def add_json(parser: ArgumentParser, what: str) -> None:
     """Add ``--json FILE``: also write `what` to FILE."""
     parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")

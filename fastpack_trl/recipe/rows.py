@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastpack_trl.errors import DataError, UserError, shown
+from fastpack_trl.recipe.formats import AS_IS, format_of
 from fastpack_trl.recipe.methods import METHODS, SFT, Method, made_for
 
 
@@ -73,7 +74,12 @@ def _naming_the_command(split: Any, name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        columns = list(next(iter(split)))
+        row = next(iter(split))
+        if (found := format_of(row)) != AS_IS:
+            raise DataError(
+                f"{error}; these are {found.title()}'s columns: dataset_format: {found} reads them"
+            ) from error
+        columns = list(row)
         command = made_for(columns)
         if command in ("", SFT.command):
             raise

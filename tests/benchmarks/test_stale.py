@@ -168,6 +168,8 @@ def imported(path: Path) -> tuple[Path, ...]:
 
 def _imported(path: Path) -> Iterator[Path]:
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import) and any(alias.name == "fastpack_trl" for alias in node.names):
+            yield Path("fastpack_trl/trainer.py")  # by a name of the package
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("fastpack_trl", "benchmarks")):
             for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                 file = Path(*name.split(".")).with_suffix(".py")

@@ -191,23 +191,26 @@ def test_a_step_that_fails_is_one_line_and_both_sides_are_kept(
     assert record["config"]["features"]["packed_attention"]["status"] == "on"
 
 
-def test_one_side_that_fails_leaves_the_other(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trl import SFTTrainer
+def test_one_side_that_fails_leaves_the_other(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import trl
 
-    from fastpack_trl.cli import doctor_audit
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    figures: dict[str, Any] = {"steps": 2, "backend": None}
-    run = (str(material.yaml()), str(material.folder / "runs"), 2, (), figures)
-    sides = {"fastpack": doctor_audit._side("fastpack", *run)}
-    monkeypatch.setattr(SFTTrainer, "training_step", failing)
-    sides["stock"] = doctor_audit._side("stock", *run)
+    class Failing(trl.SFTTrainer):  # type: ignore[misc]
+        training_step = failing
+
+    monkeypatch.setattr(trl, "SFTTrainer", Failing)
+    file = material.folder / "doctor.json"
+    assert run("--config", material.yaml(), "--audit", "--steps", 2, "--json", file) == 2
+    sides = json.loads(file.read_text())["audit"]["sides"]
     assert sides["stock"]["error"] == "RuntimeError: no kernel image is available"
     assert sides["fastpack"]["total"] > 0
-    shown = doctor_audit.table(figures | {"sides": sides, "calls": doctor_audit._calls(sides)})
-    assert "failed" in shown.splitlines()[-2] + shown.splitlines()[-1]
+    captured = capsys.readouterr()
+    assert "failed" in [line for line in captured.out.splitlines() if line.startswith("total")][-1]
+    assert "cannot be audited: stock: RuntimeError: no kernel image is available" in captured.err
 
 
 def test_data_of_one_row_trains_through_its_epochs(material: Material) -> None:

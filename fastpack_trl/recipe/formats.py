@@ -1,0 +1,88 @@
+"""Data in the columns of Alpaca and ShareGPT, brought to those that TRL reads: the option ``dataset_format``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastpack_trl.errors import DataError, shown
+
+AS_IS, ALPACA, SHAREGPT = FORMATS = "as_is", "alpaca", "sharegpt"
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant",
+}  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class DataArguments:
+    """Options of the data that TRL does not have."""
+
+    dataset_format: str = field(
+        default=AS_IS,
+        metadata={
+            "choices": list(FORMATS),
+            "help": "Columns of the data: as_is (those that TRL reads), alpaca (instruction, input, output) or "
+            "sharegpt (conversations of from and value), which become messages for the chat template.",
+        },
+    )
+
+
+def reshape(split: Any, name: str, wanted: str) -> Any:
+    """Return a split in columns that TRL reads; as it is for ``as_is``.
+
+    - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
+    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, ``prompt`` beside them.
+
+    Raises:
+        DataError: other columns, or a turn of nobody that is known.
+    """
+    if wanted == AS_IS:
+        return split
+    columns = list(next(iter(split)))
+    needed = {"instruction", "output"} if wanted == ALPACA else {"conversations"}
+    if not needed <= set(columns):
+        raise DataError(
+            f"dataset_format={wanted}: the {name} data set has the columns {', '.join(columns)} and not "
+            f"{' and '.join(sorted(needed - set(columns)))}: leave dataset_format out, or rename them"
+        )
+    to: Callable[[Row], dict[str, Any]] = _alpaca if wanted == ALPACA else _sharegpt
+    return split.map(to, remove_columns=columns)
+
+
+def format_of(row: Row) -> str:
+    """Return the format of a row that TRL would not read as it is meant; ``as_is`` for others."""
+    if {"instruction", "output"} <= set(row):
+        return ALPACA
+    turns = row.get("conversations")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return SHAREGPT if isinstance(first, dict) and first.get("from") in ("human", "gpt") else AS_IS
+
+
+def _alpaca(row: Row) -> dict[str, Any]:
+    turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for asked, answered in row.get("history") or ():
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    turns.append({"role": "user", "content": asked})
+    return {"prompt": turns, "completion": [{"role": "assistant", "content": row["output"]}]}
+
+
+def _sharegpt(row: Row) -> dict[str, Any]:
+    turns = [_message(turn) for turn in row["conversations"]]
+    if row.get("system"):
+        turns.insert(0, {"role": "system", "content": row["system"]})
+    if "chosen" in row and "rejected" in row:
+        return {"prompt": turns, "chosen": [_message(row["chosen"])], "rejected": [_message(row["rejected"])]}
+    return {"messages": turns}
+
+
+def _message(turn: Row) -> dict[str, str]:
+    role = _ROLES.get(turn["from"])
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise DataError(f"a turn is from {shown(turn['from'])}, which is none of {known}: rename it in the data")
+    return {"role": role, "content": turn["value"]}

@@ -1,0 +1,343 @@
+"""YAMLs of other tools in their documented form: recognised, converted with every key accounted for, and trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sft_material import Material, refused, write_jsonl
+
+from fastpack_trl.cli.main import main
+from fastpack_trl.recipe.foreign import convert, tool_of
+from fastpack_trl.recipe.methods import METHODS
+
+AXOLOTL_QLORA = """
+base_model: {model}
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+datasets:
+  - path: {alpaca}
+    type: alpaca
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+output_dir: {out}
+adapter: qlora
+lora_model_dir:
+sequence_len: 64
+sample_packing: true
+eval_sample_packing: true
+pad_to_sequence_len: true
+lora_r: 4
+lora_alpha: 16
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 2
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 0.0002
+train_on_inputs: false
+group_by_length: false
+bf16: auto
+fp16:
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+flash_attention: true
+loss_watchdog_threshold: 5.0
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: <pad>
+"""
+AXOLOTL_FULL = """
+base_model: {model}
+datasets:
+  - path: {sharegpt}
+    type: sharegpt
+output_dir: {out}
+sequence_len: 64
+sample_packing: true
+train_on_inputs: true
+micro_batch_size: 1
+num_epochs: 1
+max_steps: 2
+lr_scheduler: constant
+learning_rate: 2e-5
+plugins: [axolotl.integrations.liger.LigerPlugin]
+attn_implementation: flash_attention_2
+"""
+AXOLOTL_DPO = """
+base_model: {model}
+rl: dpo
+chat_template: llama3
+datasets:
+  - path: {pairs}
+    type: chat_template.default
+    field_messages: prompt
+output_dir: {out}
+sequence_len: 64
+sample_packing: false
+adapter: lora
+lora_r: 4
+lora_alpha: 8
+lora_target_linear: true
+micro_batch_size: 2
+num_epochs: 1
+learning_rate: 0.0002
+warmup_steps: 1
+"""
+FACTORY_LORA = """
+model_name_or_path: {model}
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+dataset: identity
+dataset_dir: {folder}
+template: llama3
+cutoff_len: 64
+max_samples: 10
+overwrite_cache: true
+preprocessing_num_workers: 1
+output_dir: {out}
+logging_steps: 1
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-4
+num_train_epochs: 1.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: false
+ddp_timeout: 180000000
+"""
+FACTORY_DPO = """
+model_name_or_path: {model}
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_target: all
+pref_beta: 0.2
+pref_loss: sigmoid
+dataset: preferences
+dataset_dir: {folder}
+template: llama3
+cutoff_len: 64
+output_dir: {out}
+per_device_train_batch_size: 2
+learning_rate: 5.0e-6
+max_steps: 2
+"""
+UNSLOTH = """
+model:
+  model_name: {model}
+  max_seq_length: 64
+  load_in_4bit: false
+lora:
+  r: 4
+  lora_alpha: 4
+  target_modules: [q_proj, v_proj]
+  use_gradient_checkpointing: unsloth
+  random_state: 3407
+training:
+  dataset: {text}
+  output_dir: {out}
+  max_steps: 2
+  per_device_train_batch_size: 2
+  learning_rate: 2e-4
+"""
+RECIPES = {
+    "axolotl-qlora": (AXOLOTL_QLORA, "Axolotl", "sft"),
+    "axolotl-full": (AXOLOTL_FULL, "Axolotl", "sft"),
+    "axolotl-dpo": (AXOLOTL_DPO, "Axolotl", "dpo"),
+    "llama-factory-lora": (FACTORY_LORA, "LLaMA-Factory", "sft"),
+    "llama-factory-dpo": (FACTORY_DPO, "LLaMA-Factory", "dpo"),
+    "unsloth": (UNSLOTH, "Unsloth", "sft"),
+}
+TURNS = [{"from": "human", "value": "the quick"}, {"from": "gpt", "value": "brown fox"}]
+MESSAGES = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown fox"}]
+
+
+@pytest.fixture
+def files(material: Material, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Path]:
+    """Data of every form, and what the recipes name."""
+    monkeypatch.chdir(material.folder)
+    rows: Mapping[str, Mapping[str, object]] = {
+        "alpaca": {"instruction": "the quick", "input": "brown", "output": "fox jumps"},
+        "sharegpt": {"conversations": TURNS},
+        "pairs": {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{**MESSAGES[1], "content": "lazy dog"}]},
+        "preferences": {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "dog"}},
+    }
+    made = {name: write_jsonl(material.folder / f"{name}.jsonl", [row] * 24) for name, row in rows.items()}
+    info = {
+        "identity": {"file_name": "alpaca.jsonl"},
+        "preferences": {"file_name": "preferences.jsonl", "formatting": "sharegpt", "ranking": True},
+    }
+    (material.folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return {**made, "model": material.model, "text": material.data, "out": material.out, "folder": material.folder}
+
+
+def written(name: str, files: Mapping[str, Path]) -> Path:
+    path = files["folder"] / f"{name}.yml"
+    path.write_text(RECIPES[name][0].format(**files), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_refused_with_the_command_that_converts_it_and_then_trains(
+    name: str, files: Mapping[str, Path], material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "qlora" in name:
+        pytest.importorskip("bitsandbytes")
+    path, (_, tool, command) = written(name, files), RECIPES[name]
+    said = refused(material, capsys, "--config", path, command=command)
+    assert f"is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names" in said
+    assert main(["convert", str(path)]) == 0
+    output = files["folder"] / f"{name}-fastpack.yaml"
+    assert f"train: fastpack-trl {command} --config {output.name}" in capsys.readouterr().out
+    short = (
+        "--use_cpu --bf16 False --max_steps 2 --report_to none --save_strategy no --eval_strategy no --warmup_steps 0"
+    )
+    if "axolotl-qlora" in name:
+        short += " --load_in_4bit False"  # a tiny model of 304 tokens has no blocks of 64
+    assert (
+        main(
+            [command, "--config", str(output), *short.split(), "--assistant_only_loss", "False"][
+                : None if command == "sft" else -2
+            ]
+        )
+        == 0
+    )
+    assert "Training completed." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_key_is_a_value_or_has_its_reason(name: str, files: Mapping[str, Path]) -> None:
+    given = yaml.safe_load(RECIPES[name][0].format(**files))
+    assert tool_of(given) == RECIPES[name][1]
+    found = convert(given, files["folder"])
+    assert found.method is METHODS[RECIPES[name][2]]
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        flat |= value if name == "unsloth" and isinstance(value, dict) else {key: value}
+    accounted = {*found.values, *found.mapped, *found.without}
+    silent = {
+        "bf16",
+        "stage",
+        "rl",
+        "finetuning_type",
+        "train_on_inputs",
+        "dataset_dir",
+        "max_samples",
+        "full_finetuning",
+    }
+    unsaid = {key for key, value in flat.items() if value is not None} - accounted - silent
+    assert not unsaid - {"evals_per_epoch", "eval_sample_packing", "val_set_size"}
+    assert found.values["model_name_or_path"] == str(files["model"])
+    assert found.values["max_length"] == 64
+
+
+def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
+    def values(name: str) -> dict[str, Any]:
+        return convert(yaml.safe_load(RECIPES[name][0].format(**files)), files["folder"]).values
+
+    axolotl = values("axolotl-qlora")
+    assert (
+        axolotl | {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
+        == axolotl
+    )
+    assert (axolotl["eval_strategy"], axolotl["eval_steps"], axolotl["save_strategy"]) == ("steps", 0.25, "epoch")
+    assert (axolotl["test_split_size"], axolotl["pad_token"]) == (0.1, "<pad>")
+    assert (axolotl["datasets"], axolotl["dataset_format"]) == ([{"path": str(files["alpaca"])}], "alpaca")
+    assert "assistant_only_loss" not in values("axolotl-full"), "train_on_inputs: true"
+    factory = values("llama-factory-lora")
+    assert (factory["lora_r"], factory["lora_alpha"], factory["lora_dropout"]) == (4, 8, 0.0)
+    assert factory["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert factory["datasets"] == [{"path": str(files["alpaca"]), "split": "train[:10]"}]
+    dpo = values("llama-factory-dpo")
+    assert (dpo["beta"], dpo["loss_type"], dpo["lora_r"], dpo["lora_target_modules"]) == (
+        0.2,
+        ["sigmoid"],
+        8,
+        "all-linear",
+    )
+    assert values("unsloth")["seed"] == 3407
+
+
+def rows_of(material: Material, row: Mapping[str, object], wanted: str) -> list[dict[str, Any]]:
+    from datasets import Dataset
+
+    from fastpack_trl.recipe.formats import reshape
+
+    return list(reshape(Dataset.from_list([dict(row)] * 2), "train", wanted))
+
+
+def test_alpaca_becomes_prompt_and_completion(material: Material) -> None:
+    row = {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief", "history": [["hi", "hello"]]}
+    (first, _) = rows_of(material, row, "alpaca")
+    assert [turn["role"] for turn in first["prompt"]] == ["system", "user", "assistant", "user"]
+    assert first["prompt"][-1]["content"] == "add\n\n1 2"
+    assert first["completion"] == [{"role": "assistant", "content": "3"}]
+    assert first.keys() == {"prompt", "completion"}
+    (plain, _) = rows_of(material, {"instruction": "add", "input": "", "output": "3"}, "alpaca")
+    assert plain["prompt"] == [{"role": "user", "content": "add"}]
+
+
+def test_sharegpt_becomes_messages(material: Material) -> None:
+    assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_format_trains(files: Mapping[str, Path], material: Material, streaming: bool) -> None:
+    for name in ("alpaca", "sharegpt"):
+        path = material.yaml(dataset_name=str(files[name]), dataset_streaming=streaming, max_steps=1)
+        assert main(["sft", "--config", str(path), "--dataset_format", name]) == 0
+
+
+def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
+    files: Mapping[str, Path], material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = material.yaml(dataset_name=str(files["alpaca"]))
+    assert "; these are Alpaca's columns: dataset_format: alpaca reads them" in refused(
+        material, capsys, "--config", path
+    )
+    path = material.yaml(dataset_format="alpaca")
+    assert "dataset_format=alpaca: the train data set has the columns text and not instruction and output" in refused(
+        material, capsys, "--config", path
+    )
+    write_jsonl(material.folder / "rows.jsonl", [{"conversations": [{"from": "narrator", "value": "a"}]}])
+    path = material.yaml(dataset_name=str(material.folder / "rows.jsonl"), dataset_format="sharegpt")
+    assert "a turn is from 'narrator', which is none of human" in refused(material, capsys, "--config", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "learning_rate: 1\nseed: 2\n",
+            "this is no YAML of Axolotl, LLaMA-Factory, Unsloth: its keys are learning_rate",
+        ),
+        ("stage: ppo\ncutoff_len: 64\n", "a training 'ppo' has no command here: there are sft, dpo"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert main(["convert", "theirs.yaml"]) == 2
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "theirs.yaml"]

@@ -1,0 +1,144 @@
+"""After training: the merged model computes what the adapter did, and answers are shown beside those of the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sft_material import TEMPLATE, Material, make_tokenizer, write_jsonl
+
+from fastpack_trl.cli.main import main
+from fastpack_trl.testing import tiny_model
+
+IDS = torch.tensor([[5, 9, 33, 120, 7, 60]])
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "learning_rate": 0.05}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float()
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def trained(material: Material, **more: object) -> Path:
+    """The YAML of a run that has left an adapter."""
+    path = material.yaml(**LORA | more)
+    assert main(["sft", "--config", str(path)]) == 0
+    return path
+
+
+def test_a_merged_model_computes_what_the_adapter_did(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import PeftModel
+
+    trained(material)
+    merged = material.folder / "merged"
+    assert main(["merge", str(material.out), "--output", str(merged)]) == 0
+    said = capsys.readouterr().out
+    assert f"{material.out} merged into {material.model}\nwritten: {merged}" in said
+    base = load(material.model)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, material.out))
+    assert (expected - before).abs().max() > 0.01, "the adapter has learned"
+    torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-4, atol=1e-4)
+    assert (merged / "tokenizer_config.json").is_file()
+    assert not (merged / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("named", ["--config", "--load_in_4bit"])
+def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
+    material: Material, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model = material.folder / "wide"
+    tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64, vocab_size=304).save_pretrained(model)
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    path = trained(material, model_name_or_path=str(model), load_in_4bit=True, max_length=32)
+    merged = material.folder / "out-merged"
+    words = ["--config", path] if named == "--config" else [material.out, "--load_in_4bit"]
+    assert main(["merge", *map(str, words)]) == 0
+    assert f"{model} as it was in training: quantised, then made dense" in capsys.readouterr().out
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
+    expected = logits(PeftModel.from_pretrained(dense, material.out))
+    torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-2, atol=1e-2)
+    unquantised = logits(PeftModel.from_pretrained(load(model), material.out))
+    found = logits(load(merged))
+    assert (found - expected).abs().mean() < 0.2 * (found - unquantised).abs().mean()
+
+
+def test_answers_of_an_adapter_stand_beside_those_of_its_base(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trained(material)
+    prompts = write_jsonl(material.folder / "prompts.jsonl", [{"prompt": "the quick"}, {"prompt": "a b"}])
+    record = material.folder / "answers.json"
+    words = ["--file", prompts, "--max_new_tokens", 6, "--json", record]
+    assert main(["generate", "--config", *map(str, [path, *words])]) == 0
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    assert [row.keys() for row in rows] == [{"prompt", "base", "adapter"}] * 2
+    assert any(row["base"] != row["adapter"] for row in rows)
+    out = capsys.readouterr().out
+    assert all(f"{name}: {text.strip()}" in out for row in rows for name, text in row.items())
+    assert main(["generate", str(material.model), *map(str, words)]) == 0
+    alone = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    assert [row["model"] for row in alone] == [row["base"] for row in rows]
+
+
+def test_a_seed_gives_the_same_sample_and_raw_prompts_have_no_template(material: Material) -> None:
+    record = material.folder / "answers.json"
+
+    def answer(*words: str) -> str:
+        asked = ["--prompt", "the quick", "--max_new_tokens", "8", "--json", str(record)]
+        assert main(["generate", str(material.model), *asked, *words]) == 0
+        (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
+        return str(row["model"])
+
+    hot = ["--temperature", "2.0"]
+    assert answer(*hot, "--seed", "1") == answer(*hot, "--seed", "1") != answer(*hot, "--seed", "2")
+    assert answer("--raw") != answer()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
+        ("merge {model}", "is a whole model: nothing is left to merge"),
+        ("merge ./absent", "the model './absent' is not a folder"),
+        ("merge {adapter} --output {model}", "is not empty: name another folder"),
+        ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
+        ("generate {model}", "give --prompt TEXT or --file FILE"),
+        ("generate {model} --prompt a --file b", "give --prompt TEXT or --file FILE"),
+        ("generate {model} --prompt a --max_new_tokens 0", "--max_new_tokens 0 is below 1"),
+        ("generate {model} --prompt a --temperature -1", "--temperature -1.0 is below 0"),
+        ("generate {model} --file absent.txt", "--file absent.txt cannot be read"),
+        ("generate {model} --file {folder}/empty.txt", "has no prompts: write one per line"),
+        ("generate {model} --file {folder}/bad.jsonl", 'write one object per line, e.g. {"prompt": "Hello"}'),
+        ("generate {model} --promt a", "did you mean '--prompt'?"),
+    ],
+)
+def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+    (material.folder / "empty.txt").write_text("\n", encoding="utf-8")
+    (material.folder / "bad.jsonl").write_text("text\n", encoding="utf-8")
+    adapter = material.folder / "adapter"
+    adapter.mkdir()
+    about = {"base_model_name_or_path": str(material.model), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    given = {"model": material.model, "adapter": adapter, "folder": material.folder}
+    assert main(words.format(**given).split()) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert says in err
+    assert err.startswith(f"fastpack-trl {words.split()[0]}: error: ")
