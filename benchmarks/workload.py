@@ -85,7 +85,9 @@ def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int) -> 
 
 
 def without_emptiest(rows: datasets.Dataset) -> datasets.Dataset:
-    """Drop what was left over at the end of packing: a row of a few tokens would time something else."""
+    """Drop what was left over at the end of packing, if it was: a row of a few tokens would time something else."""
+    if "seq_lengths" not in rows.column_names:
+        return rows
     filled = [sum(lengths) for lengths in rows["seq_lengths"]]
     emptiest = int(np.argmin(filled))
     return rows.select([index for index in range(len(rows)) if index != emptiest])

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, TrainerControl, TrainerState
@@ -164,27 +163,3 @@ def test_frames_and_code_objects_are_looked_at_in_few_places() -> None:
         and (node.attr if isinstance(node, ast.Attribute) else node.id) in words
     }
     assert found == FRAMES.keys()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.forward = ours", "del trainer.training_step", "setattr(layer, name, ours)",
-        "model.config.vocab_size += 1",
-        "stack.callback(setattr, config, 'dtype', 1)", "model.__dict__['forward'] = ours",
-        "vars(model)['train'] = ours",
-        "model.__dict__.pop('forward')", "(model.train, other) = ours, 1", "def f(model: nn.Module): model.forward = g",
-    ],
-)  # fmt: skip
-def test_a_direct_write_is_seen(source: str) -> None:
-    tree = ast.parse(source)
-    assert len(list(writes(tree, ours(tree)))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["self.forward = f", "ctx.shape = s", "parameter.grad = None", "def f(watch: HookWatch): watch.training = 1"],
-)
-def test_what_is_ours_may_be_written(source: str) -> None:
-    tree = ast.parse(source)
-    assert not list(writes(tree, ours(tree)))

@@ -37,11 +37,11 @@ def part_of(side: Side, rounds: int, dropout: bool) -> dict[str, Any]:
     return {
         "setting": setting_of(trainer, side.dtype),
         "shared": {
-            "tokens": int(median(count for step in steps for count in step.batch_tokens)),
+            "tokens": int(median([count for step in steps for count in step.batch_tokens] or [0])),
             "micro_batches": int(median(step.micro_batches for step in steps)),
             "documents": {
                 "count": len(lengths), "shortest": lengths[0], "median": median(lengths), "longest": lengths[-1],
-            },
+            } if lengths else {"count": 0},
             "device": side.device.type,
             "peak_flops": peak,
         },

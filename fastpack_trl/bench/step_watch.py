@@ -111,7 +111,8 @@ class StepWatch(TrainerCallback):
             with named(LABEL + "data"):
                 found, items = batches(*args, **kwargs)
             self.step.spans["data"].append((start, mark()))
-            self.step.batches = list(found)
+            # Prompts alone, of trainers that generate, are not what the model is given.
+            self.step.batches = [batch for batch in found if isinstance(batch, Mapping) and "input_ids" in batch]
             return found, items
 
         def watched_step(*args: Any, **kwargs: Any) -> Tensor:
@@ -185,7 +186,7 @@ class StepWatch(TrainerCallback):
             phases={**phases, "other": max(0.0, seconds - sum(phases.values()))},
             loss=float(sum(float(loss) for loss in step.losses)),
             gradient_norm=None if norm is None else float(norm),
-            micro_batches=len(step.batches),
+            micro_batches=len(step.losses),
             batch_tokens=[int(inputs["input_ids"].numel()) for inputs in step.batches],
             documents=[length for _, lengths in documents for length in lengths],
             digest=digest_of([tokens for tokens, _ in documents]),

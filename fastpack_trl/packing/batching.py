@@ -73,11 +73,11 @@ _SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_p
 
 def _only_padded(trainer: Any, path: str, flattens: bool) -> Iterator[object]:
     """Yield why the padded batches of a trainer that scores completions stay."""
+    yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
     yield from _in_any_trainer(trainer, path)
     yield not flattens and f"{path} would pad the rows again"
     yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *_SCORE))) and f"{own} may expect padded rows"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect padded rows"
-    yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
     yield is_invoked_once_per_row(trainer.model) and ALORA
     yield trainer.args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
     config = trainer.args.accelerator_config

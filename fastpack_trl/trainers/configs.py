@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
 
-from fastpack_trl.config import ModelSettings, choice_field, normalise_choice
+from fastpack_trl.config import ModelSettings, Switch, choice_field
 from fastpack_trl.model.preflight import check_counts
 
 
@@ -15,16 +14,16 @@ from fastpack_trl.model.preflight import check_counts
 class RowSettings(ModelSettings):
     """The fields that a trainer has whose batches become rows with shared prompts."""
 
-    share_prefixes: Literal["auto", "on", "off"] = field(
+    share_prefixes: Switch = field(
         default="auto",
         metadata=choice_field(
-            "Completions of one prompt share it in a row, which has it once: auto and on (where attention has a form "
-            "for it and no dropout is above 0) or off (each has a prompt of its own). Costs nothing."
+            "Compute a prompt once for all completions of it in a batch: auto and on (where attention has a form for "
+            "it, and without dropout, lora_dropout too), or off (each completion has a prompt of its own). Same loss, "
+            "same gradients."
         ),
     )
 
     def __post_init__(self) -> None:
-        self.share_prefixes = normalise_choice("share_prefixes", self.share_prefixes, ("auto", "on", "off"))  # type: ignore[assignment]
         self.normalise()
         check_counts(self)
         super(ModelSettings, self).__post_init__()  # type: ignore[misc]
@@ -46,10 +45,24 @@ class FastKTOConfig(RowSettings, KTOConfig):
 
 
 @dataclass
-class FastGRPOConfig(RowSettings, GRPOConfig):
+class OnlineSettings(RowSettings):
+    """The fields of a trainer that generates."""
+
+    merge_accumulation: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "Run the micro-batches of an optimizer step forward together: completions of one prompt meet, which "
+            "TRL shuffles apart: auto and on (one process, without an auxiliary loss of experts; on CUDA where the "
+            "memory has room, measured in the first step) or off. Costs the activations of the whole step."
+        ),
+    )
+
+
+@dataclass
+class FastGRPOConfig(OnlineSettings, GRPOConfig):
     """`trl.GRPOConfig` plus the switches of fastpack-trl that apply. An unchanged `GRPOConfig` works as well."""
 
 
 @dataclass
-class FastRLOOConfig(RowSettings, RLOOConfig):
+class FastRLOOConfig(OnlineSettings, RLOOConfig):
     """`trl.RLOOConfig` plus the switches of fastpack-trl that apply. An unchanged `RLOOConfig` works as well."""

@@ -50,6 +50,7 @@ class PackedTrainer(FeaturedTrainer):
         settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
         run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
         self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
+        self._fastpack_repeated: dict[bool, str] = {}
         self._fastpack_by_name = isinstance(given.get("model"), str)
         self._fastpack_chosen = False
         if self._fastpack_disabled:
@@ -110,16 +111,19 @@ class PackedTrainer(FeaturedTrainer):
         if not run.packs:
             run.say(FEATURE, "off", "stock", "batches are stock's")
             return
-        why = self._fastpack_why_repeated(training=run.training)
+        self._fastpack_repeated = {
+            training: first_reason(self._fastpack_against_sharing(training)) for training in (True, False)
+        }
+        why = self._fastpack_why_repeated(run.training)
         run.say(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
 
     def _fastpack_why_repeated(self, training: bool) -> str:
         """Return why each completion has a prompt of its own in a row; empty where they share one."""
-        return first_reason(self._fastpack_against_sharing(training))
+        return self._fastpack_repeated[training]
 
     def _fastpack_against_sharing(self, training: bool) -> Iterator[object]:
         run = self.fastpack_run
-        yield getattr(self.args, FEATURE, "auto") == "off" and "switched off"
+        yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
         refuses: Callable[[Any], str] | None = getattr(backend, "refuses_shared", None)
         yield refuses is None and f"{run.attention_path} has no form for shared prompts"

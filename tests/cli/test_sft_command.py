@@ -6,9 +6,11 @@ import gzip
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from ranks import fork_ranks, torchrun
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
@@ -297,8 +299,9 @@ def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Mater
 
 @pytest.mark.slow
 def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
-    material: Material, capfd: pytest.CaptureFixture[str]
+    material: Material, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", forks.python())
     # The pad token shows that the launched process, not this one, found the error.
     path = material.yaml(text="num_processes: 1\nmixed_precision: 'no'\n", pad_token="<nowhere>")
     assert main(["sft", "--config", str(path)]) == 2

@@ -81,7 +81,7 @@ def build(
         trainer: arguments of the trainer.
         more: fields of its config; None leaves one out.
     """
-    base = settings(folder, max_steps=5, eval_steps=5, **FIELDS.get(name, {}) | more)
+    base = settings(folder, **{"max_steps": 5, "eval_steps": 5, **FIELDS.get(name, {}), **more})
     args = (config or getattr(trl, f"{name}Config"))(**{key: value for key, value in base.items() if value is not None})
     made = model if model is not None else classifier(family) if name == "Reward" else tiny_model(family)
     given: dict[str, Any] = {
@@ -90,11 +90,10 @@ def build(
         "processing_class": make_tokenizer(),
         "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"]) if lora else None,
     }
-    if name == "RLOO" and not lora:  # loads its reference from where the model came from
-        made.save_pretrained(folder / "model")
-        made.config._name_or_path = str(folder / "model")
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = even_words
+        if not lora and getattr(args, "beta", 0.0):
+            name_on_disk(made, folder)
     elif name in ("DPO", "KTO") and not lora and not args.precompute_ref_log_probs:
         given["ref_model"] = tiny_model(family)
     cls = getattr(fastpack_trl, f"Fast{name}Trainer") if fast else getattr(trl, f"{name}Trainer")
@@ -102,6 +101,12 @@ def build(
     if lora:
         away_from_zero(made.model)
     return made
+
+
+def name_on_disk(model: Any, folder: Path) -> None:
+    """Save a model where a trainer finds it that loads its reference from where the model came from."""
+    model.save_pretrained(folder / "model")
+    model.config._name_or_path = str(folder / "model")
 
 
 def away_from_zero(model: nn.Module) -> None:

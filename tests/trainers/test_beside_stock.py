@@ -8,7 +8,7 @@ import pytest
 import torch
 from preference_material import NAMES, assert_same, both, build, trained
 
-FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "gemma3_text", "mistral", "qwen3_moe", "gpt_oss")
 CLOSE = {name: {"atol": 2e-5} for name in ("GRPO", "RLOO")}
 """Their loss is near zero: advantages of a group cancel, ratios are exponentials of differences of long sums."""
 STEPS = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -30,7 +30,8 @@ def test_five_steps_and_an_evaluation_log_what_stock_logs(name: str, lora: bool,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_change_as_under_stock(name: str, family: str, tmp_path: Path) -> None:
     """Under SGD at a rate that moves the loss: Adam's first steps show the sign of a gradient alone."""
-    options = {"family": family, "learning_rate": 0.3, "eval_strategy": "no", **STEPS}
+    rate = 0.03 if name == "RLOO" else 0.3  # ratios of whole sequences: beyond, five steps are chaotic
+    options = {"family": family, "learning_rate": rate, "eval_strategy": "no", **STEPS}
     before = trained(build(name, tmp_path / "before", fast=False, **options).model)
     ours, stock = both(name, tmp_path, **options)
     assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
