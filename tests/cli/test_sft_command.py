@@ -249,7 +249,7 @@ def test_the_command_of_another_method_is_named_in_messages() -> None:
     from fastpack_trl.recipe.arguments import parse
     from fastpack_trl.recipe.methods import METHODS
 
-    with pytest.raises(UserError, match="`fastpack-trl dpo --help` lists the options"):
+    with pytest.raises(UserError, match="`fastpack-trl dpo --help-all` lists the options"):
         parse(["--qqq"], METHODS["dpo"])
 
 
