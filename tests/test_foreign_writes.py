@@ -27,7 +27,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "callbacks": {"callbacks": "a new order of them, put back by `_restore`", "sees_plain_rows": "of a hook of ours"},
     "checkpointing": {"_total_train_tokens": "a step that is run again counts its tokens once"},
-    "cli": {"error": "of a parser made there", "more": "of a namespace made there"},
+    "cli": {
+        "error": "of a parser made there",
+        "more": "of a namespace made there",
+        "msg": "of a log record made there",
+    },
     "compile": {"specialize_float": "a setting of torch and no attribute, put back after each call"},
     "config.py": {"*": "of the namespace that a parser fills", "__doc__": "of a class of ours"},
     "lora": {"__class__": "put back by `_restore`, unless FSDP 2 has put a class of its own over ours"},
@@ -45,6 +49,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "model_name_or_path": "of arguments parsed for this run",
         "model_wrapped": "of a trainer made there, after its run",
         "resume_from_checkpoint": "of arguments parsed for this run",
+        "should_save": "how a callback speaks to its trainer",
+        "should_training_stop": "how a callback speaks to its trainer",
         "type": "of an action of a parser made there",
     },
     "step": {

@@ -137,7 +137,15 @@ COMMANDS = [
 
 
 def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
-    from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, ThroughputCallback, apply_lora, packed_attention
+    from fastpack_trl import (
+        AsyncCheckpointCallback,
+        FastDPOTrainer,
+        FastSFTConfig,
+        FastSFTTrainer,
+        ThroughputCallback,
+        apply_lora,
+        packed_attention,
+    )
     from fastpack_trl.testing import tiny_model
 
     def attention() -> None:
@@ -152,6 +160,12 @@ def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
         "no model": (lambda: apply_lora("model"), "give the model that get_peft_model returned"),
         "an attention": (attention, "packed_attention='varlne' does not exist: use one of"),
         "a family": (lambda: tiny_model("qwen9"), "family='qwen9' has no tiny model"),
+        "a tokenizer": (lambda: FastSFTTrainer("model", tokenizer="model"), "give it as processing_class="),
+        "a tokenizer of DPO": (lambda: FastDPOTrainer("model", tokenizer="model"), "DPOTrainer has no argument 'token"),
+        "a field": (
+            lambda: FastSFTTrainer("model", args=FastSFTConfig(use_cpu=True, bf16=False), packing=True),
+            "has no argument 'packing': give it as args=, a field of its config",
+        ),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from fastpack_trl.errors import naming_keys, preparing
 from fastpack_trl.model.saved_files import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
+from fastpack_trl.recipe.endings import alone_in, ending_at_sigterm, naming_a_full_disk
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
@@ -41,12 +42,24 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
         progress = _progress()
         trainer.add_callback(progress)
         # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
-        with preparing(finished=lambda: progress.training), naming_data(data_name(arguments.script, arguments.mixture)):
+        folder = Path(str(training.output_dir))
+
+        def how() -> str:
+            return how_to_resume(arguments, trainer.state.global_step)
+
+        with ExitStack() as stack:
+            if training.should_save:
+                stack.enter_context(alone_in(folder))
+                stack.enter_context(naming_a_full_disk(folder, how))
+            stack.enter_context(preparing(finished=lambda: progress.training))
+            stack.enter_context(naming_data(data_name(arguments.script, arguments.mixture)))
             try:
-                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+                with ending_at_sigterm(trainer, how):
+                    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
-    _finish(trainer, arguments)
+                raise KeyboardInterrupt(how()) from None
+        with naming_a_full_disk(folder, how):
+            _finish(trainer, arguments)
     return trainer
 
 
