@@ -102,7 +102,7 @@ def _run(args: Namespace, file: Path | None) -> None:
 
 
 def _has_device() -> bool:
-    from transformers.training_args import is_torch_bf16_gpu_available
+    from transformers.utils import is_torch_bf16_gpu_available
 
     return bool(is_torch_bf16_gpu_available())
 

@@ -157,6 +157,7 @@ def test_without_a_gpu_it_shows_what_the_config_would_hold_on_common_ones(
     material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
     assert run("--config", material.yaml(bf16=True, use_cpu=...)) == 0
     out = capsys.readouterr().out
     assert all(f"  {name} (" in out for name in ("T4", "4090", "A100-40", "H100"))
