@@ -65,7 +65,7 @@ BUDGETS = {
     "packing": 2900,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 2500,
+    "recipe": 2550,
     "run": 400,
     "step": 2550,
     "trainers": 800,

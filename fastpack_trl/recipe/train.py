@@ -87,9 +87,35 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
         trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    trainer.accelerator.print(_last_line(trainer))
     _release_ddp(trainer)
     if hasattr(trainer, "end"):  # transformers>=5.18: finishes the trackers, destroys the process group
         trainer.end()
+
+
+def _last_line(trainer: Any) -> str:
+    """Return what a run ends with: tokens per second, peak memory, what ran as stock, and where the report is."""
+    import torch
+
+    from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
+
+    run, parts = trainer.fastpack_run, []
+    rate = run.part(MeasuredRate)
+    history = trainer.state.log_history
+    seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
+    tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)
+    if rate is not None and rate.per_second:
+        parts.append(f"{rate.per_second:,.0f} tokens/s")
+    elif seconds and tokens:
+        parts.append(f"{tokens / seconds:,.0f} tokens/s, its start included")
+    if torch.cuda.is_available():
+        parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
+    stock = [line.feature for line in run.report if line.status == "stock"]
+    parts.append(f"as stock: {', '.join(stock)}" if stock else "nothing fell back to stock")
+    report = Path(str(trainer.args.output_dir)) / FILE
+    if report.is_file():
+        parts.append(f"report: {report}")
+    return "; ".join(parts)
 
 
 def _release_ddp(trainer: Any) -> None:
