@@ -44,6 +44,7 @@ COMMANDS = {
     "preference": "optimizer steps of the five trainers that score completions beside TRL's",
     "row_profile": "device time of a step by kind of kernel, beside its bound",
     "by_itself": "one optimisation on against off: metadata, reload or routing",
+    "hybrid": "hybrid models: packed rows beside stock's padded batch, eager and compiled",
     "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
     "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
     "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",

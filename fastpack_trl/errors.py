@@ -25,6 +25,10 @@ class PackingError(RuntimeError):
     """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
 
 
+class TerminatedError(Exception):
+    """The process was asked to end (SIGTERM), and training has; says what was saved and how to go on."""
+
+
 class RankFailedError(Exception):
     """One process of several failed inside of what all do together; the launcher ends the others."""
 

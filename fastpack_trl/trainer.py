@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -15,7 +14,7 @@ from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.config import Settings
 from fastpack_trl.features import micro_step
 from fastpack_trl.model.precision import fit_precision
-from fastpack_trl.model.preflight import check_given
+from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
@@ -54,7 +53,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     @documented_as(SFTTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = bound(SFTTrainer, self, args, kwargs)
         run = self.fastpack_run = Run(self, Settings.of(given.get("args")))
         self._fastpack_replaced = ""
         self._fastpack_own_collator = given.get("data_collator") is not None

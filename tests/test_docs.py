@@ -73,6 +73,7 @@ PARSED: dict[str, str] = {
     r"fastpack-trl sft --help": "tests/recipe/test_sft_bad_input.py and others read it",
     r"fastpack-trl quickstart.*": "a minute: tests/quickstart/test_quickstart.py runs a miniature",
     r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
+    r"fastpack-trl doctor --config \S+ --gpu .*": "tests/cli/test_doctor.py",
     r"fastpack-trl doctor": "reads the machine: tests/cli/test_doctor.py",
     r"fastpack-trl verify.*": "as the one with a model that runs here",
     r"fastpack-trl bench.* --(baseline|ablate|profile|isolate)\b.*": "more sides: tests/bench/test_bench_config.py",

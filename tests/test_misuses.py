@@ -129,6 +129,31 @@ COMMANDS = [
     Misuse("bench --report absent.json", "no file 'absent.json'", missing="matplotlib"),
     Misuse("bench --report sft.yaml", "cannot be read as JSON", missing="matplotlib"),
     Misuse("bench --report {result} --out out", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
+    # the other methods, and what comes before and after training
+    Misuse("dpo", "'fastpack-trl init' writes one), or --model_name_or_path"),
+    Misuse("dpoo", "did you mean 'dpo'?"),
+    Misuse("dpo --config {yaml}", "unknown key 'packing'"),
+    Misuse("dpo --config {yaml} --bta 0.1", "unknown option '--bta'; did you mean '--beta'?"),
+    Misuse("rloo --config {yaml}", "unknown key 'max_length'", "packing:"),
+    Misuse("sft --config {yaml}", "unknown key 'beta'", "beta: 0.1"),
+    Misuse("sft --config {yaml}", "unknown key 'reward_funcs'", "reward_funcs: [a.b]"),
+    Misuse("sft --config {yaml}", "is a YAML of Axolotl: `fastpack-trl convert", "base_model: a\nsequence_len: 9"),
+    Misuse("sft --config {yaml}", "is a YAML of LLaMA-Factory: `fastpack-trl", "stage: sft\ncutoff_len: 9"),
+    Misuse("sft --config {yaml} --dataset_format alpca", "--dataset_format: invalid choice: 'alpca'"),
+    Misuse("sft --config {yaml}", "not conversations: leave dataset_format out", "dataset_format: sharegpt"),
+    Misuse("convert", "no file: name a YAML of Axolotl"),
+    Misuse("convert absent.yml", "config file 'absent.yml' does not exist"),
+    Misuse("convert {yaml}", "this is no YAML of Axolotl, LLaMA-Factory, Unsloth"),
+    Misuse("convert {yaml} --output sft.yaml", "sft.yaml is there already: --force replaces it, --output names"),
+    Misuse("merge", "no model: name the folder that a run has written"),
+    Misuse("merge {model}", "is a whole model: nothing is left to merge"),
+    Misuse("generate {model}", "give --prompt TEXT or --file FILE"),
+    Misuse("generate ./gone --prompt a", "the model './gone' is not a folder"),
+    Misuse("generate {model} --prompt a --max_new_tokens 0", "--max_new_tokens 0 is below 1"),
+    Misuse("doctor --gpu H100", "--gpu says what a config would hold: give --config FILE"),
+    Misuse("doctor --config {yaml} --gpu H10", "did you mean 'H100'?"),
+    Misuse("doctor --config {yaml} --trainer dop", "--trainer 'dop' does not exist"),
+    Misuse("bench --config {yaml} --trainer grpo", "did you mean 'vllm_max_model_length'?"),
     Misuse("quickstart --steps 1", "--steps 1 is below 2"),
     Misuse("quickstart --output_dir .", "is not empty and was not written by the quickstart"),
     Misuse("quickstart --json no/such/file.json", "--json 'no/such/file.json' cannot be written"),
@@ -137,7 +162,15 @@ COMMANDS = [
 
 
 def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
-    from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, ThroughputCallback, apply_lora, packed_attention
+    from fastpack_trl import (
+        AsyncCheckpointCallback,
+        FastDPOTrainer,
+        FastSFTConfig,
+        FastSFTTrainer,
+        ThroughputCallback,
+        apply_lora,
+        packed_attention,
+    )
     from fastpack_trl.testing import tiny_model
 
     def attention() -> None:
@@ -152,6 +185,12 @@ def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
         "no model": (lambda: apply_lora("model"), "give the model that get_peft_model returned"),
         "an attention": (attention, "packed_attention='varlne' does not exist: use one of"),
         "a family": (lambda: tiny_model("qwen9"), "family='qwen9' has no tiny model"),
+        "a tokenizer": (lambda: FastSFTTrainer("model", tokenizer="model"), "give it as processing_class="),
+        "a tokenizer of DPO": (lambda: FastDPOTrainer("model", tokenizer="model"), "DPOTrainer has no argument 'token"),
+        "a field": (
+            lambda: FastSFTTrainer("model", args=FastSFTConfig(use_cpu=True, bf16=False), packing=True),
+            "has no argument 'packing': give it as args=, a field of its config",
+        ),
     }
 
 

@@ -19,7 +19,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel
-from fastpack_trl.attention.reference import NO_WINDOW
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, DocumentInputs
 from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
@@ -134,7 +134,9 @@ def test_repeated_heads_give_what_grouped_ones_do(window: int, device: str) -> N
     results = []
     for repeats in (False, True):
         leaves = [tensor.clone().requires_grad_() for tensor in drawn]
-        out = _native_sdpa(*leaves, layer.cu_seqlens, layer.bands.get(window), window, 0.3, repeats)
+        band = layer.bands.get(window)
+        inputs = DocumentInputs(*leaves, layer.cu_seqlens, None, band, window, 0.3, NO_SOFTCAP, layer.max_seqlen)
+        out = _native_sdpa(inputs, None, repeats)
         out.sin().sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for grouped, repeated in zip(*results, strict=True):

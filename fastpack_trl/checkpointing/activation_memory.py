@@ -263,8 +263,6 @@ class ActivationMemory(TrainerCallback):
         if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
         self.fell, self.plan = told, plan
-        if not (spared or self._asked):
-            self._run.step.activations_left = 0  # a layer is recomputed now
         self._install()
         return True
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, preparing
+from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
@@ -41,6 +42,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
     add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
+    gpu_help = (
+        "what the config would hold on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
+    )
+    add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
     add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
     steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
     add("--steps", metavar="N", type=int, default=4, help=steps_help)
@@ -55,6 +60,8 @@ def run(args: Namespace) -> int:
     """
     if args.audit and not args.config:
         raise UserError("--audit trains a few steps of a config: give --config FILE")
+    if args.gpu and not args.config:
+        raise UserError("--gpu says what a config would hold: give --config FILE")
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} is below 1")
     if args.audit and _ranks() > 1:
@@ -73,8 +80,14 @@ def _run(args: Namespace, file: Path | None) -> None:
     record: dict[str, Any] = {"error": None}
     try:
         if args.config:
-            load_config(args.config)  # refuse a wrong name before looking at the machine
+            config = load_config(args.config)  # refuse a wrong name before looking at the machine
+        if args.gpu:
+            return _forecast(record, args)
         _machine(record)
+        if args.config and not _has_device() and config.get("bf16", True) and not config.get("use_cpu"):
+            _forecast(record, args)
+            print("bf16 is on and there is no GPU here: --gpu names others; use_cpu: true and bf16: false try it here")
+            return None
         if args.config:
             with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
                 _config(record, args, folder)
@@ -86,6 +99,35 @@ def _run(args: Namespace, file: Path | None) -> None:
     finally:
         if file is not None:
             write_json(file, record)
+
+
+def _has_device() -> bool:
+    from transformers.utils import is_torch_bf16_gpu_available
+
+    return bool(is_torch_bf16_gpu_available())
+
+
+def _forecast(record: dict[str, Any], args: Namespace) -> None:
+    """Show what the config holds before its first activation, and what that leaves on each GPU."""
+    from fastpack_trl.recipe.forecast import COMMON, forecast, gpu_of
+    from fastpack_trl.recipe.make_trainer import short_run_arguments
+
+    gpus = [gpu_of(text) for text in args.gpu or COMMON]
+    with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
+        arguments = short_run_arguments(args.config, folder, "--bf16", "False", *_flags(args))
+    with preparing():
+        check_settings(arguments, weights=False)
+        found = record["forecast"] = forecast(arguments, gpus)
+    parts = {name: f"{size:.1f} GiB" for name, size in found["parts_gib"].items() if size}
+    _section("memory before the first activation", parts | {"together": f"{found['total_gib']:.1f} GiB"})
+    rows = {}
+    for name, row in found["gpus"].items():
+        left = row["left_gib"]
+        fits = f"{left:.1f} GiB are left for activations" if left > 0 else f"does not fit: {-left:.1f} GiB too much"
+        rows[f"{name} ({row['gib']:g} GiB)"] = f"{fits}; packed_attention {row['attention']}"
+    _section("on each GPU, less 8 % for CUDA and the allocator", rows)
+    if any(row["left_gib"] <= 0 for row in found["gpus"].values()):
+        print("what makes it smaller: use_peft: true, then load_in_4bit: true; dtype: bfloat16 for a frozen base\n")
 
 
 def _ranks() -> int:

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import UserError, describe, did_you_mean
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # 128 + SIGINT and SIGTERM, as shells report them
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,30 @@ def _without_kernel_advice() -> Iterator[None]:
         logger.removeFilter(others)
 
 
+@contextmanager
+def _without_rank() -> Iterator[None]:
+    """Drop the ``[RANK 0]`` that accelerate puts before what is logged, in a run of one process."""
+    make = logging.getLogRecordFactory()
+
+    def alone(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if isinstance(record.msg, str):
+            record.msg = record.msg.removeprefix("[RANK 0] ")
+        return record
+
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        logging.setLogRecordFactory(alone)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0: done; 2: something the user has to change, one line on stderr; 130: interrupted. Any other error, a bug or one
-    raised by a training step, leaves with its traceback.
+    0: done; 2: something the user has to change, one line on stderr; 130: interrupted; 143: terminated. Any other
+    error, a bug or one raised by a training step, leaves with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
@@ -154,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:
-        with _without_kernel_advice():
+        with _without_kernel_advice(), _without_rank():
             return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:
@@ -166,5 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(" ".join(filter(None, [f"{name}: interrupted{of_rank}", str(interrupt)])), file=sys.stderr)
         return EXIT_INTERRUPTED
+    except TerminatedError as ended:
+        print(f"{name}: terminated{of_rank} {ended}", file=sys.stderr)
+        return EXIT_TERMINATED
     except SystemExit as exit_request:  # argparse leaves this way after --help and --version
         return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

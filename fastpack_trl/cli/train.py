@@ -15,6 +15,7 @@ from pathlib import Path
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.recipe.arguments import Arguments, make_parser, parse
 from fastpack_trl.recipe.checks import check_settings
+from fastpack_trl.recipe.help import write_help
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import show_whole
@@ -26,8 +27,8 @@ _LAUNCHED = "FASTPACK_LAUNCHED"
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
     """Run the command of `method` with these arguments; return the exit code."""
-    if "-h" in argv or "--help" in argv:
-        make_parser(method).print_help()
+    if {"-h", "--help", "--help-all"} & set(argv):
+        print(write_help(make_parser(method), whole="--help-all" in argv), end="")
         return 0
     if not set(argv) - set(_OF_THE_COMMAND):
         raise UserError(

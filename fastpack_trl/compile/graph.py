@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
 from fastpack_trl.model.upstream import found
+from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 # Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
@@ -245,7 +246,11 @@ def _mark_dynamic(hidden: Tensor, kwargs: dict[str, Any]) -> None:
             if hasattr(tensor, "_dynamo_weak_dynamic_indices"):
                 continue  # shared by the layers: marked once
             for dim, length in enumerate(tensor.shape):
-                if length > 1 if name == "packed_layer" else dim == 1 and length == tokens:
+                if isinstance(value, Chunks):
+                    changes = dim == 0 or tensor is value.chain
+                else:
+                    changes = name == "packed_layer" or (dim == 1 and length == tokens)
+                if changes and length > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 

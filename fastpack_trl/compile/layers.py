@@ -37,6 +37,7 @@ from fastpack_trl.model.checkpoint_seam import (
 )
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.mixers import mixers
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
@@ -184,13 +185,13 @@ def compiled_layers(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the members of module lists that hold the attention modules of the text decoder."""
+    """Return the members of module lists that hold the attention modules and mixers of the text decoder."""
     base = text_model(model)
-    attentions = {id(module) for module in attention_modules(base)}
+    mixing = {id(module) for module in (*attention_modules(base), *mixers(base))}
     found: dict[int, nn.Module] = {}
     for stack in base.modules():
         for layer in stack if isinstance(stack, nn.ModuleList) else ():
-            if any(id(module) in attentions for module in layer.modules()):
+            if any(id(module) in mixing for module in layer.modules()):
                 found.setdefault(id(layer), layer)
     inner = {id(module) for layer in found.values() for module in layer.modules() if module is not layer}
     return [layer for key, layer in found.items() if key not in inner]

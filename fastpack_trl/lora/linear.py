@@ -316,7 +316,8 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool
     elif base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
-        return ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
+        names = {type(variant).__name__.removesuffix("LinearVariant") for variant in module.lora_variant.values()}
+        return ", ".join(sorted(names)).replace("Dora", "DoRA")
     if is_hooked(base):
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):

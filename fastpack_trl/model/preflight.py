@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,24 @@ _COUNTS_OF_EVALUATION = {
     "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
 }
 _OTHER_FILES = {"gguf_file", "subfolder", "use_safetensors", "variant"}
+
+
+def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a trainer of TRL by name.
+
+    Raises:
+        TypeError: one that it does not take; for a name of earlier versions, or of its config, with the one it has.
+    """
+    signature = inspect.signature(stock.__init__)  # type: ignore[misc]
+    try:
+        return signature.bind(trainer, *args, **kwargs).arguments
+    except TypeError as error:
+        for name in kwargs.keys() - signature.parameters:
+            instead = "processing_class=" if name == "tokenizer" else "args=, a field of its config"
+            known = {"tokenizer", "max_seq_length"} | set(getattr(kwargs.get("args"), "__dataclass_fields__", ()))
+            if name in known:
+                raise TypeError(f"{stock.__name__} has no argument {name!r}: give it as {instead}") from error
+        raise
 
 
 def check_given(given: Mapping[str, Any]) -> None:

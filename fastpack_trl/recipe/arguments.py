@@ -106,7 +106,7 @@ def make_parser(method: Method = SFT) -> Any:
         def error(self, message: str) -> NoReturn:
             # "argument --max_steps/--max-steps: ..." names an option twice.
             said = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message)
-            raise UserError(f"{said} (see `{self.prog} --help`)")
+            raise UserError(f"{said} (see `{self.prog} --help-all`)")
 
         def format_help(self) -> str:
             return write_help(self)
@@ -178,7 +178,7 @@ def _split_flags(
         if action is None:
             command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
             near = meant(name, {*known, *command, *(f"--{option}" for option in launch)})
-            raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help` lists the options'}")
+            raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help-all` lists the options'}")
         launched.append(word)
         if action.nargs != 0 and not equals:
             value = next(words, "")
@@ -238,7 +238,7 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         else:
             if tool := tool_of(config):
                 raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
-            hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help` lists the names"
+            hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help-all` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)
     return words

@@ -25,8 +25,11 @@ _REPORTERS = {
 """Targets of `report_to` that are the name of a package."""
 
 
-def check_settings(arguments: Arguments) -> dict[str, Any]:
+def check_settings(arguments: Arguments, *, weights: bool = True) -> dict[str, Any]:
     """Check everything that can be checked without reading data or weights; return the keywords that load the model.
+
+    Args:
+        weights: also that the data are there and the checkpoint has its files.
 
     Raises:
         UserError: names the setting, its value and the remedy.
@@ -37,7 +40,8 @@ def check_settings(arguments: Arguments) -> dict[str, Any]:
     _check_paths(training)
     if fault := first_reason(_faults(arguments)):
         raise UserError(fault)
-    check_data_exists(arguments.script, arguments.mixture)
+    if weights:
+        check_data_exists(arguments.script, arguments.mixture)
     if not model.model_name_or_path:
         raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
     model.model_name_or_path = model_folder("model_name_or_path", model.model_name_or_path)
@@ -52,7 +56,8 @@ def check_settings(arguments: Arguments) -> dict[str, Any]:
         init["quantization_config"] = _quantization(init["quantization_config"])
     _check_attention(init["attn_implementation"])
     check_architecture(model.model_name_or_path, init, method=arguments.method)
-    check_weights(model.model_name_or_path, init, "model_name_or_path")
+    if weights:
+        check_weights(model.model_name_or_path, init, "model_name_or_path")
     return init
 
 

@@ -34,6 +34,8 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     """
     from datasets.exceptions import DatasetsError
 
+    from fastpack_trl.model.preflight import unwritable
+
     check_data_exists(script, mixture)
     try:
         if mixture.datasets:
@@ -42,6 +44,12 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     except UserError:
         raise
     except (DatasetsError, ValueError, OSError, StopIteration) as error:
+        from datasets.config import HF_DATASETS_CACHE
+
+        if isinstance(error, OSError) and (reason := unwritable(Path(HF_DATASETS_CACHE))):
+            raise UserError(
+                f"the cache of data sets, {HF_DATASETS_CACHE}: {reason} with the environment variable HF_HOME"
+            ) from error
         names = [str(entry.path) for entry in mixture.datasets] or [str(script.dataset_name)]
         named = data_name(script, mixture)
         raise UserError(f"data {shown(named)} cannot be loaded: {_reason(error, names)}") from error

@@ -22,10 +22,13 @@ COMMAND_OPTIONS: Mapping[str, str] = {
     "--verbose": "the banner says why each feature is off (also: FASTPACK_VERBOSE=1)",
     "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
     "-h, --help": "this text",
+    "--help-all": "this text, and every option of TRL",
 }
 """Options of the command itself, which no dataclass has."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Packing, of fastpack-trl": ("packed_attention", "verify_packing", "padded_rows_limit"),
+    "Packing, of fastpack-trl": (
+        "packed_attention", "share_prefixes", "packing_order", "verify_packing", "padded_rows_limit",
+    ),
     "Memory, of fastpack-trl": (
         "activation_memory", "activation_memory_gib", "checkpoint_offload", "offload_budget_gib", "keep_last_layers",
     ),
@@ -83,25 +86,31 @@ def _listed(action: Action) -> str:
     return ",".join(map(str, action.choices or ()))
 
 
-def write_help(parser: Any) -> str:
-    """Return the help of TRL's parser in groups: the command's own options, ours, then a group per dataclass of TRL."""
+def write_help(parser: Any, *, whole: bool = True) -> str:
+    """Return the help of TRL's parser in groups: the command's own options, ours, then, `whole`, those of TRL."""
     formatter = _Formatter(prog=parser.prog, width=80)
     formatter.add_text(f"usage: {parser.prog} --config FILE [--OPTION VALUE ...]")
     stock = parser.prog.replace("fastpack-trl", "trl")
     formatter.add_text(f"Train with every option of `{stock}`, and those of fastpack-trl.")
     command = [Action([name], name, nargs=0, help=text) for name, text in COMMAND_OPTIONS.items()]
+    left = 0
     for title, actions in (("Command", command), *_groups(parser)):
+        if not whole and "of TRL" in title:
+            left += len(actions)
+            continue
         formatter.start_section(title)
         formatter.add_arguments(actions)
         formatter.end_section()
+    if left:
+        formatter.add_text(f"{left} options of `{stock}` are accepted as well: --help-all lists them.")
     formatter.add_text(EPILOG)
     return formatter.format_help()
 
 
 def _groups(parser: Any) -> Iterator[tuple[str, list[Action]]]:
-    from fastpack_trl.config import Settings
-
-    ours = [field.name for field in fields(Settings)]
+    (config,) = (kind for kind in parser.dataclass_types if kind.__name__.startswith("Fast"))
+    of_trl = {field.name for field in fields(config.__bases__[-1])}
+    ours = [field.name for field in fields(config) if field.name not in of_trl]
     named = {name for names in GROUPS.values() for name in names}
     left = {"More, of fastpack-trl": tuple(name for name in ours if name not in named)}
     for title, members in {**GROUPS, **left}.items():
@@ -112,6 +121,6 @@ def _groups(parser: Any) -> Iterator[tuple[str, list[Action]]]:
         title = f"{kind.__name__}, of TRL"
         if kind is DataArguments:
             title = "Data, of fastpack-trl"
-        if kind.__name__.startswith("Fast"):
+        if kind is config:
             title = f"Training, of TRL's {kind.__name__.removeprefix('Fast')}"
         yield title, [action for action in parser._actions if action.dest in names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from fastpack_trl.errors import naming_keys, preparing
 from fastpack_trl.model.saved_files import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
+from fastpack_trl.recipe.endings import alone_in, ending_at_sigterm, naming_a_full_disk
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
@@ -41,12 +42,24 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
         progress = _progress()
         trainer.add_callback(progress)
         # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
-        with preparing(finished=lambda: progress.training), naming_data(data_name(arguments.script, arguments.mixture)):
+        folder = Path(str(training.output_dir))
+
+        def how() -> str:
+            return how_to_resume(arguments, trainer.state.global_step)
+
+        with ExitStack() as stack:
+            if training.should_save:
+                stack.enter_context(alone_in(folder))
+                stack.enter_context(naming_a_full_disk(folder, how))
+            stack.enter_context(preparing(finished=lambda: progress.training))
+            stack.enter_context(naming_data(data_name(arguments.script, arguments.mixture)))
             try:
-                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+                with ending_at_sigterm(trainer, how):
+                    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
-    _finish(trainer, arguments)
+                raise KeyboardInterrupt(how()) from None
+        with naming_a_full_disk(folder, how):
+            _finish(trainer, arguments)
     return trainer
 
 
@@ -74,9 +87,35 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
         trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    trainer.accelerator.print(_last_line(trainer))
     _release_ddp(trainer)
     if hasattr(trainer, "end"):  # transformers>=5.18: finishes the trackers, destroys the process group
         trainer.end()
+
+
+def _last_line(trainer: Any) -> str:
+    """Return what a run ends with: tokens per second, peak memory, what ran as stock, and where the report is."""
+    import torch
+
+    from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
+
+    run, parts = trainer.fastpack_run, []
+    rate = run.part(MeasuredRate)
+    history = trainer.state.log_history
+    seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
+    tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)
+    if rate is not None and rate.per_second:
+        parts.append(f"{rate.per_second:,.0f} tokens/s")
+    elif seconds and tokens:
+        parts.append(f"{tokens / seconds:,.0f} tokens/s, its start included")
+    if torch.cuda.is_available():
+        parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
+    stock = [line.feature for line in run.report if line.status == "stock"]
+    parts.append(f"as stock: {', '.join(stock)}" if stock else "nothing fell back to stock")
+    report = Path(str(trainer.args.output_dir)) / FILE
+    if report.is_file():
+        parts.append(f"report: {report}")
+    return "; ".join(parts)
 
 
 def _release_ddp(trainer: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.decay import log_decay, masked_exp
-from fastpack_trl.recurrent.state_scan import scan_states, unit_lower_inverse
+from fastpack_trl.recurrent.state_scan import goes_one_by_one, scan_states, unit_lower_inverse
 
 
 def packed_delta(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
@@ -84,5 +84,5 @@ def delta_rule(products: Products, chunks: Chunks) -> Tensor:
     # Of a state S that enters, (read - inside) S is read, and (through - state) S reaches the end.
     eye = torch.eye(size, dtype=erase.dtype, device=erase.device)
     decay = through * eye - state[..., :size]
-    entering = scan_states(decay, state[..., size:], chunks.levels, erase.device.type == "cpu")
+    entering = scan_states(decay, state[..., size:], chunks.levels, goes_one_by_one(erase))
     return chunks.join(inside[..., size:] + (read - inside[..., :size]) @ entering)

@@ -37,12 +37,12 @@ def recurrent_layers(model: nn.Module) -> Iterator[None]:
     homes = {mixer.home for mixer in mixers(text_model(model)).values()}
     with contextlib.ExitStack() as stack:
         for home in sorted(homes, key=lambda home: home.__name__):
-            stack.enter_context(shared(home, "_fastpack_recurrent", partial(_replaced, home)))
+            stack.enter_context(shared(home, "_fastpack_recurrent", partial(replaced, home)))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(home: ModuleType) -> Iterator[None]:
+def replaced(home: ModuleType) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in FUNCTIONS:
             if (stock := vars(home).get(name)) is not None:

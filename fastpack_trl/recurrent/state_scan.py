@@ -64,6 +64,11 @@ def _block_inverse(lower: Tensor) -> Tensor:
     return inverse + inverse @ (square @ square)
 
 
+def goes_one_by_one(states: Tensor) -> bool:
+    """Return whether the scan takes a step per chunk: on the CPU, where work counts for more than calls."""
+    return states.device.type == "cpu"
+
+
 def state_scan(decay: Tensor, added: Tensor, levels: int, reverse: bool, loop: bool) -> Tensor:
     """Return the state that enters each chunk: ``S_(n+1) = decay_n S_n + added_n``, from zeros.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
 from fastpack_trl.model.patches import attribute_set, attributes_kept
 from fastpack_trl.model.precision import fit_precision
+from fastpack_trl.model.preflight import bound
 from fastpack_trl.packing.batching import BatchPlan, plan_families
 from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
 from fastpack_trl.run import Run
@@ -45,7 +45,7 @@ class PackedTrainer(FeaturedTrainer):
     _fastpack_sequences: ClassVar[int] = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(self._fastpack_stock.__init__).bind(self, *args, **kwargs).arguments
+        given = bound(self._fastpack_stock, self, args, kwargs)
         self._fastpack_disabled = self._fastpack_why_disabled()
         settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
         run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)

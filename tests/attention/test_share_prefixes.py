@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from trainer_material import assert_same_log, both, build, train
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention import share_prefixes as feature
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.packing.batching import packing_collator
 from fastpack_trl.packing.collator import PackingCollator
@@ -219,3 +221,26 @@ def test_rows_have_fewer_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, **PACKED, max_steps=3)
     assert len(seen) >= 3
     assert all(row < 0.8 * whole for row, whole in seen)
+
+
+@pytest.mark.parametrize(
+    ("setting", "cuda_graph", "parameters", "reason"),
+    [
+        ("auto", "auto", 0.6e9, "captured steps may gain more"),
+        ("auto", "auto", 8e9, ""),
+        ("auto", "off", 0.6e9, ""),
+        ("on", "auto", 0.6e9, ""),
+    ],
+)
+def test_on_a_gpu_small_models_are_captured_unless_sharing_is_asked_for(
+    setting: str, cuda_graph: str, parameters: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = {"share_prefixes": setting, "cuda_graph": cuda_graph}
+    trainer = build(FastSFTTrainer, tmp_path, packing=True, fast=fast)
+    run = trainer.fastpack_run
+    run.loss_is_ours = True
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    size = types.SimpleNamespace(numel=lambda: int(parameters))
+    monkeypatch.setattr(trainer.model, "parameters", lambda: iter([size]))
+    found = [each for each in feature._reasons(run) if each]
+    assert [reason in str(each) for each in found] == ([True] if reason else []), found

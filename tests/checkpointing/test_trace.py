@@ -29,7 +29,7 @@ from fastpack_trl.model.aside import run_aside
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.testing import tiny_model
 
-LAYERS = 10
+LAYERS = 6
 EXPERTS, WIDTH, INNER = 8, 64, 256
 STACK = EXPERTS * WIDTH * INNER * 2 * 4
 """Bytes of a dense gate and up projection."""
@@ -65,12 +65,12 @@ def traced(model: Any, monkeypatch: pytest.MonkeyPatch, *, ours: bool, every: bo
 @pytest.mark.parametrize(
     ("family", "lora", "taken"),
     [
-        ("qwen3", True, [6, 7, 8, 9]),
-        ("llama", False, [6, 7, 8, 9]),
-        ("gemma2", True, [6, 7, 8, 9]),  # windows in every second layer
-        ("gpt_oss", True, [6, 7, 8, 9]),
-        ("qwen3_moe", True, [6, 7, 8, 9]),
-        ("deepseek_v3", False, [0, 6, 7, 8, 9]),  # the first layer has no experts
+        ("qwen3", True, [2, 3, 4, 5]),
+        ("llama", False, [2, 3, 4, 5]),
+        ("gemma2", True, [2, 3, 4, 5]),  # windows in every second layer
+        ("gpt_oss", True, [2, 3, 4, 5]),
+        ("qwen3_moe", True, [2, 3, 4, 5]),
+        ("deepseek_v3", False, [0, 3, 4, 5]),  # the first layer has no experts
         ("bloom", False, list(range(LAYERS))),  # layers return tuples
     ],
 )
@@ -105,7 +105,7 @@ def test_where_a_few_cannot_stand_for_all_every_layer_runs(why: str, monkeypatch
     def forward(self: Any, hidden: Tensor) -> Tensor:
         out = stock(self, hidden)
         if "keeps more" in why:
-            return out.sin().cos().exp() if self is layers[2].mlp else out
+            return out.sin().cos().exp() if self is layers[1].mlp else out
         if self is layers[0].mlp:
             left["first"] = hidden
         return out + left["first"]
@@ -121,7 +121,7 @@ def test_where_a_few_cannot_stand_for_all_every_layer_runs(why: str, monkeypatch
     with run_aside(model, training=True):
         sizes = [growth.at(128, 128) for growth in costs.growth[Level.KEEP]]
         assert sizes == pytest.approx(Passes(model, layers, run).kept(Level.KEEP, 128), abs=1)
-        assert "keeps more" not in why or sizes[2] > 1.1 * sizes[3]
+        assert "keeps more" not in why or sizes[1] > 1.1 * sizes[2]
 
 
 def test_kinds_tell_adapters_and_frozen_weights_but_not_names() -> None:

@@ -153,6 +153,17 @@ def test_a_config_that_is_not_there_is_said_before_the_machine(capsys: pytest.Ca
     assert "config file 'nope.yaml' does not exist" in found.err
 
 
+def test_without_a_gpu_it_shows_what_the_config_would_hold_on_common_ones(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
+    assert run("--config", material.yaml(bf16=True, use_cpu=...)) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} (" in out for name in ("T4", "4090", "A100-40", "H100"))
+    assert "there is no GPU here: --gpu names others" in out
+
+
 def test_bf16_without_a_gpu_is_one_line_with_the_remedy(
     material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +173,35 @@ def test_bf16_without_a_gpu_is_one_line_with_the_remedy(
     assert cli.main(["sft", "--config", str(path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.endswith("set use_cpu: true and bf16: false, or run on a GPU")
+
+
+def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    file = material.folder / "doctor.json"
+    lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
+    model = AutoModelForCausalLM.from_pretrained(material.model)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert run("--config", material.yaml(dtype="float32"), "--gpu", "24GiB,8.9", "--json", file) == 0
+    found = json.loads(file.read_text())["forecast"]
+    assert found["total_gib"] * 2**30 == pytest.approx(numbers * 4 * 4), "weights, gradients and AdamW's two moments"
+    assert found["gpus"]["24GiB,8.9"]["left_gib"] == pytest.approx(24 * 0.92, abs=0.01)
+    assert run("--config", material.yaml(dtype="bfloat16", **lora), "--gpu", "T4", "h100", "--json", file) == 0
+    found = json.loads(file.read_text())["forecast"]
+    assert found["parts_gib"]["frozen weights"] * 2**30 == pytest.approx(numbers * 2)
+    assert found["gpus"].keys() == {"T4", "H100"}
+    assert run("--config", material.yaml(), "--gpu", "0.0001,8.0") == 0
+    out = capsys.readouterr().out
+    assert "does not fit: " in out
+    assert "what makes it smaller: use_peft: true" in out
+    assert not material.out.exists()
+
+
+def test_a_gpu_that_is_not_known_is_one_line(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--config", material.yaml(), "--gpu", "H10") == 2
+    assert "--gpu 'H10' is not known; did you mean 'H100'?" in capsys.readouterr().err
+    assert run("--gpu", "H100") == 2
+    assert "--gpu says what a config would hold: give --config FILE" in capsys.readouterr().err
 
 
 def test_a_refused_fp8_base_is_one_line_below_what_runs_without_it(

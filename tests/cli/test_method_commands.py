@@ -99,8 +99,12 @@ def test_the_help_has_every_option_of_the_command(command: str, capsys: pytest.C
     from fastpack_trl.cli.main import main
     from fastpack_trl.recipe.arguments import make_parser
 
-    assert main([command, "--help"]) == 0
+    assert main([command, "--help-all"]) == 0
     said = capsys.readouterr().out
+    ours, _, theirs = said.partition("Training, of TRL's")
+    assert "--activation_memory " in ours
+    assert "--share_prefixes " in ours
+    assert "--learning_rate " in theirs
     actions = [action for action in make_parser(METHODS[command])._actions if action.dest != "help"]
     assert all(action.option_strings[0] in said for action in actions)
     assert f"every option of `trl {command}`" in said

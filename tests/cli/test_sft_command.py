@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from ranks import fork_ranks, torchrun
 from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
@@ -60,6 +63,22 @@ def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
     assert vars(ours.mixture) == vars(mixture)
     shared = {name: value for name, value in training.to_dict().items() if name != "logging_dir"}
     assert {name: ours.training.to_dict()[name] for name in shared} == shared
+
+
+def test_a_run_ends_with_its_speed_what_fell_back_and_where_the_report_is(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("--config", material.yaml())
+    last = capsys.readouterr().out.splitlines()[-1]
+    report = material.out / "fastpack_report.json"
+    assert re.fullmatch(rf"[\d,]+ tokens/s.*; nothing fell back to stock; report: {report}", last), last
+    run("--config", material.yaml(packing_strategy="wrapped", save_report="off", output_dir=str(material.out) + "2"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"; as stock: .*batches", last), last
+    assert "report" not in last
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    run("--config", material.yaml(output_dir=str(material.out) + "3"))
+    assert "tokens/s" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_lora_saves_an_adapter(material: Material) -> None:
@@ -230,7 +249,7 @@ def test_the_command_of_another_method_is_named_in_messages() -> None:
     from fastpack_trl.recipe.arguments import parse
     from fastpack_trl.recipe.methods import METHODS
 
-    with pytest.raises(UserError, match="`fastpack-trl dpo --help` lists the options"):
+    with pytest.raises(UserError, match="`fastpack-trl dpo --help-all` lists the options"):
         parse(["--qqq"], METHODS["dpo"])
 
 
@@ -251,6 +270,11 @@ def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
 
 def test_help_lists_our_options_and_those_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("--packed_attention", "--config FILE", "--dataset_format", "--help-all"))
+    assert "--lora_r" not in out
+    assert len(out.splitlines()) < 200
+    assert main(["sft", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("--packed_attention", "--max_length", "--lora_r", "--config FILE"))
 
@@ -297,8 +321,9 @@ def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Mater
 
 @pytest.mark.slow
 def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
-    material: Material, capfd: pytest.CaptureFixture[str]
+    material: Material, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", forks.python())
     # The pad token shows that the launched process, not this one, found the error.
     path = material.yaml(text="num_processes: 1\nmixed_precision: 'no'\n", pad_token="<nowhere>")
     assert main(["sft", "--config", str(path)]) == 2

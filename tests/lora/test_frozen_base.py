@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
     "int8": (
         {}, lambda: quantised("int8"), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
     ),
-    "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer can have it: 14 \(DoraLinearVariant\)"),
+    "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer can have it: 14 \(DoRA\)"),
     "merged": ({}, lambda: merged("qwen3"), r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
 }  # fmt: skip
 

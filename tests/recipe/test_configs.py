@@ -19,10 +19,12 @@ from config_memory import SHAPES, static_memory
 from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
 
+from benchmarks.model_shapes import build_model
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import Arguments, parse
+from fastpack_trl.recipe.forecast import GPUS, forecast
 from fastpack_trl.recipe.methods import METHODS, Method
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
@@ -285,6 +287,28 @@ def test_the_memory_in_the_head_of_a_config_is_that_of_the_public_shape(name: st
         tokens = training.per_device_train_batch_size * training.max_length
         assert float(offloaded) == pytest.approx(inputs * tokens * fields["hidden_size"] * 2 / 2**30, abs=0.06)
         assert training.offload_budget_gib > float(offloaded)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-8b-lora-8k.yaml", "qwen3-14b-qlora.yaml", "qwen3-0.6b-full.yaml", "gpt-oss-20b-lora.yaml",
+        "mixtral-8x7b-expert-qlora.yaml",
+    ],
+)  # fmt: skip
+def test_the_forecast_of_doctor_is_that_memory(name: str, tmp_path: Path) -> None:
+    key = str(FAMILIES[read(name)["model_name_or_path"]][1])
+    shape, arguments = SHAPES[key], arguments_of(name)
+    config = build_model(shape.cut_to(2), positions=4096, seed=0, device="meta").config
+    config.num_hidden_layers = layers = int(shape.fields["num_hidden_layers"])
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * layers)[:layers]
+    config.save_pretrained(tmp_path)
+    arguments.model.model_name_or_path = str(tmp_path)
+    found = forecast(arguments, [GPUS["H100"], GPUS["T4"]])
+    assert found["total_gib"] == pytest.approx(static_memory(key, arguments_of(name)).total, abs=0.01)
+    assert found["gpus"]["H100"]["attention"] == "varlen"
+    assert found["gpus"]["T4"]["attention"] == "per_document", "torch's kernel needs sm80"
 
 
 def test_every_config_is_in_the_table() -> None:

@@ -1,0 +1,80 @@
+"""Training of hybrid models: the log is stock's, which pads; LoRA, merged rows, compiled layers, no wait per step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_material import Counting, loss_of, one_step
+from datasets import Dataset
+from hybrid_material import hybrid_model
+from torch import Tensor
+from trainer_material import assert_same_log, both, sentences, train
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import count_host_syncs
+
+FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_h1", "nemotron_h", "zamba2")
+LONG = {"max_length": 256, "eval_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2}
+
+
+def documents() -> Dataset:
+    """Of up to 200 tokens: states cross chunks."""
+    return Dataset.from_dict({"text": sentences(24, 5, 200)})
+
+
+def adapters() -> Any:
+    from peft import LoraConfig
+
+    # PEFT refuses `out_proj` and `conv1d` of some of these families by name.
+    return LoraConfig(r=4, target_modules=r".*\.(in_proj\w*|q_proj|v_proj|o_proj)", lora_alpha=4)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> None:
+    """Stock pads its batches; ours are rows without padding, two micro-batches merged to one."""
+    trainer = {"peft_config": adapters()} if lora else {}
+    ours, stock = both(
+        tmp_path, model=hybrid_model(family), data=documents(), trainer=trainer, gradient_accumulation_steps=2,
+        learning_rate=1e-4, **LONG,
+    )  # fmt: skip
+    report = {line.feature: (line.status, line.path) for line in ours.fastpack_report}
+    assert report["packed_attention"] == ("on", "per_document")
+    assert report["verify_packing"] == ("on", "proof")
+    assert report["merge_accumulation"][0] == "on"
+    assert_same_log(ours, stock, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp_path: Path) -> None:
+    trainer = train(
+        FastSFTTrainer, tmp_path, model=hybrid_model(family), data=documents(), packing=True, max_length=512,
+        eval_strategy="no", logging_steps=4,
+    )  # fmt: skip
+    assert trainer.fastpack_report["verify_packing"].path == "proof"
+    model, (ids, batch) = trainer.model, row((150, 3, 40))
+    with packed_attention(model), count_host_syncs() as syncs:
+        loss_of(model, ids, batch).backward()
+    assert syncs.total == 0, syncs.entries
+
+
+def row(lengths: tuple[int, ...]) -> tuple[Tensor, PackedBatch]:
+    ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    return ids, PackedBatch.from_lengths(lengths, labels=ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3"])
+def test_rows_of_other_lengths_share_a_few_graphs(family: str) -> None:
+    """No break inside of a layer, and at most three graphs for a kind of layer."""
+    model, backend = hybrid_model(family), Counting(differentiate=True)
+    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+        for lengths in ((150, 3, 40), (70, 58, 1), (64, 64), (300, 9), (20, 11, 5), (129, 127)):
+            one_step(model, *row(lengths))
+    assert layers.path == "compiled", layers.reason
+    assert backend.graphs <= 3 * len(layers.kinds)
