@@ -106,7 +106,7 @@ def prepare_in_two_passes(
     if empty == len(lengths):
         raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
     documents = documents.select(np.flatnonzero(lengths)) if empty else documents
-    if by_prefix and packing:
+    if by_prefix and packing and args.max_length is not None:  # without it stock says what it lacks
         prepared = pack_by_prefix(documents, args.max_length, split=args.packing_strategy == "bfd_split")
         prepared = prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
     else:

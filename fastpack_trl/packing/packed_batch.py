@@ -218,6 +218,11 @@ class PackedBatch:
         return self.part_bounds is not None
 
     @property
+    def shares(self) -> bool:
+        """Return whether tokens lie in the row once for several documents; of equal ones alone without `shared`."""
+        return self.shared is not None or self.documents is not None
+
+    @property
     def segment_lengths(self) -> tuple[int, ...]:
         """Tokens of each segment of `cu_seqlens`: the documents, then the tail if there is one."""
         return (*self.seq_lengths, self.num_padding) if self.num_padding else self.seq_lengths

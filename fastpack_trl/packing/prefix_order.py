@@ -20,14 +20,15 @@ def pack_by_prefix(documents: Dataset, max_length: int, *, split: bool) -> Datas
     Documents ``[5, 6, 1]``, ``[7]`` and ``[5, 6, 2]`` in rows of 6 tokens: ``[[5, 6, 1, 5, 6, 2], [7]]``.
 
     Args:
-        documents: with list columns of one length per row, first of all ``input_ids``; other columns are dropped.
+        documents: with ``input_ids``, and ``labels`` of the same length or none; other columns are dropped, as by TRL.
         max_length: tokens of a row.
         split: longer documents go on as further ones, as of ``packing_strategy="bfd_split"``; else they are cut.
 
     Returns:
-        The list columns, and ``seq_lengths``, as of `trl.pack_dataset`.
+        These columns, and ``seq_lengths``, as of `trl.pack_dataset`.
     """
-    names = [name for name, kind in documents.features.items() if isinstance(kind, List)]
+    # Others may be lists too, with items of their own: the messages of a conversation.
+    names = [name for name in ("input_ids", "labels") if name in documents.features]
     table = documents.select_columns(names).with_format("arrow")[:]
     columns = {name: _flat(table.column(name)) for name in names}
     ids, offsets = columns["input_ids"]

@@ -104,7 +104,7 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     if not is_as_collated(inputs):
         raise ValueError("the micro-batch was changed after collation: run it as it is, not in its static form")
     batch: PackedBatch = inputs["packed_batch"]
-    if batch.shared is not None:
+    if batch.shares:
         raise ValueError("a row with shared prefixes has no static form: run it as it is")
     size = RowSize.of(batch)
     if not static.bucket.holds(size):

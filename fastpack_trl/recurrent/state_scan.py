@@ -104,11 +104,9 @@ def state_scan(decay: Tensor, added: Tensor, levels: int, reverse: bool, loop: b
         # A chunk's decay is replaced by the product, its addition added to.
         product = later[..., :width].flatten(0, 1) @ earlier[..., columns].flatten(0, 1)
         product = product.view(chunks - distance, heads, width, -1)
-        both = both.clone() if earlier.shape[0] else both
-        target = _shifted(both, distance, reverse)[1]
-        target[..., width:] += product[..., -added.shape[-1] :]
+        later[..., width:] += product[..., -added.shape[-1] :]
         if not last:
-            target[..., :width] = product[..., :width]
+            later[..., :width] = product[..., :width]
     into, outof = _shifted(entering, 1, reverse)[1], _shifted(both, 1, reverse)[0]
     into.copy_(outof[..., width:])
     return entering

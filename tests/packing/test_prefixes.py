@@ -171,3 +171,29 @@ def test_a_stream_cannot_be_sorted(tmp_path: Path) -> None:
             FastSFTTrainer, tmp_path, data=make_dataset("ids").to_iterable_dataset(), packing=True, eval_strategy="no",
             fast={"packing_order": "prefix"},
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["conversational", "prompt_completion", "ids"])
+def test_rows_by_prefix_have_the_documents_of_stock(kind: str, tmp_path: Path) -> None:
+    """Whatever else the data set has in lists: the messages of a conversation, columns of the user's."""
+    data = make_dataset(kind)
+    data = data.add_column("tags", [["a"] * 3] * len(data))
+    found = []
+    for order in ("prefix", "stock"):
+        options = {"packing": True, "eval_strategy": "no", "assistant_only_loss": kind == "conversational"}
+        rows = build(FastSFTTrainer, tmp_path, data=data, fast={"packing_order": order}, **options).train_dataset
+        assert rows.column_names == ["input_ids", "labels", "seq_lengths"]
+        ends = [[0, *accumulate(row["seq_lengths"])] for row in rows]
+        found.append(
+            sorted(
+                (row["input_ids"][start:end], row["labels"][start:end])
+                for row, bounds in zip(rows, ends, strict=True)
+                for start, end in pairwise(bounds)
+            )
+        )
+    assert found[0] == found[1]
+
+
+def test_an_order_without_a_length_of_rows_is_refused_as_in_stock(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`max_length` can't be `None`"):
+        build(FastSFTTrainer, tmp_path, fast={"packing_order": "prefix"}, packing=True, max_length=None)
