@@ -26,7 +26,8 @@ def chunk_inverse(lower: Tensor) -> Tensor:
     """
     if lower.device.type == "cpu":
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype)
-        return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False, unitriangular=True)
+        inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False, unitriangular=True)
+        return inverse.contiguous()  # the solver's is column by column; a graph takes the fake kernel at its word
     return merged_inverse(lower)
 
 

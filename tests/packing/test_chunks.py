@@ -49,7 +49,7 @@ def test_chunks_are_made_once_per_batch() -> None:
 
 
 def test_a_static_batch_has_the_masks_of_the_documents_that_are_in_it() -> None:
-    first, second = make_rows([[70, 30, 20]]), make_rows([[10, 90, 3]])
+    first, second = make_rows([[70, 30, 20]]), make_rows([[10, 60, 3, 30]])
     static = to_static(first, bucket_for(first, tail=8, segments=2))
     shapes = [getattr(part, "shape", part) for part in chunks_of(static.batch)]
     static.batch.clear_derived()

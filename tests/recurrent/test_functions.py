@@ -220,3 +220,10 @@ def test_a_state_or_another_row_is_refused_by_name() -> None:
         rule(*arguments, output_final_state=True)
     with pytest.raises(PackingError, match=r"1 row\(s\) of 4 tokens"):
         rule(*(tensor[:, :4] for tensor in arguments))
+
+
+def test_the_inverse_has_the_strides_of_its_fake_kernel() -> None:
+    """A compiled layer is generated for them, and stops at others."""
+    lower = torch.randn(3, 2, 64, 64, generator=torch.Generator().manual_seed(0)).tril(-1) * 0.1
+    torch.library.opcheck(torch.ops.fastpack.chunk_inverse.default, (lower,), test_utils="test_faketensor")
+    assert torch.ops.fastpack.chunk_inverse(lower).stride() == lower.stride()

@@ -200,9 +200,9 @@ def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], 
     assert trainer.fastpack_run.part(Merging) is None
 
 
-def test_stateful_models_keep_their_micro_batches(tmp_path: Path) -> None:
+def test_stateful_models_in_padded_rows_keep_their_micro_batches(tmp_path: Path) -> None:
     options = SMALL | {"max_steps": 1, "eval_strategy": "no", "family": "granitemoehybrid"}
-    fast = {"padded_rows_limit": 50, "router_aux_loss_coef": 0.0}
+    fast = {"packed_attention": "padded_rows", "padded_rows_limit": 50, "router_aux_loss_coef": 0.0}
     trainer = train(FastSFTTrainer, tmp_path, fast=fast, **options)
     assert trainer.fastpack_report["merge_accumulation"].status == "off"
 
