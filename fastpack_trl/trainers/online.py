@@ -143,7 +143,8 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_measured(self, rows: int) -> Iterator[None]:
         """Measure the device memory that a forward pass with a backward pass to come takes, until one was."""
         device = self.args.device
-        if device.type != "cuda" or self._fastpack_bytes_per_row or not torch.is_grad_enabled():
+        is_asked = torch.is_grad_enabled() and not (self._fastpack_why_single or self._fastpack_bytes_per_row)
+        if device.type != "cuda" or not is_asked:
             yield
             return
         torch.cuda.reset_peak_memory_stats(device)

@@ -127,8 +127,9 @@ class PackedTrainer(FeaturedTrainer):
         backend = BACKENDS.get(run.attention_path)
         refuses: Callable[[Any], str] | None = getattr(backend, "refuses_shared", None)
         yield refuses is None and f"{run.attention_path} has no form for shared prompts"
-        yield refuses is not None and refuses(read_features(run.model, run.compute_dtype))
-        yield state_modules(run.model) and "layers with a state go through a row once"
+        for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
+            yield refuses is not None and refuses(read_features(model, run.compute_dtype))
+            yield state_modules(model) and "layers with a state go through a row once"
         yield (
             training
             and (drop := _dropout(run.model))

@@ -273,3 +273,18 @@ def test_a_reference_that_is_given_by_name(tmp_path: Path) -> None:
         made.append(runner)
     assert on_rows(made[0])
     assert_same(*made)
+
+
+def test_a_reference_that_cannot_share_has_prompts_repeated_for_both(tmp_path: Path) -> None:
+    """Layers with a state would take a prompt's second completion for a continuation of the first."""
+    runs = []
+    for fast in (True, False):
+        folder = tmp_path / str(fast)
+        reference = tiny_model("granitemoehybrid", seed=1)
+        runner = build("DPO", folder, fast=fast, lora=False, trainer={"ref_model": reference}, **SHORT)
+        runner.train()
+        runs.append(runner)
+    ours, stock = runs
+    line = ours.fastpack_report["share_prefixes"]
+    assert (line.status, line.reason) == ("off", "layers with a state go through a row once")
+    assert_same(ours, stock, atol=2e-5)
