@@ -100,7 +100,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 ) -> None:
     batch = PackedBatch.from_segments(*ROWS[row], num_padding=3)
     ours = attend(prepared(name, batch, 4, device=device), window, None, device)
-    in_tf32 = device == "cuda" and dtype == torch.float32  # as a kernel with a mask multiplies there
+    in_tf32 = device == "cuda" and dtype == torch.float32  # taken for the cause, not shown: it failed fp32's floor
     floor = 2**-9 if in_tf32 else torch.finfo(dtype).eps
     assert_as_near_as_dense(batch, ours, window, None, dtype=dtype, floor=floor, sinks=sinks)
 
