@@ -54,7 +54,7 @@ BUDGETS = {
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
-    "checkpointing": 2250,
+    "checkpointing": 2300,
     "cli": 1250,
     "compile": 900,
     "kernels": 1350,
@@ -65,13 +65,13 @@ BUDGETS = {
     "packing": 2900,
     "quickstart": 950,
     "recurrent": 750,
-    "recipe": 2700,
+    "recipe": 3100,
     "run": 400,
     "step": 2550,
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33750, "benchmarks": 8900, "tests": 36250}
+TOTALS = {"fastpack_trl": 34200, "benchmarks": 8900, "tests": 36300}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

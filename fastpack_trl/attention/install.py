@@ -101,10 +101,17 @@ def packed_attention(
         if handle.path == PADDED_ROWS:
             stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
         elif handle.path in BACKENDS:
-            stack.enter_context(switched(model, features))
-            stack.enter_context(recurrent_layers(model))
-            stack.enter_context(_fed(model, BACKENDS[handle.path], features, handle.batch_check))
+            stack.enter_context(backend_installed(model, handle))
         yield handle
+
+
+@contextlib.contextmanager
+def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[None]:
+    """Run packed rows of `model` on the backend that a handle names, for the features that it has."""
+    backend = BACKENDS[handle.path]
+    fed = _fed(model, backend, handle.features, handle.batch_check)
+    with switched(model, handle.features), recurrent_layers(model), fed:
+        yield
 
 
 def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import psutil
 import torch
 from transformers import TrainerCallback
 
+from fastpack_trl.checkpointing.budget import HEAD_BYTES, budget_bytes, largest_row, memory_to_come
 from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
 from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
-from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
 from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
-from fastpack_trl.run import MERGED_ROW_TOKENS, ONCE_SHARDED, Run
+from fastpack_trl.run import ONCE_SHARDED, Run
 
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_MARGIN = 0.9  # of the free memory; the allocator's gaps and what no trace sees need the rest
 _TIMED_TOKENS = 2048
 _AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the passes are left
-_HEAD_BYTES = 12  # per token and hidden unit: last norm, its input, their gradients
 
 
 class LevelError(ValueError):
@@ -292,52 +289,6 @@ def _why_not(run: Run) -> str:
     return "" if checkpointable_layers(run.model) else "the model has no layers that transformers checkpoints"
 
 
-def largest_row(run: Run) -> tuple[int, int]:
-    """Return the tokens of the largest row, and of its longest document.
-
-    Raises:
-        ValueError: rows of any length.
-    """
-    args, facts = run.args, run.facts
-    most = run.max_length
-    longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
-    if longest is None:
-        raise ValueError("max_length=None: rows may have any length")
-    row = most if getattr(args, "packing", False) and most is not None else longest
-    tokens = int(args.per_device_train_batch_size * run.sequences * row)
-    if run.settings.merge_accumulation != "off":
-        tokens = max(tokens, min(tokens * args.gradient_accumulation_steps, MERGED_ROW_TOKENS))
-    return tokens, int(longest)
-
-
-def memory_to_come(run: Run) -> int:
-    """Return the bytes of gradients and optimizer state that do not exist yet, and what FSDP gathers in a step."""
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
-    held = [sharded.local(p) for p in parameters]
-    gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
-    if run.is_fsdp2:
-        gradients += sharded.gathered_bytes(run.model, (run.compute_dtype or torch.float32).itemsize)
-        if run.args.gradient_accumulation_steps > 1:  # parted only at the end of the step
-            gradients += sum(4 * p.numel() for p in parameters)
-    optimizer = run.trainer.optimizer
-    if optimizer is not None and getattr(optimizer, "state", None):
-        return gradients
-    name = str(run.args.optim).lower()
-    per_weight = 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else None
-    state = sum(own.numel() * (2 * own.element_size() if per_weight is None else per_weight) for own in held)
-    return gradients + state
-
-
-def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
-    asked, device = run.settings.activation_memory_gib, run.device
-    free = allocatable(device) if device.type == "cuda" else psutil.virtual_memory().available
-    there = max(0, int((free - memory_to_come(run)) * _MARGIN))
-    if asked is not None and asked * GIB > there:
-        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
-    return int(there if asked is None else min(there, asked * GIB))
-
-
 def offload_options(run: Run) -> dict[str, Any]:
     """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
     return {
@@ -369,7 +320,7 @@ def plan_memory(run: Run) -> ActivationMemory:
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
     (least,) = run.ranks.least([own])
-    head_bytes = tokens * hidden * _HEAD_BYTES
+    head_bytes = tokens * hidden * HEAD_BYTES
     budget = max(0, int(least) - head_bytes)
     # All processes run the sharded model together: none of them may take a pass more for what its clock says.
     timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None

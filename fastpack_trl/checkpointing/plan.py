@@ -172,7 +172,12 @@ class SavedBytes:
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of the memory of `tensor`."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return place_of(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
+
+
+def place_of(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage; of one without memory, as of a tensor on ``meta``, that of its description."""
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from fastpack_trl.checkpointing.plan import (
     SavedBytes,
     layer_functions,
     level_function,
+    place_of,
     storage_of,
 )
 from fastpack_trl.model import facts
@@ -131,10 +132,10 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        given = {place_of(storage) for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            place = storage.data_ptr()
+            place = place_of(storage)
             if place not in given and place not in self._alive:
                 self._alive[place] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, place)
@@ -190,6 +191,7 @@ class Passes:
         run: runs the decoder.
         together: makes a context around passes that are not timed; an exception leaves it in all processes or in none.
         kinds: of the layers, of which `sample_layers` run, and the others hand on their input; None: all run.
+        sampled: layers that run at least, with `kinds`.
 
     Attributes:
         taken: indices of the layers that run.
@@ -202,10 +204,11 @@ class Passes:
         run: DecoderRun,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         kinds: Sequence[Any] | None = None,
+        sampled: int = SAMPLED,
     ) -> None:
         self._model, self._layers, self._run, self._together = model, layers, run, together
         indices = list(range(len(layers)))
-        self.taken, self._stands_in = (indices, indices) if kinds is None else sample_layers(kinds)
+        self.taken, self._stands_in = (indices, indices) if kinds is None else sample_layers(kinds, sampled)
         self._storages = {storage_of(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
         # A hook on a parameter would see each gradient that is asked for.
         self._parameters = [

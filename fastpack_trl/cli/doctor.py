@@ -18,6 +18,7 @@ from typing import Any
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, preparing
+from fastpack_trl.measure.tables import aligned
 from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.paths import add_json, json_file
 
@@ -50,6 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
     add("--steps", metavar="N", type=int, default=4, help=steps_help)
     add_json(parser, "everything")
+    parser.set_defaults(more=[])
+    parser.epilog = "Options of `fastpack-trl sft` override the config: --max_length 8192."
 
 
 def run(args: Namespace) -> int:
@@ -86,7 +89,7 @@ def _run(args: Namespace, file: Path | None) -> None:
         _machine(record)
         if args.config and not _has_device() and config.get("bf16", True) and not config.get("use_cpu"):
             _forecast(record, args)
-            print("bf16 is on and there is no GPU here: --gpu names others; use_cpu: true and bf16: false try it here")
+            print("there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false")
             return None
         if args.config:
             with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
@@ -108,26 +111,34 @@ def _has_device() -> bool:
 
 
 def _forecast(record: dict[str, Any], args: Namespace) -> None:
-    """Show what the config holds before its first activation, and what that leaves on each GPU."""
-    from fastpack_trl.recipe.forecast import COMMON, forecast, gpu_of
-    from fastpack_trl.recipe.make_trainer import short_run_arguments
+    """Show what a step of the config holds on each GPU, part by part, what is on, and what to change where not."""
+    from fastpack_trl.recipe.forecast import elsewhere, forecast
+    from fastpack_trl.recipe.gpus import COMMON, gpu_of
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-        arguments = short_run_arguments(args.config, folder, "--bf16", "False", *_flags(args))
+        arguments, precision = elsewhere(args.config, folder, _flags(args))
     with preparing():
         check_settings(arguments, weights=False)
-        found = record["forecast"] = forecast(arguments, gpus)
-    parts = {name: f"{size:.1f} GiB" for name, size in found["parts_gib"].items() if size}
-    _section("memory before the first activation", parts | {"together": f"{found['total_gib']:.1f} GiB"})
-    rows = {}
-    for name, row in found["gpus"].items():
-        left = row["left_gib"]
-        fits = f"{left:.1f} GiB are left for activations" if left > 0 else f"does not fit: {-left:.1f} GiB too much"
-        rows[f"{name} ({row['gib']:g} GiB)"] = f"{fits}; packed_attention {row['attention']}"
-    _section("on each GPU, less 8 % for CUDA and the allocator", rows)
-    if any(row["left_gib"] <= 0 for row in found["gpus"].values()):
-        print("what makes it smaller: use_peft: true, then load_in_4bit: true; dtype: bfloat16 for a frozen base\n")
+        found = record["forecast"] = forecast(arguments, gpus, precision)
+    rows = found["gpus"]
+    title = "memory of a step" + (f", rows of {found['row_tokens']:,} tokens" if found["row_tokens"] else "")
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["parts_gib"]))
+    sizes = {name: [row["parts_gib"].get(name) for row in rows.values()] for name in names}
+    cells = [[f"{title}, GiB", *rows], ["the GPU has", *(f"{row['gib']:.1f}" for row in rows.values())]]
+    cells += [[name, *(_size(size) for size in of)] for name, of in sizes.items() if any(of)]
+    cells += [["together", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows.values())]]
+    cells += [["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows.values())]]
+    cells += [["fits", *(("yes" if row["fits"] else "NO") for row in rows.values())]]
+    cells += [["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows.values())]]
+    print("\n".join([*aligned(cells), ""]))
+    for name, row in rows.items():
+        said = {"activations": row.get("levels") or row["unknown"]} | row["features"]
+        _section(name, said | ({"change": row["change"]} if "change" in row else {}))
+
+
+def _size(gib: float | None) -> str:
+    return "-" if gib is None else f"{gib:.2f}"
 
 
 def _ranks() -> int:
@@ -281,7 +292,7 @@ def _out_of_range() -> list[dict[str, str]]:
 
 
 def _flags(args: Namespace) -> list[str]:
-    return [] if args.trainer is None else ["--trainer", args.trainer]
+    return [*([] if args.trainer is None else ["--trainer", args.trainer]), *getattr(args, "more", [])]
 
 
 def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:

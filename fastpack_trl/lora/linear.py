@@ -30,7 +30,7 @@ from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
-from fastpack_trl.model.upstream import Conv1D, LoraLayer, LoraLinear
+from fastpack_trl.model.upstream import Conv1D, FakeTensor, LoraLayer, LoraLinear
 
 logger = logging.get_logger(__name__)
 
@@ -322,6 +322,6 @@ def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool
         return "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
         return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
-    if kind is LoraLinear and type(base.weight.data) is not Tensor and not is_sharded(base.weight):
+    if kind is LoraLinear and type(base.weight.data) not in (Tensor, FakeTensor) and not is_sharded(base.weight):
         return f"weights of type {type(base.weight.data).__name__}"
     return ""

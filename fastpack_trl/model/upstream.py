@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear as LoraLinear
     from peft.tuners.lora.layer import LoraLayer
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 __all__ = [
-    "CallbackHandler", "Conv1D", "DataCollatorForLanguageModeling", "GradientCheckpointingLayer", "LoraLayer",
-    "LoraLinear", "TorchDispatchMode", "found", "is_there", "lacks", "look_up", "missing_names",
-    "tree_leaves",
+    "CallbackHandler", "Conv1D", "DataCollatorForLanguageModeling", "FakeTensor", "FakeTensorMode",
+    "GradientCheckpointingLayer", "LoraLayer", "LoraLinear", "TorchDispatchMode", "found", "is_there", "lacks",
+    "look_up", "missing_names", "tree_leaves",
 ]  # fmt: skip
 
 _HOMES = {
@@ -34,6 +35,8 @@ _HOMES = {
     "Conv1D": "transformers.pytorch_utils.Conv1D",
     "DataCollatorForLanguageModeling": "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
     "BaseTunerLayer": "peft.tuners.tuners_utils.BaseTunerLayer",
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "GradientCheckpointingLayer": "transformers.modeling_layers.GradientCheckpointingLayer",
     "LoraLayer": "peft.tuners.lora.layer.LoraLayer",
     "LoraLinear": "peft.tuners.lora.layer.Linear",
@@ -92,6 +95,9 @@ TABLE: tuple[Upstream, ...] = (
         "_finalize_training", "step trainer", "loss and metrics as stock", "sync_free", partly=True),
     _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_mul _foreach_mul_ _foreach_copy_; torch.ops.aten: "
         "_unsafe_view", "lora", "PEFT's own forward", "lora"),
+    _used("torch._subclasses.fake_tensor: FakeTensor FakeTensorMode", "lora recipe",
+        "`doctor --gpu` counts weights and no activations"),
+    _used("torch.UntypedStorage: _cdata", "checkpointing", "as the names above"),
     _used("torch: _scaled_mm", "kernels", "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
     _used("transformers.integrations.finegrained_fp8.FP8Linear: weight_scale_inv block_size activation_scheme", "lora",
         "FP8 checkpoints: PEFT's own forward over transformers' layers, named"),

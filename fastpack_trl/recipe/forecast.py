@@ -1,73 +1,303 @@
-"""What a YAML would hold on a GPU that is not here: the model on the meta device, its bytes by their kind."""
+"""What a step of a YAML would hold on a GPU that is not here: the model on the meta device, its bytes by their kind.
+
+Weights, gradients and optimizer are counted by shape, activations by the passes of the plan (`probe.py`), the head by
+its tiles. The rest, what the allocator holds beside the tensors, is a constant and a share, fitted on one model's rows.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastpack_trl.errors import UserError, did_you_mean, preparing
-from fastpack_trl.recipe.arguments import Arguments
+from fastpack_trl.errors import describe, first_reason, preparing
+from fastpack_trl.recipe.arguments import Arguments, split_off
+from fastpack_trl.recipe.gpus import Gpu, as_if_on
+from fastpack_trl.recipe.make_trainer import short_run_arguments
+from fastpack_trl.recipe.yaml import load_config
 
 _GIB = 2**30
 _NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
-_RESERVE = 0.08  # of a device: CUDA's context, the allocator's gaps, workspaces of libraries
+CONTEXT_GIB = 0.8
+"""CUDA's context and kernels, beside torch's allocator: 0.74 to 0.82 on an H200."""
+RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
+"""What the allocator holds beside the tensors, and that per byte of what comes and goes in a step."""
+_ROOM = 0.98  # of a device, that the longest row may take
+_ROW = 256  # tokens: rows are multiples
+_LONGEST = 2**20
+_TRUE = ("true", "1", "yes", "on")
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A device by its memory and compute capability: ``Gpu("4090", 24.0, (8, 9))``."""
+@dataclass(frozen=True)
+class Model:
+    """A model by its bytes.
 
-    name: str
-    gib: float
-    capability: tuple[int, int]
-
-
-GPUS = {
-    name: Gpu(name, gib, capability)
-    for name, gib, capability in (
-        ("T4", 15.0, (7, 5)), ("3090", 24.0, (8, 6)), ("4090", 24.0, (8, 9)), ("5090", 32.0, (12, 0)),
-        ("L4", 22.5, (8, 9)), ("A10", 22.5, (8, 6)), ("L40S", 45.0, (8, 9)), ("A100-40", 40.0, (8, 0)),
-        ("A100", 80.0, (8, 0)), ("H100", 80.0, (9, 0)), ("H200", 141.0, (9, 0)), ("B200", 180.0, (10, 0)),
-    )
-}  # fmt: skip
-COMMON = ("T4", "4090", "A100-40", "H100")
-
-
-def gpu_of(text: str) -> Gpu:
-    """Return a GPU by its name, or by memory and capability: ``"24GiB,8.9"``; raise `UserError` for others."""
-    known = {name.lower(): gpu for name, gpu in GPUS.items()}
-    if (found := known.get(text.lower())) is not None:
-        return found
-    given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?,\s*(\d+)\.(\d)", text, re.IGNORECASE)
-    if given is None:
-        raise UserError(
-            f"--gpu {text!r} is not known{did_you_mean(text, GPUS)}: give memory and compute capability, e.g. "
-            f"--gpu 24GiB,8.9, or one of {', '.join(GPUS)}"
-        )
-    return Gpu(text, float(given[1]), (int(given[2]), int(given[3])))
-
-
-def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """Return what a run holds before its first activation, and per GPU what is left for them and how it attends.
-
-    No weights and no data are read. Full replicas: what several processes part among them is not counted.
+    Attributes:
+        module: on ``meta``.
+        frozen: bytes of frozen weights.
+        numbers, trained: numbers and bytes of those that are trained.
+        transient: bytes of the largest frozen weight that is made dense for one use.
+        vocabulary, hidden: sizes of its head.
     """
-    model, frozen, trained = _model(arguments)
-    optim = str(getattr(arguments.training.optim, "value", arguments.training.optim))
-    moments = trained[0] * 2 if "8bit" in optim else 2 * trained[1]
-    parts = {"frozen weights": frozen, "trained weights": trained[1], "gradients": trained[1], "optimizer": moments}
-    total = sum(parts.values())
-    rows = {}
-    for gpu in gpus:
-        left = gpu.gib * (1 - _RESERVE) - total / _GIB
-        rows[gpu.name] = {"gib": gpu.gib, "left_gib": left, "attention": _attention(model, gpu)}
-    return {"parts_gib": {name: size / _GIB for name, size in parts.items()}, "total_gib": total / _GIB, "gpus": rows}
+
+    module: Any
+    frozen: float
+    numbers: int
+    trained: float
+    transient: int
+    vocabulary: int
+    hidden: int
+
+    @property
+    def weights(self) -> float:
+        return self.frozen + self.trained
 
 
-def _model(arguments: Arguments) -> tuple[Any, float, tuple[int, float]]:
-    """Return the model on meta, the bytes of its frozen weights, and numbers and bytes of those that are trained."""
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one row: ``levels`` are those of its layers."""
+
+    parts: dict[str, float]
+    levels: str
+    keeps_all: bool
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass
+class Forecast:
+    """A model on one kind of GPU."""
+
+    gpu: Gpu
+    model: Model
+    fixed: dict[str, float]
+    """Bytes that no row changes."""
+    attention: str
+    costs: Any = None
+    """`LayerCosts`; None where activations are not known."""
+    unknown: str = ""
+    features: dict[str, str] = field(default_factory=dict)
+
+    def need(self, tokens: int, longest: int, *, deepest: bool = False, level: Any = None) -> Need:
+        """Return what a row of `tokens` tokens takes: by the plan for this GPU, by the one of least, or at `level`."""
+        from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN
+        from fastpack_trl.checkpointing.plan import Level, Planner, describe
+        from fastpack_trl.step.head import TILE_ELEMENTS
+
+        head = tokens * self.model.hidden * HEAD_BYTES
+        tile = min(TILE_ELEMENTS, tokens * self.model.vocabulary) * 2
+        budget = max(0, int((self.gpu.gib * _GIB - sum(self.fixed.values())) * MARGIN) - head)
+        planner = Planner(self.costs, budget, tokens, longest)
+        if deepest or level is not None:
+            plan = planner.plan([Level.OFFLOAD if level is None else level] * planner.layers)
+        else:
+            plan = planner.best()
+        moving = {"activations": float(plan.predicted), "head and loss": float(head + tile)}
+        reserve = RESERVE_GIB * _GIB + RESERVE_SHARE * sum(moving.values())
+        parts = self.fixed | moving | {"allocator's reserve": reserve}
+        return Need(parts, describe(plan.levels), plan.keeps_all)
+
+    def longest_row(self) -> int:
+        """Return the tokens of the longest row that fits with layer inputs in host memory; 0 where none does."""
+        low, high = 0, _LONGEST // _ROW
+        while low < high:
+            middle = (low + high + 1) // 2
+            tokens = middle * _ROW
+            fits = self.need(tokens, tokens, deepest=True).total <= self.gpu.gib * _GIB * _ROOM
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * _ROW
+
+
+def elsewhere(config: str, folder: str, flags: Sequence[str]) -> tuple[Arguments, str]:
+    """Return the arguments of a YAML for a GPU that is not here, and its precision: ``bf16``, ``fp16`` or ``fp32``.
+
+    transformers refuses both where this machine has no such GPU, so they are read and taken out.
+    """
+    given, asked = load_config(config), {}
+    for name in ("bf16", "fp16"):
+        values, flags = split_off(name, flags)
+        asked[name] = str([given.get(name), *values][-1]).lower()
+    precision = "fp16" if asked["fp16"] in _TRUE else "bf16" if asked["bf16"] in {*_TRUE, "none"} else "fp32"
+    return short_run_arguments(config, folder, *flags, "--bf16", "False", "--fp16", "False"), precision
+
+
+def forecast(arguments: Arguments, gpus: Sequence[Gpu], precision: str = "bf16") -> dict[str, Any]:
+    """Return per GPU what a step holds, part by part, what is on, the longest row that fits and what to change.
+
+    No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what several
+    processes part among them is not counted.
+
+    Args:
+        precision: ``bf16``, ``fp16`` or ``fp32``, of the run.
+    """
+    training = arguments.training
+    seen: dict[Any, Any] = {}
+    made = [predict(arguments, gpu, precision, seen) for gpu in gpus]
+    row = _row(training)
+    found: dict[str, Any] = {"row_tokens": row, "gpus": {}}
+    for one in made:
+        held = one.gpu.gib * _GIB
+        facts: dict[str, Any] = {"gib": one.gpu.gib, "attention": one.attention, "features": one.features}
+        if one.costs is None or row is None:
+            total = sum(one.fixed.values())
+            why = one.unknown or "max_length is not set: rows may have any length"
+            facts |= {"parts_gib": _gib(one.fixed), "total_gib": total / _GIB, "unknown": why, "fits": total <= held}
+        else:
+            need, longest = one.need(row, row), one.longest_row()
+            facts |= {
+                "parts_gib": _gib(need.parts), "total_gib": need.total / _GIB, "levels": need.levels,
+                "fits": need.total <= held, "longest_row": longest,
+            }  # fmt: skip
+            spare = held - need.total
+            again = need.parts["activations"] + need.parts["head and loss"]
+            if one.features["cuda_graph"].startswith("on"):
+                if need.keeps_all and again <= spare:
+                    facts["graphs_gib"] = again / _GIB
+                else:
+                    why = f"graphs hold {again / _GIB:.1f} GiB beside an eager step"
+                    why = "layer inputs go to host memory in the micro-step" if "offload" in need.levels else why
+                    one.features["cuda_graph"] = f"off: {why}"
+        if not facts["fits"]:
+            facts["change"] = _change(arguments, one, facts.get("longest_row", 0), precision)
+        found["gpus"][one.gpu.name] = facts
+    return found
+
+
+def predict(
+    arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[Any, Any] | None = None
+) -> Forecast:  # fmt: skip
+    """Return the model of `arguments` on one kind of GPU; `seen` keeps what other kinds have alike."""
+    import torch
+
+    from fastpack_trl.attention.backends import AUTO
+    from fastpack_trl.checkpointing.budget import state_bytes
+    from fastpack_trl.model.facts import read_features
+    from fastpack_trl.recipe import probe
+
+    seen = {} if seen is None else seen
+    model: Model = seen.setdefault("model", None) or _model(arguments)
+    seen["model"] = model
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    settings = arguments.training
+    width = model.trained / max(1, model.numbers)
+    fixed = {
+        "frozen weights": model.frozen, "trained weights": model.trained, "gradients": model.trained,
+        "optimizer": model.numbers * state_bytes(settings.optim, int(width)), "CUDA itself": CONTEXT_GIB * _GIB,
+    }  # fmt: skip
+    with as_if_on(gpu.capability):
+        features = replace(
+            read_features(model.module, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype
+        )
+        asked = settings.packed_attention
+        backends = [backend for backend in AUTO if backend.considered(features)]
+        backends = [backend for backend in AUTO if backend.name == asked] or backends
+        path = "padded_rows" if features.gap else ""
+        path = path or next((backend.name for backend in backends if not backend.refuses(features)), "padded_rows")
+        found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
+        if path == "padded_rows":
+            found.unknown = f"documents run as padded rows ({features.gap or 'no backend takes them'})"
+            return found
+        on = {name: found.features.get(name, "").startswith("on") for name in ("lora", "moe")}
+        key = (path, *on.values())
+        if key not in seen:
+            # Its tensors are fake after the passes; those of another backend begin with `meta` again.
+            module = (_model(arguments) if "probed" in seen else model).module
+            seen["probed"] = True
+            try:
+                seen[key] = probe.layer_costs(module, features, path, **on, transient=model.transient), ""
+            except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
+        found.costs, found.unknown = seen[key]
+    return found
+
+
+def paths(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> dict[str, str]:
+    """Return what each feature would run as, by the rules that it follows itself; inside of `as_if_on`."""
+    import torch
+
+    from fastpack_trl.attention.backends import BACKENDS
+    from fastpack_trl.capture.feature import unavailable
+    from fastpack_trl.kernels._triton import is_supported
+    from fastpack_trl.kernels.grouped import reads_offsets
+    from fastpack_trl.lora.report import has_lora
+    from fastpack_trl.moe.layout import experts_modules
+
+    device, settings = torch.device("cuda", 0), arguments.training
+    old = "" if is_supported(device) else "needs compute capability 8.0"
+    found = {"packed_attention": attention}
+    if has_lora(model):
+        quantised = arguments.model.load_in_4bit and precision == "bf16" and old
+        why = "bf16 is emulated: fp16=True is fast" if quantised else ""
+        found["lora"] = "off: switched off" if settings.lora == "off" else f"stock: {why}" if why else "on"
+    experts = bool(experts_modules(model))
+    if experts:
+        why = "switched off" if settings.moe == "off" else "" if settings.moe == "on" else old
+        found["moe"] = f"stock: {why}" if why else "on"
+    backend = BACKENDS.get(attention)
+    why = "padded rows have another shape for every batch" if backend is None else backend.refuses_compile(features)
+    why = "switched off" if settings.layer_compile == "off" else why
+    found["layer_compile"] = f"off: {why}" if why else "on, where it pays back"
+    reads = experts and reads_offsets(features.compute_dtype, device)
+    found["cuda_graph"] = "on, where it pays back"
+    if why := first_reason(
+        [
+            settings.cuda_graph == "off" and "switched off",
+            unavailable(device),
+            backend is None and "padded rows have another shape for every batch",
+            precision == "fp16" and "the loss scaler of fp16 asks the device",
+            reads and "grouped products read their sizes on the host",
+        ]
+    ):
+        found["cuda_graph"] = f"off: {why}"
+    if features.capability < (8, 0) and precision == "bf16":
+        found["precision"] = "bf16 is emulated: fp16: true, bf16: false is faster"
+    return found
+
+
+def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / _GIB for name, size in parts.items()}
+
+
+def _row(training: Any) -> int | None:
+    """Return the tokens of the largest row that the settings allow."""
+    from fastpack_trl.checkpointing.budget import row_tokens
+
+    most = getattr(training, "max_length", None)
+    if most is None:
+        return None
+    merges = getattr(training, "merge_accumulation", "auto") != "off"
+    return row_tokens(training, most, most, merges=merges)
+
+
+def _change(arguments: Arguments, short: Forecast, longest: int, precision: str) -> str:
+    """Return what to change so that it fits; the first of the usual remedies that is enough, with its figure."""
+    if longest:
+        batch = arguments.training.per_device_train_batch_size
+        less = "per_device_train_batch_size: 1 and " if batch > 1 else ""
+        return f"{less}max_length: {longest // batch if batch == 1 else longest} at most"
+    options, tried = copy(arguments.model), []
+    experts = any(name.endswith(".experts.gate_up_proj") for name, _ in short.model.module.named_parameters())
+    for name, value in (("dtype", "bfloat16"), ("use_peft", True), ("load_in_4bit", True)):
+        if getattr(options, name) == value or (name == "dtype" and not short.gpu.has_bf16):
+            continue
+        setattr(options, name, value)
+        tried.append(f"{name}: {str(value).lower()}")
+        training = copy(arguments.training)
+        if name == "load_in_4bit" and experts and training.moe_quantize_experts != "on":
+            training.moe_quantize_experts = "on"
+            tried.append('moe_quantize_experts: "on"')
+        other = predict(replace(arguments, model=options, training=training), short.gpu, precision)
+        row = other.longest_row() if other.costs is not None else 0
+        if row:
+            return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
+    return "a smaller model, or a larger GPU"
+
+
+def _model(arguments: Arguments) -> Model:
+    """Return the model on meta with its adapters."""
     import torch
     import transformers
     from peft import get_peft_model
@@ -95,7 +325,7 @@ def _model(arguments: Arguments) -> tuple[Any, float, tuple[int, float]]:
     if peft is not None:
         with preparing():
             model = get_peft_model(model, peft)
-    frozen, numbers, size = 0.0, 0, 0.0
+    frozen, numbers, size, transient = 0.0, 0, 0.0, 0
     for parameter in model.parameters():
         if parameter.requires_grad:
             numbers += parameter.numel()
@@ -103,22 +333,12 @@ def _model(arguments: Arguments) -> tuple[Any, float, tuple[int, float]]:
             size += parameter.numel() * (2 if options.load_in_4bit else parameter.element_size())
         else:
             frozen += parameter.numel() * packed.get(id(parameter), float(parameter.element_size()))
-    return model, frozen, (numbers, size)
+            transient = max(transient, parameter.numel() * 2 if id(parameter) in packed else 0)
+    text = config.get_text_config()
+    return Model(model, frozen, numbers, size, transient, int(text.vocab_size), int(text.hidden_size))
 
 
 def _nf4(nested: bool) -> float:
     """Return the bytes of a number: half of one, and a scale per block: fp32, or one byte and an fp32 per 256."""
     scale = 1 + 4 / _NESTED_BLOCK if nested else 4
     return 0.5 + scale / _NF4_BLOCK
-
-
-def _attention(model: Any, gpu: Gpu) -> str:
-    """Return the first backend in the order of ``auto`` that takes the model there, with what is installed here."""
-    import torch
-
-    from fastpack_trl.attention.backends import AUTO
-    from fastpack_trl.model.facts import read_features
-
-    dtype = torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
-    features = replace(read_features(model, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
-    return next((backend.name for backend in AUTO if not backend.refuses(features)), "padded_rows")

@@ -28,6 +28,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
 from fastpack_trl.checkpointing import trace
+from fastpack_trl.checkpointing.budget import largest_row
 from fastpack_trl.checkpointing.plan import (
     Growth,
     LayerCosts,
@@ -281,7 +282,7 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
     for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
         trainer = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options)
         planned = memory.plan_memory(trainer.fastpack_run)
-        plans.append((memory.largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
+        plans.append((largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
 

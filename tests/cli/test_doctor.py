@@ -160,8 +160,8 @@ def test_without_a_gpu_it_shows_what_the_config_would_hold_on_common_ones(
     monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
     assert run("--config", material.yaml(bf16=True, use_cpu=...)) == 0
     out = capsys.readouterr().out
-    assert all(f"  {name} (" in out for name in ("T4", "4090", "A100-40", "H100"))
-    assert "there is no GPU here: --gpu names others" in out
+    assert all(f"\n{name}\n" in out for name in ("T4", "4090", "A100-40", "H100"))
+    assert "there is no GPU here. For which one?" in out
 
 
 def test_bf16_without_a_gpu_is_one_line_with_the_remedy(
@@ -183,18 +183,31 @@ def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsy
     model = AutoModelForCausalLM.from_pretrained(material.model)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert run("--config", material.yaml(dtype="float32"), "--gpu", "24GiB,8.9", "--json", file) == 0
-    found = json.loads(file.read_text())["forecast"]
-    assert found["total_gib"] * 2**30 == pytest.approx(numbers * 4 * 4), "weights, gradients and AdamW's two moments"
-    assert found["gpus"]["24GiB,8.9"]["left_gib"] == pytest.approx(24 * 0.92, abs=0.01)
+    found = json.loads(file.read_text())["forecast"]["gpus"]["24GiB,8.9"]
+    counted = sum(found["parts_gib"][name] for name in ("frozen weights", "trained weights", "gradients", "optimizer"))
+    assert counted * 2**30 == pytest.approx(numbers * 4 * 4), "weights, gradients and AdamW's two moments"
+    assert found["total_gib"] == pytest.approx(sum(found["parts_gib"].values()))
+    assert found["fits"]
     assert run("--config", material.yaml(dtype="bfloat16", **lora), "--gpu", "T4", "h100", "--json", file) == 0
-    found = json.loads(file.read_text())["forecast"]
-    assert found["parts_gib"]["frozen weights"] * 2**30 == pytest.approx(numbers * 2)
-    assert found["gpus"].keys() == {"T4", "H100"}
+    rows = json.loads(file.read_text())["forecast"]["gpus"]
+    assert rows.keys() == {"T4", "H100"}
+    assert rows["T4"]["parts_gib"]["frozen weights"] * 2**30 == pytest.approx(numbers * 2)
+    assert all(row["parts_gib"]["activations"] > 0 and row["longest_row"] > 0 for row in rows.values())
     assert run("--config", material.yaml(), "--gpu", "0.0001,8.0") == 0
-    out = capsys.readouterr().out
-    assert "does not fit: " in out
-    assert "what makes it smaller: use_peft: true" in out
+    assert "a smaller model, or a larger GPU" in capsys.readouterr().out
     assert not material.out.exists()
+
+
+def test_options_of_sft_override_the_config_of_a_forecast(material: Material) -> None:
+    file, sizes = material.folder / "doctor.json", []
+    for length in (64, 128):
+        own = ("--max_length", length, "--bf16", True)
+        assert run("--config", material.yaml(), "--gpu", "T4", "--json", file, *own) == 0
+        found = json.loads(file.read_text())["forecast"]
+        assert "bf16 is emulated" in found["gpus"]["T4"]["features"]["precision"]
+        sizes.append((found["row_tokens"], found["gpus"]["T4"]["parts_gib"]["activations"]))
+    (short, few), (long, more) = sizes
+    assert (long, more > few) == (2 * short, True)
 
 
 def test_a_gpu_that_is_not_known_is_one_line(material: Material, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,8 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import Arguments, parse
-from fastpack_trl.recipe.forecast import GPUS, forecast
+from fastpack_trl.recipe.forecast import CONTEXT_GIB, predict
+from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
@@ -305,10 +306,11 @@ def test_the_forecast_of_doctor_is_that_memory(name: str, tmp_path: Path) -> Non
         config.layer_types = (config.layer_types * layers)[:layers]
     config.save_pretrained(tmp_path)
     arguments.model.model_name_or_path = str(tmp_path)
-    found = forecast(arguments, [GPUS["H100"], GPUS["T4"]])
-    assert found["total_gib"] == pytest.approx(static_memory(key, arguments_of(name)).total, abs=0.01)
-    assert found["gpus"]["H100"]["attention"] == "varlen"
-    assert found["gpus"]["T4"]["attention"] == "per_document", "torch's kernel needs sm80"
+    found = predict(arguments, GPUS["H100"])
+    total = sum(found.fixed.values()) / 2**30 - CONTEXT_GIB
+    assert total == pytest.approx(static_memory(key, arguments_of(name)).total, abs=0.01)
+    assert found.attention == "varlen"
+    assert not found.unknown
 
 
 def test_every_config_is_in_the_table() -> None:

@@ -1,0 +1,71 @@
+"""What a plan of activations has to fit: the largest row, what is still to be allocated beside it, and what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from fastpack_trl.checkpointing.streams import GIB
+from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model import sharded
+from fastpack_trl.run import MERGED_ROW_TOKENS, Run
+
+MARGIN = 0.9
+"""Of the free memory; the allocator's gaps and what no trace sees need the rest."""
+HEAD_BYTES = 12
+"""Per token and hidden unit: last norm, its input, their gradients."""
+
+
+def largest_row(run: Run) -> tuple[int, int]:
+    """Return the tokens of the largest row, and of its longest document.
+
+    Raises:
+        ValueError: rows of any length.
+    """
+    most, facts = run.max_length, run.facts
+    longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
+    if longest is None:
+        raise ValueError("max_length=None: rows may have any length")
+    merges = run.settings.merge_accumulation != "off"
+    return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
+
+
+def row_tokens(args: Any, most: int | None, longest: int, sequences: int = 1, *, merges: bool) -> int:
+    """Return the tokens of the largest row, of documents of up to `longest` tokens and rows cut at `most`."""
+    row = most if getattr(args, "packing", False) and most is not None else longest
+    tokens = int(args.per_device_train_batch_size * sequences * row)
+    return max(tokens, min(tokens * args.gradient_accumulation_steps, MERGED_ROW_TOKENS)) if merges else tokens
+
+
+def memory_to_come(run: Run) -> int:
+    """Return the bytes of gradients and optimizer state that do not exist yet, and what FSDP gathers in a step."""
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    held = [sharded.local(p) for p in parameters]
+    gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
+    if run.is_fsdp2:
+        gradients += sharded.gathered_bytes(run.model, (run.compute_dtype or torch.float32).itemsize)
+        if run.args.gradient_accumulation_steps > 1:  # parted only at the end of the step
+            gradients += sum(4 * p.numel() for p in parameters)
+    optimizer = run.trainer.optimizer
+    if optimizer is not None and getattr(optimizer, "state", None):
+        return gradients
+    return gradients + sum(own.numel() * state_bytes(run.args.optim, own.element_size()) for own in held)
+
+
+def state_bytes(optim: Any, width: int) -> int:
+    """Return the bytes that an optimizer keeps on the device for a weight of `width` bytes: two moments at most."""
+    name = str(getattr(optim, "value", optim)).lower()
+    return 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else 2 * width
+
+
+def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
+    """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
+    asked, device = run.settings.activation_memory_gib, run.device
+    free = allocatable(device) if device.type == "cuda" else psutil.virtual_memory().available
+    there = max(0, int((free - memory_to_come(run)) * MARGIN))
+    if asked is not None and asked * GIB > there:
+        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
+    return int(there if asked is None else min(there, asked * GIB))

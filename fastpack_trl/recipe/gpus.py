@@ -1,0 +1,66 @@
+"""GPUs by name: memory and compute capability, and what runs on one that is not here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fastpack_trl.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device by its memory and compute capability: ``Gpu("4090", 24.0, (8, 9))``."""
+
+    name: str
+    gib: float
+    capability: tuple[int, int]
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= (8, 0)
+
+
+GPUS = {
+    name: Gpu(name, gib, capability)
+    for name, gib, capability in (
+        ("T4", 14.7, (7, 5)), ("3090", 23.7, (8, 6)), ("4090", 23.6, (8, 9)), ("5090", 31.4, (12, 0)),
+        ("L4", 22.0, (8, 9)), ("A10", 22.1, (8, 6)), ("L40S", 44.4, (8, 9)), ("A100-40", 39.4, (8, 0)),
+        ("A100", 79.3, (8, 0)), ("H100", 79.3, (9, 0)), ("H200", 139.8, (9, 0)), ("B200", 178.4, (10, 0)),
+        ("DGX-Spark", 119.6, (12, 1)),
+    )
+}  # fmt: skip
+"""By name, with the memory that the driver leaves to programs; that of H200 is measured, the others are about that."""
+COMMON = ("T4", "4090", "A100-40", "H100", "H200")
+
+
+def gpu_of(text: str) -> Gpu:
+    """Return a GPU by its name, or by memory and capability: ``"24GiB,8.9"``; raise `UserError` for others."""
+    known = {name.lower(): gpu for name, gpu in GPUS.items()}
+    if (found := known.get(text.lower())) is not None:
+        return found
+    given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?,\s*(\d+)\.(\d)", text, re.IGNORECASE)
+    if given is None:
+        raise UserError(
+            f"--gpu {text!r} is not known{did_you_mean(text, GPUS)}: give memory and compute capability, e.g. "
+            f"--gpu 24GiB,8.9, or one of {', '.join(GPUS)}"
+        )
+    return Gpu(text, float(given[1]), (int(given[2]), int(given[3])))
+
+
+@contextmanager
+def as_if_on(capability: tuple[int, int]) -> Iterator[None]:
+    """Let CUDA devices say that they have this capability: what chooses by it chooses as it would there."""
+    import torch
+
+    from fastpack_trl.kernels._triton import is_supported
+    from fastpack_trl.model.patches import attribute_set
+
+    is_supported.cache_clear()
+    try:
+        with attribute_set(torch.cuda, "get_device_capability", lambda device=None: capability):
+            yield
+    finally:
+        is_supported.cache_clear()

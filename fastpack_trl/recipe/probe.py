@@ -1,0 +1,118 @@
+"""What the layers of a model would keep on a device that is not here: the plan's passes on tensors without memory.
+
+The model is on ``meta``; its parameters become fake tensors, whose operators compute shapes only. Attention runs the
+backend that the device would get, by the fake kernel of its operator, and experts as their Triton kernels would: those
+allocate their results and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.install import PackedAttention, backend_installed
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, checkpointable_layers
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passes, kind_of
+from fastpack_trl.kernels.gate_form import passes_at_bounds
+from fastpack_trl.lora import projection
+from fastpack_trl.lora.linear import apply_lora
+from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.facts import ModelFeatures, backbones, text_model
+from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.upstream import FakeTensorMode
+from fastpack_trl.moe import experts
+from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.run import Choice
+
+_SECONDS = {Level.KEEP: 0.0, Level.CHECKPOINT: 1.0, Level.OFFLOAD: 1.02}
+"""In any unit: nothing can be timed, and the order is what a plan of two levels needs."""
+
+
+def layer_costs(
+    model: nn.Module, features: ModelFeatures, path: str, *, lora: bool, moe: bool, transient: int
+) -> LayerCosts:
+    """Return what each layer of a model on ``meta`` keeps per token where rows run the backend `path`.
+
+    Args:
+        model: on ``meta``, PEFT or plain; its parameters are fake tensors afterwards.
+        features: of the model on the device that is asked about.
+        path: name of a backend.
+        lora, moe: whether these features are on there.
+        transient: bytes of the largest frozen weight that is made dense for one use.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
+    """
+    passes_at_bounds()  # asked of a tensor with values, once
+    # Made with values. One document per call would read its length on the host: two run the operator.
+    documents = 2 if path == "per_document" else 1
+    batches = {n: PackedBatch.from_lengths([n // documents] * documents) for n in (*PROBE_TOKENS, *WORKING_TOKENS)}
+    handle = PackedAttention(Choice(path, "asked for", BACKENDS[path].flattens), features)
+    dtype, mode = features.compute_dtype, FakeTensorMode(allow_non_fake_inputs=True)
+    _made_fake(model, mode)
+    embedding, decoder = text_model(model).get_input_embeddings(), backbones(model)[0]
+
+    def decode(tokens: int) -> tuple[Tensor, Tensor]:
+        packed = to_transformers_kwargs(batches[tokens]) | {"packed_batch": batches[tokens], "use_cache": False}
+        leaf = embedding(torch.zeros(1, tokens, dtype=torch.long)).detach().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            return leaf, decoder(inputs_embeds=leaf.clone(), **packed)[0]
+
+    with ExitStack() as stack:
+        if moe:
+            stack.enter_context(apply_moe(model, lora=lora))
+        stack.enter_context(backend_installed(model, handle))
+        if lora:
+            stack.callback(apply_lora(model, cache_dequantized="off", compute_dtype=dtype).revert)
+        stack.enter_context(run_aside(model, training=True))
+        stack.enter_context(_as_triton())
+        stack.enter_context(attribute_set(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
+        stack.enter_context(mode)
+        layers = checkpointable_layers(model)
+        passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers], sampled=1)
+        keep, inputs = (passes.for_all(passes.growth(level)) for level in (Level.KEEP, Level.CHECKPOINT))
+        working = passes.working(keep[-1], inputs)
+    growth = {Level.KEEP: keep, Level.CHECKPOINT: inputs, Level.OFFLOAD: [Growth()] * len(inputs)}
+    working = Growth(working.constant + transient, working.per_token, working.per_pair)
+    return LayerCosts(growth, _SECONDS, dict.fromkeys(growth, 0.0), working)
+
+
+def _made_fake(model: nn.Module, mode: Any) -> None:
+    """Give the modules fake tensors on the CPU for those on ``meta``; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    with mode:
+        for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
+            empty = torch.empty_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: made.get(id(tensor), tensor) for name, tensor in held.items() if tensor is not None})
+
+
+@contextmanager
+def _as_triton() -> Iterator[None]:
+    """Let the experts allocate what their Triton kernels return: the twins in torch make more on the way."""
+
+    def gate_forward(rows: Tensor, *_: Any) -> Tensor:
+        return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+
+    def gate_backward(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(rows), gate_forward(rows), rows.new_empty(rows.shape[0], dtype=torch.float32)
+
+    def combine(rows: Tensor, inverse: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+        return rows.new_empty(inverse.shape[0], rows.shape[1], dtype=dtype or rows.dtype)
+
+    def bias_weight_grad(grad: Tensor, _bias: Tensor, ids: Tensor) -> Tensor:
+        return grad.new_empty(ids.shape, dtype=torch.float32)
+
+    with ExitStack() as stack:
+        for function in (gate_forward, gate_backward, combine, bias_weight_grad):
+            stack.enter_context(attribute_set(experts, function.__name__, function))
+        yield
