@@ -47,19 +47,23 @@ def _in_kernel(row: RowInputs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _forward(row: RowInputs) -> tuple[Tensor, Tensor]:
+def flash4_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+    """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     out, lse, *_ = _function(_FORWARD)(*row[:3], return_lse=True, **_in_kernel(row))
     return out, lse
 
 
-def _backward(row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def flash4_attention_backward(
+    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return its gradients."""
     dq, dk, dv, *dsinks = _function(_BACKWARD)(
         *row[:3], out, grad_out, lse, deterministic=torch.are_deterministic_algorithms_enabled(), **_in_kernel(row)
     )
     return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-_attention = row_operator("flash4_attention", _forward, _backward)
+_attention = row_operator(flash4_attention, flash4_attention_backward)
 
 
 class FlashAttention4Layer(NamedTuple):

@@ -215,7 +215,8 @@ def _in_kernel(row: RowInputs) -> dict[str, Any]:
     return {"scale": row.scale, "window_size_left": row.window - 1 if row.window else -1, "window_size_right": 0}
 
 
-def _forward(row: RowInputs) -> tuple[Tensor, Tensor]:
+def varlen_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+    """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
         return cudnn.forward(row.query, row.key, row.value, documents, row.scale)
@@ -225,7 +226,10 @@ def _forward(row: RowInputs) -> tuple[Tensor, Tensor]:
     return fold_sinks(out, lse, row.sinks)
 
 
-def _backward(row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def varlen_attention_backward(
+    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return its gradients."""
     documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
         dq, dk, dv = cudnn.backward(grad_out, out, lse, row.query, row.key, row.value, documents, row.scale)
@@ -238,4 +242,4 @@ def _backward(row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tup
     return dq, dk, dv, sink_gradient(grad_out, out, lse, row.sinks)
 
 
-_attention = row_operator("varlen_attention", _forward, _backward)
+_attention = row_operator(varlen_attention, varlen_attention_backward)

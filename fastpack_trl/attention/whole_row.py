@@ -6,6 +6,7 @@ On the CPU the operator runs the twin, so that everything around the kernel is t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -83,29 +84,28 @@ class RowInputs(NamedTuple):
 
 
 def row_operator(
-    name: str,
     forward: Callable[[RowInputs], tuple[Tensor, Tensor]],
     backward: Callable[[RowInputs, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]],
 ) -> Any:
-    """Register the operators of a kernel (`attention_operator`); the result takes the fields of `RowInputs`.
+    """Register the operators of a kernel (`attention_operator`) by its names; the result takes fields of `RowInputs`.
 
     Args:
-        name: of the forward operator.
         forward: on CUDA; returns (total_tokens, num_heads, head_dim), and the log-sum-exp with the sinks,
             (num_heads, total_tokens) fp32.
         backward: on CUDA, also given ``grad_out, out, lse``; returns the gradients of query, key, value and sinks (an
             empty tensor if there are none).
     """
 
+    @wraps(forward)
     def run(*fields: Any) -> tuple[Tensor, Tensor]:
         row = RowInputs(*fields)
         return forward(row) if row.query.is_cuda else _twin(row)
 
+    @wraps(backward)
     def run_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any) -> tuple[Tensor, ...]:
         row = RowInputs(*fields)
         return (backward if row.query.is_cuda else _twin_backward)(row, grad_out, out, lse)
 
-    run.__name__, run_backward.__name__ = name, f"{name}_backward"
     return attention_operator(
         RowInputs, run, run_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward, on_host=("bounds",),
         memory_format=torch.contiguous_format,
