@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
-from fastpack_trl.model.hooks import in_backward
+from fastpack_trl.model.hooks import has_gradient_hooks, in_backward
 
 
 class CastAdapter(NamedTuple):
@@ -142,7 +142,7 @@ def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
         for index, gradient in gradients.items()
         if (parameter := parameters[index]).requires_grad
         and (held := parameter.grad) is not None
-        and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        and not has_gradient_hooks(parameter)
         and owners[id(parameter)] == 1
         and held.layout is torch.strided
         and (held.dtype, held.device, held.shape) == (gradient.dtype, gradient.device, gradient.shape)
