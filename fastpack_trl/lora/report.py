@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fastpack_trl.lora.adapters import CastHook
 from fastpack_trl.lora.base_weight import BaseWeight, loaded_weight
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.patches import attribute_set
@@ -137,7 +136,7 @@ class LoraReport:
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
-    _casts: list[CastHook] = field(default_factory=list, repr=False)
+    _casts: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def call_by_call(self) -> dict[str, int]:
