@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2900,
+    "packing": 3000,
     "quickstart": 950,
     "recurrent": 750,
     "recipe": 2700,
