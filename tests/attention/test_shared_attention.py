@@ -100,8 +100,10 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 ) -> None:
     batch = PackedBatch.from_segments(*ROWS[row], num_padding=3)
     ours = attend(prepared(name, batch, 4, device=device), window, None, device)
-    in_tf32 = device == "cuda" and dtype == torch.float32  # taken for the cause, not shown: it failed fp32's floor
-    floor = 2**-9 if in_tf32 else torch.finfo(dtype).eps
+    # torch's memory-efficient kernel sums in another order than its math path: in fp32 on an H200 its gradients of the
+    # keys were 4.7e-7 from float64, those of the math path 1.5e-7.
+    fused_in_fp32 = device == "cuda" and dtype == torch.float32
+    floor = torch.finfo(dtype).eps * (4 if fused_in_fp32 else 1)
     assert_as_near_as_dense(batch, ours, window, None, dtype=dtype, floor=floor, sinks=sinks)
 
 
