@@ -23,7 +23,13 @@ def _cpu() -> float:
     return sum(os.times()[:4])  # this process, and the processes that it has waited for
 
 
-_since = _cpu()
+_since = 0.0
+
+
+def pytest_runtest_logstart() -> None:
+    """Begin to count."""
+    global _since
+    _since = _cpu()
 
 
 @pytest.hookimpl(hookwrapper=True)
