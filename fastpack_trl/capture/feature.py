@@ -29,9 +29,6 @@ def cuda_graph(run: Run) -> Iterator[None]:
     plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
     large models more than graphs gain, and beside a small one there is mostly room for both.
     """
-    if not run.training:
-        yield
-        return
     why = unavailable(run.device) or why_not(run)
     if why:
         run.say(FEATURE, "off", "eager", why)
