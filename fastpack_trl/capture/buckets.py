@@ -34,13 +34,14 @@ class RowBuckets:
 
     Args:
         run: whose rows they are.
+        draws: look at rows of the data set before they come; else some rows have to have come first.
 
     Attributes:
         choice: the buckets in use; None before the first row, and when other rows have come.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, draws: bool = True) -> None:
+        self._run, self._draws = run, draws
         self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
         self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
@@ -93,7 +94,7 @@ class RowBuckets:
     def _expected(self, parts: int) -> list[RowSize]:
         """Return sizes of rows as they will come: drawn from the data set, merged of as many parts as the last."""
         trainer = self._run.trainer
-        if not isinstance(trainer.train_dataset, Dataset):
+        if not self._draws or not isinstance(trainer.train_dataset, Dataset):
             return []
         rows, collator = fast_view(trainer, trainer.train_dataset), packing_collator(trainer)
         drawn, count, each = random.Random(trainer.args.seed), len(rows), trainer.args.per_device_train_batch_size

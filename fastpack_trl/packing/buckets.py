@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
@@ -60,6 +62,11 @@ class RowSize(NamedTuple):
             raise ValueError("the batch has no loss_positions: give the collator labels")
         lengths = batch.seq_lengths
         return cls(sum(lengths), len(lengths), max(lengths), batch.loss_positions.numel(), max(1, len(batch.parts)))
+
+    @classmethod
+    def of_row(cls, batch: PackedBatch) -> RowSize:
+        """Return the size of a batch whose loss does not go by positions: it has no loss tokens."""
+        return cls.of(replace(batch, loss_positions=torch.empty(0, dtype=torch.int64)))
 
 
 class Bucket(NamedTuple):

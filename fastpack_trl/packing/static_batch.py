@@ -125,6 +125,22 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
 
 
+def copy_row(static: StaticInputs, batch: PackedBatch, tokens: torch.Tensor) -> None:
+    """Give the tensors of `static` a row without labels; see `copy_into`.
+
+    Args:
+        static: whose tensors are written.
+        batch: of the row, on the device of `static`.
+        tokens: (1, total_tokens) int64.
+    """
+    size = RowSize.of_row(batch)
+    assert static.bucket.holds(size), f"a row of {size} does not fit into {static.bucket}"
+    _copy_known(static, batch, size)
+    flat, ids, tail = static._flat["input_ids"], tokens.view(-1)[: size.tokens], static.bucket.tokens - size.tokens
+    flat[: size.tokens].copy_(ids)
+    flat[size.tokens :].copy_(ids.repeat(-(-tail // size.tokens))[:tail])
+
+
 def is_as_collated(inputs: Mapping[str, Any]) -> bool:
     """Return whether a micro-batch is one packed row as collated or merged, and nothing else; its tokens may be others.
 

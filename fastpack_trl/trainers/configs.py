@@ -23,6 +23,16 @@ class RowSettings(ModelSettings):
         ),
     )
 
+    cuda_graph: Switch = field(
+        default="auto",
+        metadata=choice_field(
+            "Forward and backward of the layers as CUDA graphs, one pair per size of rows, and the forward of the "
+            "reference: auto (where steps become shorter by 5 percent, or 2 where graphs hold little memory, and "
+            "enough are left), on (neither timed nor weighed), or off. The loss stays TRL's. One process, without "
+            "dropout. Costs the activations of one micro-batch, held for the run."
+        ),
+    )
+
     def __post_init__(self) -> None:
         self.normalise()
         check_counts(self)

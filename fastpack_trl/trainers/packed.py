@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.capture.feature import row_graphs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
@@ -89,6 +90,7 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(self._fastpack_forwards[id(text_model(self.model))].running())
             stack.enter_context(self._fastpack_reference())
         stack.enter_context(_plan_kept(self._fastpack_stock))
+        stack.enter_context(row_graphs(run, self._fastpack_rows, _dropout(run.model)))
 
     @contextlib.contextmanager
     def _fastpack_reference(self) -> Iterator[None]:
@@ -185,7 +187,7 @@ class PackedTrainer(FeaturedTrainer):
 def _model_settings(args: Any, training: bool) -> Settings:
     """Return ours of a trainer's arguments; the parts of SFT's step are off."""
     found = Settings.of(args, training)
-    return replace(found, sync_free="off", merge_accumulation="off", cuda_graph="off")
+    return replace(found, sync_free="off", merge_accumulation="off")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from replayed_graphs import TapeDevice
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import graphs
+from fastpack_trl.capture import decision
 from fastpack_trl.capture.times import LEAST_PAIRS, MOST_PAIRS, MOST_STEPS, StepTurns, Verdict, judge, least_gain
 from fastpack_trl.testing import tiny_model
 
@@ -275,7 +275,7 @@ def test_one_step_records_all_buckets_of_a_row_length(tmp_path: Path, devices: A
 def test_kept_graphs_are_compared_again_when_the_run_has_settled(
     tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "COMPARE_AGAIN", 10)
+    monkeypatch.setattr(decision, "COMPARE_AGAIN", 10)
 
     class Slower(Clock):
         """Graphs gain at first, while the host is cold; then nothing."""
