@@ -58,7 +58,7 @@ BUDGETS = {
     "cli": 1250,
     "compile": 900,
     "kernels": 1350,
-    "lora": 1950,
+    "lora": 2000,
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33750, "benchmarks": 8900, "tests": 36250}
+TOTALS = {"fastpack_trl": 33850, "benchmarks": 8900, "tests": 36350}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -9,6 +9,7 @@ evaluation, clipping, the optimizer, logging.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fastpack_trl.capture.decision import EAGER_STEPS, WARM_ROWS, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.errors import PackingError
+from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
@@ -172,8 +174,10 @@ class StepGraphs(GraphDecision):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
+        adapters = self._run.part(LoraReport)
+        adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
-            with self._step.static_loss(self._accumulation) as figures:
+            with adding_up, self._step.static_loss(self._accumulation) as figures:
                 loss = stock(model, dict(slot.inputs.keywords), self._items)
         finally:
             slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone

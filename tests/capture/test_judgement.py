@@ -241,7 +241,7 @@ def test_a_run_keeps_graphs_or_holds_nothing(tmp_path: Path, devices: Any, row: 
     assert line.status == ("on" if pays else "off"), line
     assert "pairs in turn, gain" in line.reason
     if pays:
-        assert log.count("replay") >= 60 - graphs.EAGER_STEPS - 3 - 1 - 2 * MOST_PAIRS
+        assert log.count("replay") >= 60 - decision.EAGER_STEPS - 3 - 1 - 2 * MOST_PAIRS
         assert "of rows fit" in line.reason
     else:
         last = len(log) - 1 - log[::-1].index("replay")
@@ -265,7 +265,7 @@ def test_one_step_records_all_buckets_of_a_row_length(tmp_path: Path, devices: A
     trainer.train()
     log = devices.made[0].log
     assert log.count("record") >= 2, "rows of this data set need two buckets"
-    assert kinds[: graphs.EAGER_STEPS] == ["eager"] * graphs.EAGER_STEPS
+    assert kinds[: decision.EAGER_STEPS] == ["eager"] * decision.EAGER_STEPS
     assert kinds.count("record") == log.count("prepare") == 1, kinds
     eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=12)
     eager.train()

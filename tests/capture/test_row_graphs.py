@@ -1,4 +1,4 @@
-"""Trainers that score completions with the layers captured: equal to the same runs without, and what makes them eager."""
+"""Trainers that score completions, their layers captured: equal to the same runs without, and what makes them eager."""
 
 from __future__ import annotations
 
