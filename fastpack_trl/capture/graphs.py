@@ -125,8 +125,6 @@ class StepGraphs(GraphDecision):
             found = found or replaced_methods(trainer, BATCH_METHODS)
         if found:
             self.disable(f"{found} does not run in a replay: remove it to have steps captured")
-        if getattr(inputs.get("packed_batch"), "shares", False):
-            self.disable("rows that hold a shared prefix once have no static form: share_prefixes='off' captures steps")
         if self.has_ended:
             return False
         return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)

@@ -8,9 +8,9 @@ the backward pass adds to the gradients of the parameters, as the recorded micro
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from fastpack_trl.capture.decision import EAGER_STEPS, WARM_ROWS, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.errors import PackingError
+from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -94,7 +95,7 @@ class RowGraphs(GraphDecision):
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[_Open] | None = None
-        self._watching = contextlib.ExitStack()
+        self._watching = ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -209,6 +210,8 @@ class RowGraphs(GraphDecision):
 
     def _static(self, backbone: Any, slot: _Slot) -> Tensor:
         """Run the row that is in the tensors of `slot`."""
+        adapters = self._run.part(LoraReport)
+        adding_up = nullcontext() if adapters is None else adapters.adding_up()
         keywords = {name: value for name, value in slot.inputs.keywords.items() if name != "labels"}
         kind = self._run.device.type
         # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
@@ -216,7 +219,7 @@ class RowGraphs(GraphDecision):
             kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
         )
         try:
-            with autocast:
+            with autocast, adding_up:
                 found: Tensor = backbone(**keywords, use_cache=False).last_hidden_state
         finally:
             slot.inputs.batch.clear_derived()

@@ -153,6 +153,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
             lengths=tuple(lengths.tolist()),
             token_of=torch.from_numpy(row.token_of),
             loss_weights=torch.from_numpy(scored.weights),
+            copies=torch.from_numpy(np.bincount(row.token_of, minlength=total_tokens).astype(np.float32)),
             loss_tokens=int(scored.weights.sum(dtype=np.int64)),
             capacity=len(ids) + -len(ids) % multiple,
         )

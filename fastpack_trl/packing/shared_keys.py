@@ -99,6 +99,7 @@ class Documents:
         lengths: tokens of each document, on the host.
         token_of: (document_tokens,) int64, the token of the row of each token of theirs.
         loss_weights: (num_loss_positions,) fp32, how many documents count each of `PackedBatch.loss_positions`.
+        copies: (row_tokens,) fp32, how many documents have each token of the row; 0 for padding.
         loss_tokens: their sum, on the host.
         capacity: tokens of the row that it would be without sharing, padding included.
         parts: document tokens of each part of a merged row; empty for a row by itself.
@@ -107,6 +108,7 @@ class Documents:
     lengths: tuple[int, ...]
     token_of: Tensor
     loss_weights: Tensor
+    copies: Tensor
     loss_tokens: int
     capacity: int
     parts: tuple[int, ...] = ()
@@ -115,17 +117,13 @@ class Documents:
     def own(cls, lengths: Sequence[int], loss_positions: Tensor, capacity: int) -> Documents:
         """Return those of a row in which nothing is shared, on its device."""
         token_of = torch.arange(sum(lengths), device=loss_positions.device)
-        weights = torch.ones(loss_positions.numel(), device=loss_positions.device)
-        return cls(tuple(lengths), token_of, weights, loss_positions.numel(), capacity)
-
-    def copies(self, row_tokens: int) -> Tensor:
-        """Return (row_tokens,) fp32, how many documents have each token of the row; 0 for padding."""
-        copies = torch.zeros(row_tokens, dtype=torch.float32, device=self.token_of.device)
-        return copies.index_add_(0, self.token_of, torch.ones_like(self.token_of, dtype=torch.float32))
+        weights, copies = (token_of.new_ones(n, dtype=torch.float32) for n in (loss_positions.numel(), len(token_of)))
+        return cls(tuple(lengths), token_of, weights, copies, loss_positions.numel(), capacity)
 
     def map(self, convert: Callable[[Tensor], Tensor]) -> Documents:
         """Return a copy whose tensors are what `convert` makes of them."""
-        return replace(self, token_of=convert(self.token_of), loss_weights=convert(self.loss_weights))
+        tensors = {name: convert(getattr(self, name)) for name in ("token_of", "loss_weights", "copies")}
+        return replace(self, **tensors)
 
 
 class Tree(NamedTuple):
@@ -209,6 +207,7 @@ def merge_documents(rows: Sequence[Documents], tokens: Sequence[int]) -> Documen
         lengths=tuple(length for row in rows for length in row.lengths),
         token_of=torch.cat([row.token_of + start for row, start in zip(rows, starts, strict=True)]),
         loss_weights=torch.cat([row.loss_weights for row in rows]),
+        copies=torch.cat([row.copies[:count] for row, count in zip(rows, tokens, strict=True)]),
         loss_tokens=sum(row.loss_tokens for row in rows),
         capacity=sum(row.capacity for row in rows),
         parts=tuple(sum(row.lengths) for row in rows),

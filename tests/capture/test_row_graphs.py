@@ -13,7 +13,7 @@ import fastpack_trl
 from fastpack_trl.capture.rows import RowGraphs
 
 STEPS = 28
-CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "off"}
+CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
 
 
 def run(name: str, folder: Path, devices: Any, **options: Any) -> Any:
