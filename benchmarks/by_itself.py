@@ -44,12 +44,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``Published("forward +43.3 %, ...", "Qwen3-14B QLoRA; GPU, batch and length not stated")``.
-
-    Attributes:
-        quoted: the figures.
-        setting: what they say that they ran.
-    """
+    """``Published("forward +43.3 %, ...", "Qwen3-14B QLoRA; GPU, batch and length not stated")``."""
 
     quoted: str
     setting: str

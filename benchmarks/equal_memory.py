@@ -42,9 +42,6 @@ def measure_side(
     """Train one side in this process; return its figures.
 
     Args:
-        row: with its name as ``row``.
-        side: of `SIDES`.
-        seed: of weights and order.
         peak_gib: for ours, GiB that all may take together.
         less_gib: GiB to leave of these, as earlier runs were over them.
     """

@@ -151,10 +151,6 @@ def wall_times(runs: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Itera
 def figure(record: Mapping[str, Any], source: str = "") -> Figure:
     """Draw a panel for each row of the record.
 
-    Args:
-        record: read from JSON.
-        source: the file of the record, for the caption.
-
     Raises:
         UserError: matplotlib is missing.
     """

@@ -210,11 +210,6 @@ def random_weight(of: Projection, device: str) -> Tensor:
 def measure(run: Run, models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS) -> dict[str, Any]:
     """Time layers, and take the errors of each projection.
 
-    Args:
-        run: see `Run`.
-        models: shapes by name.
-        tokens: rows of activations.
-
     Returns:
         A record; rows of the kinds ``layer`` and ``errors``.
 

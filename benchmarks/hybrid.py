@@ -68,9 +68,7 @@ def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]], *, compil
     """Time both sides of every row in turns.
 
     Args:
-        run: see `Run`.
         rows: model and tokens per document, by name.
-        compiled: also with compiled layers, on both sides.
 
     Returns:
         A record; a row has ``sides`` with seconds of a forward and a backward pass, ``ratios`` of stock's to ours and,

@@ -108,9 +108,6 @@ def train(row: Mapping[str, Any], side: str, *, device: str, folder: str) -> dic
     """Train one side in this rank; return the figures of all ranks.
 
     Args:
-        row: with the ``name`` of the case.
-        side: which.
-        device: ``cpu`` or ``cuda``.
         folder: of all ranks, for checkpoints.
     """
     import torch

@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3950,
+    "attention": 3900,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1100,
@@ -67,11 +67,11 @@ BUDGETS = {
     "recurrent": 750,
     "recipe": 2700,
     "run": 400,
-    "step": 2550,
+    "step": 2450,
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33850, "benchmarks": 8900, "tests": 36350}
+TOTALS = {"fastpack_trl": 33700, "benchmarks": 8800, "tests": 36400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -42,8 +42,6 @@ def step_loss(
 
     Args:
         trainer: a `SFTTrainer` whose model has a `LossForward`.
-        model: the model as accelerate wrapped it.
-        inputs: its keywords.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
         accumulation_steps: micro-batches of the step, which share the auxiliary loss; a number or ().
