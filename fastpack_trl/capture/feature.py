@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
+from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import StepGraphs
 from fastpack_trl.capture.rows import RowGraphs
@@ -19,14 +19,14 @@ from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.merge_accumulation import rope_follows_length
 from fastpack_trl.step.token_logps import Rows
 
 LEAST_CAPABILITY = (8, 0)
 
-_Graphs = TypeVar("_Graphs", StepGraphs, RowGraphs)
+_Graphs = TypeVar("_Graphs", bound=GraphDecision)
 
 
 @contextmanager
@@ -37,18 +37,20 @@ def cuda_graph(run: Run) -> Iterator[None]:
     plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
     large models more than graphs gain, and beside a small one there is mostly room for both.
     """
-    with _graphs(run, StepGraphs, partial(why_not, run)):
+    reasons = partial(why_not, run)
+    with _graphs(run, lambda device, asked: StepGraphs(run, device, reasons, asked=asked), reasons):
         yield
 
 
 @contextmanager
-def row_graphs(run: Run, rows: Rows, dropout: str) -> Iterator[None]:
+def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSize]]) -> Iterator[None]:
     """Capture forward and backward of the layers, for trainers whose losses ask the device; see `RowGraphs`.
 
     Args:
         run: of such a trainer.
         rows: that its models run on.
         dropout: which dropout the model has; empty where it has none.
+        draw: returns sizes of rows as they will come.
     """
 
     def reasons() -> str:
@@ -56,13 +58,18 @@ def row_graphs(run: Run, rows: Rows, dropout: str) -> Iterator[None]:
         drawn = dropout and f"{dropout} is drawn in the forward and again in a recompute"
         return first_reason(chain(_switch(run), (stock, drawn), _reasons_of_layers(run)))
 
-    with _graphs(run, RowGraphs, reasons) as graphs, attribute_set(rows, "replay", graphs and graphs.hidden):
+    def make(device: CudaGraphs, asked: bool) -> RowGraphs:
+        return RowGraphs(run, device, reasons, draw, asked=asked)
+
+    with _graphs(run, make, reasons) as graphs, attribute_set(rows, "replay", graphs and graphs.hidden):
         yield
 
 
 @contextmanager
-def _graphs(run: Run, kind: type[_Graphs], why_not: Callable[[], str]) -> Iterator[_Graphs | None]:
-    """Record and replay by a new `kind` while the model trains; None where that cannot be, which is said."""
+def _graphs(
+    run: Run, make: Callable[[CudaGraphs, bool], _Graphs], why_not: Callable[[], str]
+) -> Iterator[_Graphs | None]:
+    """Record and replay by what `make` returns while the model trains; None where that cannot be, which is said."""
     why = "" if not run.training else unavailable(run.device) or why_not()
     if why or not run.training:
         if why:
@@ -70,8 +77,9 @@ def _graphs(run: Run, kind: type[_Graphs], why_not: Callable[[], str]) -> Iterat
         yield None
         return
     device = CudaGraphs(run.device)
-    graphs = kind(run, device, why_not, asked=run.settings.cuda_graph == "on")
-    weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
+    asked = run.settings.cuda_graph == "on"
+    graphs = make(device, asked)
+    weighed = "" if asked else ", if the device waits for the host there"
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     # First: graphs are made again in a second, all else that is dropped stays away.
     run.step.memory_reclaimers.insert(0, graphs.reclaim)

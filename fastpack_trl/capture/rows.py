@@ -86,11 +86,16 @@ class RowGraphs(GraphDecision):
         run: whose trainer trains.
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty where they can.
+        draw: returns sizes of rows as they will come; none where nothing is known of them.
         asked: see `GraphDecision`.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
+    def __init__(
+        self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Callable[[], list[RowSize]], *,
+        asked: bool,
+    ) -> None:  # fmt: skip
         super().__init__(run, device, asked=asked)
+        self._draw = draw
         self._why_not, self._present_step, self._tokens = why_not, -1, 0
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
@@ -100,7 +105,7 @@ class RowGraphs(GraphDecision):
 
     def _forget(self) -> None:
         self._slots: dict[_Key, _Slot] = {}
-        self._buckets = RowBuckets(self._run, draws=False)
+        self._buckets = RowBuckets(self._run, self._draw)
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
         for backbone in self._backbones.values():
