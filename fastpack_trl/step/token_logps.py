@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
@@ -112,7 +111,9 @@ def _run_backbone(rows: Rows, backbone: Callable[..., Any], families: Families, 
     own = {name: value for name, value in given.items() if name not in _PADDED}
     hidden = rows.replay(backbone, batch, tokens, own) if rows.replay is not None else None
     if hidden is not None:
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+        return types.SimpleNamespace(
+            last_hidden_state=hidden, past_key_values=None, hidden_states=None, attentions=None
+        )
     keywords = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}
     return backbone(input_ids=tokens, **keywords, **own)
 
