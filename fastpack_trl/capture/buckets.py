@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.packing.batching import fast_view, packing_collator
-from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting
+from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting, with_keys
 from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
@@ -95,7 +96,8 @@ class RowBuckets:
         trainer = self._run.trainer
         if not isinstance(trainer.train_dataset, Dataset):
             return []
-        rows, collator = fast_view(trainer, trainer.train_dataset), packing_collator(trainer)
+        rows = fast_view(trainer, trainer.train_dataset)
+        collator = packing_collator(trainer, share_prefixes=self._run.shares_prefixes)
         drawn, count, each = random.Random(trainer.args.seed), len(rows), trainer.args.per_device_train_batch_size
         sizes = []
         for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each)))):
@@ -106,10 +108,13 @@ class RowBuckets:
 
 def _sizes(bucket: Bucket) -> Bucket:
     # Rows that one document fills may run another kernel.
-    return bucket._replace(segments=min(bucket.segments, 2), max_seqlen=0)
+    return bucket._replace(segments=min(bucket.segments, 2), max_seqlen=0, max_seqlen_k=0)
 
 
-def merged_size(sizes: list[RowSize]) -> RowSize:
+def merged_size(sizes: Sequence[RowSize]) -> RowSize:
     """Return the size of the row that micro-batches of these sizes are merged to."""
-    tokens, segments, longest, loss_tokens, parts = zip(*sizes, strict=True)
-    return RowSize(sum(tokens), sum(segments), max(longest), sum(loss_tokens), sum(parts))
+    sizes = with_keys(sizes)
+    tokens, segments, longest, loss_tokens, parts, keys, longest_k = zip(*sizes, strict=True)
+    return RowSize(
+        sum(tokens), sum(segments), max(longest), sum(loss_tokens), sum(parts), sum(keys), max(longest_k)
+    )  # fmt: skip

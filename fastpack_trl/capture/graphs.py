@@ -9,6 +9,7 @@ evaluation, clipping, the optimizer, logging.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.capture.times import LEAST_PAIRS, StepTurns, least_gain
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
+from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
@@ -146,8 +148,6 @@ class StepGraphs(TrainerCallback):
             found = found or replaced_methods(trainer, BATCH_METHODS)
         if found:
             self.disable(f"{found} does not run in a replay: remove it to have steps captured")
-        if getattr(inputs.get("packed_batch"), "shares", False):
-            self.disable("rows that hold a shared prefix once have no static form: share_prefixes='off' captures steps")
         if self.has_ended:
             return False
         return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)
@@ -267,8 +267,10 @@ class StepGraphs(TrainerCallback):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
+        adapters = self._run.part(LoraReport)
+        adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
-            with self._step.static_loss(self._accumulation) as figures:
+            with adding_up, self._step.static_loss(self._accumulation) as figures:
                 loss = stock(model, dict(slot.inputs.keywords), self._items)
         finally:
             slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone
