@@ -54,7 +54,7 @@ def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSi
     """
 
     def reasons() -> str:
-        stock = "" if run.packs else "batches are stock's"
+        stock = not run.packs and "stock's batches have no packed metadata"
         drawn = dropout and f"{dropout} is drawn in the forward and again in a recompute"
         return first_reason(chain(_switch(run), (stock, drawn), _reasons_of_layers(run)))
 
