@@ -102,7 +102,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
     Feature(merge_accumulation, "sft", "training"),  # needs the loss of `sync_free`
     Feature(layer_compile, "any", "training"),  # compiles what all the others have installed
-    Feature(cuda_graph, "sft", "training"),  # records what all the others run
+    Feature(cuda_graph, "sft"),  # records what all the others run
     Feature(save_report, "any", "training", falls_back=False),
     Feature(resumed_data, "any", "training", falls_back=False),
 )
