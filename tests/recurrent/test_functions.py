@@ -21,9 +21,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
+from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
 from fastpack_trl.recurrent.seams import OURS
 
