@@ -93,8 +93,8 @@ TABLE: tuple[Upstream, ...] = (
         "plain torch per document", "per_document on the CPU"),
     _used("trl.kernels: ChunkedLogProbFunction chunked_logprob; transformers.Trainer: _maybe_log_save_evaluate "
         "_finalize_training", "step trainer", "loss and metrics as stock", "sync_free", partly=True),
-    _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_mul _foreach_mul_ _foreach_copy_; torch.ops.aten: "
-        "_unsafe_view", "lora", "PEFT's own forward", "lora"),
+    _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ _foreach_copy_; "
+        "torch.ops.aten: _unsafe_view", "lora", "PEFT's own forward", "lora"),
     _used("torch._subclasses.fake_tensor: FakeTensor FakeTensorMode", "lora recipe",
         "`doctor --gpu` counts weights and no activations"),
     _used("torch.UntypedStorage: _cdata", "checkpointing", "as the names above"),
