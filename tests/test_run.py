@@ -15,6 +15,7 @@ from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.testing import tiny_model
 
 NAMES = [feature.install.__name__ for feature in FEATURES if feature.falls_back]
 SWITCHED = [name for name in NAMES if name in NEEDS and name != "frozen_base"]
@@ -116,6 +117,23 @@ def test_a_feature_that_is_off_misses_no_name(
     assert states == dict.fromkeys(SWITCHED, "off")
     assert "nowhere" not in caplog.text
     assert "nowhere" not in str(ours.fastpack_report)
+
+
+def test_a_part_is_kept_beside_an_earlier_one_of_its_class(tmp_path: Path) -> None:
+    run = make(tmp_path).fastpack_run
+    step = run.part(SyncFreeStep)
+    assert step is not None
+    other = SyncFreeStep(tiny_model("llama"))
+    with pytest.raises(KeyError), run.keeping(other):
+        assert run.part(SyncFreeStep) is other
+        raise KeyError
+    assert run.part(SyncFreeStep) is step
+    with run.without(SyncFreeStep):
+        assert run.part(SyncFreeStep) is None
+        with run.keeping(other):
+            assert run.part(SyncFreeStep) is other
+        assert run.part(SyncFreeStep) is None
+    assert run.part(SyncFreeStep) is step
 
 
 @pytest.mark.parametrize(
