@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.errors import close_frames
+
+LOCALS: list[weakref.ref[torch.Tensor]] = []
 
 
 def saved_by_a_product() -> int:
@@ -16,6 +20,8 @@ def saved_by_a_product() -> int:
 
 
 def fail(x: torch.Tensor) -> torch.Tensor:
+    local = torch.ones(2)
+    LOCALS.append(weakref.ref(local))
     raise RuntimeError(f"no memory for {x.shape}")
 
 
@@ -31,5 +37,7 @@ def test_hooks_are_gone_when_the_exception_is_still_held(causes: bool) -> None:
             raise ValueError("cannot compile") from error
     except (RuntimeError, ValueError) as error:
         kept.append(error)  # as a cycle would, until the collector runs
+    assert LOCALS[-1]() is not None
     close_frames(kept[0])
+    assert LOCALS[-1]() is None
     assert saved_by_a_product() == 0
