@@ -172,30 +172,15 @@ def predict(
     """Return the model of `arguments` on one kind of GPU; `seen` keeps what other kinds have alike."""
     import torch
 
-    from fastpack_trl.attention.backends import AUTO
-    from fastpack_trl.checkpointing.budget import state_bytes
-    from fastpack_trl.model.facts import read_features
     from fastpack_trl.recipe import probe
 
     seen = {} if seen is None else seen
-    model: Model = seen.setdefault("model", None) or _model(arguments)
+    model: Model = seen.setdefault("model", None) or model_of(arguments)
     seen["model"] = model
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    settings = arguments.training
-    width = model.trained / max(1, model.numbers)
-    fixed = {
-        "frozen weights": model.frozen, "trained weights": model.trained, "gradients": model.trained,
-        "optimizer": model.numbers * state_bytes(settings.optim, int(width)), "CUDA itself": CONTEXT_GIB * _GIB,
-    }  # fmt: skip
+    fixed = fixed_bytes(model, arguments.training) | {"CUDA itself": CONTEXT_GIB * _GIB}
     with as_if_on(gpu.capability):
-        features = replace(
-            read_features(model.module, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype
-        )
-        asked = settings.packed_attention
-        backends = [backend for backend in AUTO if backend.considered(features)]
-        backends = [backend for backend in AUTO if backend.name == asked] or backends
-        path = "padded_rows" if features.gap else ""
-        path = path or next((backend.name for backend in backends if not backend.refuses(features)), "padded_rows")
+        features, path = attention_of(model.module, gpu, dtype, arguments.training.packed_attention)
         found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
         if path == "padded_rows":
             found.unknown = f"documents run as padded rows ({features.gap or 'no backend takes them'})"
@@ -204,7 +189,7 @@ def predict(
         key = (path, *on.values())
         if key not in seen:
             # Its tensors are fake after the passes; those of another backend begin with `meta` again.
-            module = (_model(arguments) if "probed" in seen else model).module
+            module = (model_of(arguments) if "probed" in seen else model).module
             seen["probed"] = True
             try:
                 seen[key] = probe.layer_costs(module, features, path, **on, transient=model.transient), ""
@@ -212,6 +197,29 @@ def predict(
                 seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
         found.costs, found.unknown = seen[key]
     return found
+
+
+def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
+    """Return what no row changes: weights, gradients and the optimizer's state."""
+    from fastpack_trl.checkpointing.budget import state_bytes
+
+    width = int(model.trained / max(1, model.numbers))
+    return {
+        "frozen weights": model.frozen, "trained weights": model.trained, "gradients": model.trained,
+        "optimizer": model.numbers * state_bytes(training.optim, width),
+    }  # fmt: skip
+
+
+def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tuple[Any, str]:
+    """Return the features of a model on a GPU, and the backend that is taken there, of those installed here."""
+    from fastpack_trl.attention.backends import AUTO
+    from fastpack_trl.model.facts import read_features
+
+    features = replace(read_features(module, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
+    named = [backend for backend in AUTO if backend.name == asked]
+    backends = named or [backend for backend in AUTO if backend.considered(features)]
+    right = (backend.name for backend in backends if not features.gap and not backend.refuses(features))
+    return features, next(right, "padded_rows")
 
 
 def paths(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> dict[str, str]:
@@ -296,7 +304,7 @@ def _change(arguments: Arguments, short: Forecast, longest: int, precision: str)
     return "a smaller model, or a larger GPU"
 
 
-def _model(arguments: Arguments) -> Model:
+def model_of(arguments: Arguments) -> Model:
     """Return the model on meta with its adapters."""
     import torch
     import transformers
