@@ -57,7 +57,7 @@ BUDGETS = {
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1550,
+    "kernels": 1750,
     "lora": 2000,
     "measure": 1450,
     "model": 2100,
@@ -68,10 +68,10 @@ BUDGETS = {
     "recipe": 2700,
     "run": 400,
     "step": 2450,
-    "trainers": 800,
+    "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 34800, "benchmarks": 8750, "tests": 36700}
+TOTALS = {"fastpack_trl": 35100, "benchmarks": 8750, "tests": 36850}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
