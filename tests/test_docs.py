@@ -302,8 +302,9 @@ def parsed(line: str) -> None:
     args, unknown = _parser(command).parse_known_args(words)
     assert args.command == command
     if unknown:
-        assert command == "bench"
-        parse(["--config", args.config, *unknown, "--use_cpu"])
+        assert command in ("bench", "doctor")
+        config = ["--config", args.config] if (ROOT / args.config).is_file() else ["--output_dir", "out"]
+        parse([*config, *unknown, "--use_cpu", "--bf16", "False"])
 
 
 WORDS = [*(ours(line) for line in commands()), *inline_commands()]
