@@ -213,7 +213,5 @@ COMMAND = CaseCommand(
     case="hybrid", help=__doc__, rows=ROWS, default_rows=(), rounds=7, seconds=180.0, record=_record, table=table
 )
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

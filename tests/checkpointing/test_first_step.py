@@ -97,9 +97,8 @@ class Measured(Merging):
         self.memory: Any = SimpleNamespace(tokens=math.inf)
 
 
-@pytest.mark.parametrize(
-    "why", ["nothing is compiled", pytest.param("merged rows are measured", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["nothing is compiled", "merged rows are measured"])
 def test_a_first_step_that_says_what_later_ones_take_keeps_what_they_keep(
     tmp_path: Path, timed: list[list[str]], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

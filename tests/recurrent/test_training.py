@@ -69,6 +69,7 @@ def row(lengths: tuple[int, ...]) -> tuple[Tensor, PackedBatch]:
     return ids, PackedBatch.from_lengths(lengths, labels=ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3"])
 def test_rows_of_other_lengths_share_a_few_graphs(family: str) -> None:
     """No break inside of a layer, and at most three graphs for a kind of layer."""
