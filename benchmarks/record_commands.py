@@ -78,7 +78,8 @@ def _side_by_side(record: Record) -> str:
 def _shared_prefixes(record: Record) -> str:
     settings = record["settings"]
     more = f"--of {settings['model']} --tokens {settings['tokens']}" + " --lora" * settings["lora"]
-    return f"{_rows(record)} {more} --rounds {settings['rounds']}"
+    sides = _listed(f'"{side}"' for row in record["rows"] for side in row.get("sides", ()))
+    return f"--rows {_rows(record)} --sides {sides} {more} --rounds {settings['rounds']}"
 
 
 def _seconds(record: Record) -> str:

@@ -4,7 +4,8 @@ Sides take turns, step by step, in one process, from the same weights and on the
 times are believed. A row ``1000+200`` has documents of 1,000 shared tokens before 100 to 300 of their own; of
 ``completions`` the loss counts the own tokens alone; ``nothing`` shares nothing, and is looked through all the same;
 ``turns`` are conversations split into six documents, each with its history, packed with ``packing_order="prefix"`` on
-both sides (stock packs them apart). ``small`` models are for a CPU.
+both sides (stock packs them apart, and is left out). ``small`` models are for a CPU, where stock, whose attention is
+over the whole row, takes minutes for a step: it is asked for by ``--sides``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks.command import CaseCommand
 from benchmarks.model_shapes import build_model, shape_of
-from benchmarks.readme_cells import ratio_cell
+from benchmarks.readme_cells import grid, ratio_cell
 from benchmarks.step_turns import OURS, PAIR, STOCK, steps_in_turn
 from benchmarks.training_side import device_here
 from benchmarks.workload import make_tokenizer
@@ -29,6 +30,7 @@ from fastpack_trl.measure.tables import aligned, fact_lines
 
 CASE = "shared_prefixes"
 WHOLE = "each document whole"
+SIDES = (STOCK, WHOLE, OURS)
 WARMUP = 2
 TURNS = 6
 
@@ -99,8 +101,8 @@ def measure_row(row: Row, args: Namespace, _seconds: float = 0.0) -> dict[str, A
         WHOLE: replace(ours, changes={"share_prefixes": "off", **order}),
         OURS: replace(ours, changes={"share_prefixes": row.setting, **order}),
     }
-    if row.turns:  # stock has other rows, with which no loss can be compared
-        del sides[STOCK]
+    # Stock has other rows of turns, with which no loss can be compared.
+    sides = {name: side for name, side in sides.items() if name in args.sides and not (row.turns and name == STOCK)}
     arguments = {
         "seed": args.seed, "use_cpu": device != "cuda", "bf16": device == "cuda", "logging_steps": 1, "packing": True,
         "max_length": args.tokens, "per_device_train_batch_size": 1, "learning_rate": 1e-4,
@@ -147,8 +149,30 @@ def _lines(row: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [side, f"{found['seconds']['median']:.3f}", "-" if ratio is None else ratio_cell(ratio), share]
 
 
+def markdown(record: Mapping[str, Any]) -> str:
+    """Return the record for a page."""
+    rows = []
+    for row in record["rows"]:
+        sides, ours = row.get("sides", {}), row.get("sides", {}).get(OURS, {})
+        if "seconds" not in ours:
+            continue
+        seconds = [f"{sides[name]['seconds']['median']:.2f} s" if name in sides else "-" for name in SIDES]
+        ratios = [ratio_cell(row["ratios"][name]) if name in row["ratios"] else "-" for name in (STOCK, WHOLE)]
+        rows.append([row["row"], *seconds, *ratios, f"{ours['computed']:.0%}"])
+    settings = record["settings"]
+    said = (
+        f"**Shared prefixes**: whole optimizer steps on packed rows of {settings['tokens']:,} tokens, model "
+        f"`{settings['model']}`, {'LoRA' if settings['lora'] else 'full training'}. *300+300*: 300 shared tokens "
+        f"before 150 to 450 of their own; *completions*: the loss counts these alone; *turns*: conversations split "
+        f'into {TURNS} documents, packed by `packing_order="prefix"` on both sides; *nothing*: they share nothing.'
+    )
+    head = "documents | >stock | >each whole | >prefixes once | >over stock | >over each whole | >tokens computed"
+    return f"{said}\n\n{grid(head, rows)}"
+
+
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=ROWS, rounds=7, tasks=tasks, settings=settings, table=table, more=options,
+    case=CASE, help=__doc__, rows=ROWS, sides=SIDES, default_sides=SIDES[1:], rounds=7,
+    tasks=tasks, settings=settings, table=table, more=options,
 )  # fmt: skip
 
 main = COMMAND.main

@@ -26,7 +26,8 @@ def test_documents_are_what_their_row_says() -> None:
 def test_a_miniature_run_times_the_same_rows_on_all_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"alike": Row(40, 20), "nothing": Row(0, 40, setting="on"), "turns": Row(0, 20, turns=True)}
     monkeypatch.setattr(shared_prefixes, "ROWS", rows)
-    args = COMMAND.arguments(["--of", "tiny-qwen3", "--tokens", "512", "--rounds", "2"])
+    assert COMMAND.arguments([]).sides == [WHOLE, OURS]
+    args = COMMAND.arguments(["--sides", STOCK, WHOLE, OURS, "--of", "tiny-qwen3", "--tokens", "512", "--rounds", "2"])
     args.rows = list(rows)
     record = COMMAND.measure(args, progress=False)
     found = {row["row"]: row["sides"] for row in record["rows"]}
@@ -40,7 +41,10 @@ def test_a_miniature_run_times_the_same_rows_on_all_sides(monkeypatch: pytest.Mo
     assert rates[0] / rates[1] == pytest.approx(seconds[1] / seconds[0], rel=0.2), "tokens of the documents on both"
     text = shared_prefixes.table(record)
     assert "tokens computed" in text
+    page = shared_prefixes.markdown(record)
+    assert all(f"| {name} |" in page for name in rows)
+    assert f"| {found['alike'][OURS]['computed']:.0%} |" in page
     assert command_of(record) == (
-        'python -m benchmarks.shared_prefixes "alike" "nothing" "turns" --of tiny-qwen3 --tokens 512 --rounds 2 '
-        "--json FILE"
+        'python -m benchmarks.shared_prefixes --rows "alike" "nothing" "turns" '
+        '--sides "stock" "each document whole" "fastpack" --of tiny-qwen3 --tokens 512 --rounds 2 --json FILE'
     )
