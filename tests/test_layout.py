@@ -53,7 +53,7 @@ BUDGETS = {
     "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
-    "capture": 1100,
+    "capture": 1550,
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 3050,
+    "packing": 3100,
     "quickstart": 950,
     "recurrent": 1050,
     "recipe": 2700,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 34300, "benchmarks": 8950, "tests": 36900}
+TOTALS = {"fastpack_trl": 34800, "benchmarks": 8950, "tests": 37050}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -35,13 +35,15 @@ class RowBuckets:
 
     Args:
         run: whose rows they are.
+        draw: returns sizes of rows as they will come; None: packed rows drawn from the data set. Where it finds none,
+            some rows have to have come first.
 
     Attributes:
         choice: the buckets in use; None before the first row, and when other rows have come.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, draw: Callable[[], list[RowSize]] | None = None) -> None:
+        self._run, self._draw = run, draw
         self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
         self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
@@ -52,7 +54,7 @@ class RowBuckets:
         """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
         self._seen.append(size)
         if self.choice is None:
-            expected = self._expected(size.parts)
+            expected = self._expected(size.parts) if self._draw is None else self._draw()
             if not expected and len(self._seen) < _SEEN:
                 return None
             self._chosen += 1

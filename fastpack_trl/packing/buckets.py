@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
@@ -77,6 +79,11 @@ class RowSize(NamedTuple):
     def keyed(self) -> RowSize:
         """Return the size with keys: each token's own where nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
+
+    @classmethod
+    def of_row(cls, batch: PackedBatch) -> RowSize:
+        """Return the size of a batch whose loss does not go by positions: it has no loss tokens."""
+        return cls.of(replace(batch, loss_positions=torch.empty(0, dtype=torch.int64)))
 
 
 class Bucket(NamedTuple):

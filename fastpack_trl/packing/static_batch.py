@@ -124,21 +124,16 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
     size = RowSize.of(batch)
     if not static.bucket.holds(size):
         raise ValueError(f"a row of {size} does not fit into {static.bucket}: ask Bucket.holds before")
-    _copy_known(static, batch, size)
     flat, tokens, counted = static._flat, size.tokens, size.loss_tokens
-    ids, tail = inputs["input_ids"].view(-1)[:tokens], static.bucket.tokens - tokens
-    again = ids if tail <= tokens else ids.repeat(-(-tail // tokens))
     pairs = [
-        (flat["input_ids"][:tokens], ids),
-        (flat["input_ids"][tokens:], again[:tail]),
+        *_row_pairs(static, batch, size, inputs["input_ids"]),
         (flat["loss_positions"][:counted], batch.loss_positions),
         (flat["loss_labels"][:counted], batch.loss_labels),
     ]
     if not static.bucket.keys:
         pairs.append((flat["labels"][:tokens], inputs["labels"].view(-1)[:tokens]))
-        pairs.append((flat["labels"][tokens:], static._ignored[:tail]))
-    if batch.shared is not None:
-        pairs.append((flat["key_index"][: size.keys], batch.shared.key_index[: size.keys]))
+        pairs.append((flat["labels"][tokens:], static._ignored[: static.bucket.tokens - tokens]))
+    _copy_known(static, batch, size)
     _copy_all(pairs)
     if batch.documents is not None:
         documents = batch.documents
@@ -149,6 +144,30 @@ def copy_into(static: StaticInputs, inputs: Mapping[str, Any]) -> None:
 def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
     pairs = [(target, given) for target, given in pairs if target.numel()]
     torch._foreach_copy_([target for target, _ in pairs], [given for _, given in pairs])
+
+
+def copy_row(static: StaticInputs, batch: PackedBatch, tokens: torch.Tensor) -> None:
+    """Give the tensors of `static` a row without labels; see `copy_into`.
+
+    Args:
+        static: whose tensors are written.
+        batch: of the row, on the device of `static`.
+        tokens: (1, total_tokens) int64.
+    """
+    size = RowSize.of_row(batch)
+    assert static.bucket.holds(size), f"a row of {size} does not fit into {static.bucket}"
+    _copy_known(static, batch, size)
+    _copy_all(_row_pairs(static, batch, size, tokens))
+
+
+def _row_pairs(static: StaticInputs, batch: PackedBatch, size: RowSize, ids: torch.Tensor) -> list[tuple[Any, Any]]:
+    """Return what is written, and with what, of a row: its tokens, once more in the tail, and where their keys are."""
+    flat, row, tail = static._flat, ids.view(-1)[: size.tokens], static.bucket.tokens - size.tokens
+    again = row if tail <= size.tokens else row.repeat(-(-tail // size.tokens))
+    pairs = [(flat["input_ids"][: size.tokens], row), (flat["input_ids"][size.tokens :], again[:tail])]
+    if batch.shared is not None:
+        pairs.append((flat["key_index"][: size.keys], batch.shared.key_index[: size.keys]))
+    return pairs
 
 
 def is_as_collated(inputs: Mapping[str, Any]) -> bool:
