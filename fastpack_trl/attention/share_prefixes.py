@@ -64,11 +64,11 @@ def _reasons(run: Run) -> Iterator[object]:
     config = args.accelerator_config
     yield run.settings.share_prefixes == "off" and "switched off"
     yield not run.packs and run.plan.reason
+    yield trainer.compute_loss_func is not None and "compute_loss_func expects whole documents"
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     methods = (*BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
     yield (own := replaced_methods(trainer, methods)) and f"{own} may expect whole documents"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect whole documents"
-    yield trainer.compute_loss_func is not None and "compute_loss_func expects whole documents"
     yield args.neftune_noise_alpha and "NEFTune would add the same noise to a prefix for all documents"
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     yield counts and "include_num_input_tokens_seen counts the tokens of rows"
