@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2900,
+    "packing": 3300,
     "quickstart": 950,
     "recurrent": 750,
     "recipe": 2700,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33750, "benchmarks": 8900, "tests": 36250}
+TOTALS = {"fastpack_trl": 34100, "benchmarks": 9100, "tests": 36500}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
