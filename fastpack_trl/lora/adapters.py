@@ -7,6 +7,7 @@ into B on the way, and their gradients are cast back together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
-from fastpack_trl.model.hooks import in_backward
+from fastpack_trl.model.hooks import has_gradient_hooks, in_backward
 
 
 class CastAdapter(NamedTuple):
@@ -59,7 +60,13 @@ def is_sharded(parameter: Any) -> bool:
     return hasattr(parameter, "full_tensor")
 
 
-def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> None:
+def cast_together(
+    modules: Sequence[Any],
+    adapters: Sequence[tuple[Tensor, Tensor, float]],
+    dtype: torch.dtype,
+    *,
+    adds_up: bool = False,
+) -> None:
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 
     It stays when a backward pass has reached it: another forward may wait for its own backward, and a recompute under
@@ -69,13 +76,14 @@ def cast_together(modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tenso
         modules: whose projections read the adapters.
         adapters: (A, B, scaling) of each; parameters of one device each.
         dtype: the compute dtype.
+        adds_up: the backward pass adds to the gradients that are there, as `_add_up` does.
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
     spent: list[bool] = []
     # First: the node that adds to a parameter's gradient lives as long as a cast, and belongs to its stream for good.
     clear(modules)
-    casts = _CastTogether.apply(dtype, scalings, spent, *parameters)
+    casts = _CastTogether.apply(dtype, scalings, spent, adds_up, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)
         # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
@@ -92,9 +100,10 @@ class _CastTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, scalings: list[float], spent: list[bool], *parameters: Tensor
+        ctx: Any, dtype: torch.dtype, scalings: list[float], spent: list[bool], adds_up: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.adds_to = parameters if adds_up else ()
         ctx.scalings, ctx.spent, ctx.dtypes = scalings, spent, [tensor.dtype for tensor in parameters]
         scaled = torch._foreach_mul(parameters[1::2], scalings)
         sources = [tensor for pair in zip(parameters[::2], scaled, strict=True) for tensor in pair]
@@ -108,7 +117,7 @@ class _CastTogether(torch.autograd.Function):
         ctx.spent[:] = [True]
         present = [index for index, grad in enumerate(grads) if grad is not None]
         if not present:
-            return (None, None, None, *grads)
+            return (None, None, None, None, *grads)
         sources = [grads[index] for index in present]
         out = [torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present]
         torch._foreach_copy_(out, sources)
@@ -116,7 +125,31 @@ class _CastTogether(torch.autograd.Function):
         of_b = [index for index in present if index % 2]
         if of_b:
             torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
-        return (None, None, None, *[results.get(index) for index in range(len(grads))])
+        if ctx.adds_to:
+            _add_up(ctx.adds_to, results)
+        return (None, None, None, None, *[results.get(index) for index in range(len(grads))])
+
+
+def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
+    """Add gradients, by the index of their parameter, to those that the parameters have, and take them out.
+
+    One multi-tensor addition, of the same sums, in place of a node of autograd and a kernel per parameter. Left in are
+    those whose parameter has none to add to, is frozen or has hooks, and those of a parameter with several.
+    """
+    owners = Counter(id(parameters[index]) for index in gradients)
+    added = [
+        index
+        for index, gradient in gradients.items()
+        if (parameter := parameters[index]).requires_grad
+        and (held := parameter.grad) is not None
+        and not has_gradient_hooks(parameter)
+        and owners[id(parameter)] == 1
+        and held.layout is torch.strided
+        and (held.dtype, held.device, held.shape) == (gradient.dtype, gradient.device, gradient.shape)
+    ]
+    if added:
+        held = [parameters[index].grad for index in added]
+        torch._foreach_add_(held, [gradients.pop(index) for index in added])
 
 
 class CastHook:
@@ -132,10 +165,14 @@ class CastHook:
     Args:
         modules: LoRA layers with the fast forward.
         backbone: where the hook is registered.
+
+    Attributes:
+        adds_up: backward passes add all gradients that are there to by themselves: only where whoever runs them knows
+            that nobody else asks for gradients, or for the accumulation of one (`torch.autograd.grad`, DDP).
     """
 
     def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
-        self.modules = modules
+        self.modules, self.adds_up = modules, False
         self._checkpointing = checkpointing_modules(backbone)
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
@@ -162,7 +199,7 @@ class CastHook:
             modules.append(module)
             adapters.append(pair)
         for (_, dtype), (modules, adapters) in todo.items():
-            cast_together(modules, adapters, dtype)
+            cast_together(modules, adapters, dtype, adds_up=self.adds_up)
 
 
 def autocasts(device_type: str) -> bool:

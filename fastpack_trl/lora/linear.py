@@ -292,7 +292,8 @@ def _apply(
         report.copies.keep_where_free()
     has_backbone = bool(fast) and hasattr(text_model(model), "get_input_embeddings")
     for backbone in backbones(model) if has_backbone else []:
-        undo.callback(backbone.register_forward_pre_hook(CastHook(fast, backbone)).remove)
+        report._casts.append(CastHook(fast, backbone))
+        undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
 
 
 def _restore(layer: Any, stock: Any) -> None:

@@ -13,8 +13,8 @@ where no layer is recomputed for want of memory, in what is left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from torch import nn
 
 from fastpack_trl.lora.base_weight import BaseWeight, loaded_weight
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import LoraLayer
 
 _SHARE_OF_FREE = 0.25
@@ -135,11 +136,23 @@ class LoraReport:
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
+    _casts: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def call_by_call(self) -> dict[str, int]:
         """Number of fast layers that gave a call to PEFT since they were made, by reason."""
         return dict(Counter(declined[module] for module in self.modules if module in declined))
+
+    @contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Have backward passes in this context add the gradients of all adapters at once to those that are there.
+
+        For micro-steps that are recorded: nobody's hook sees the accumulation of a gradient in them.
+        """
+        with ExitStack() as undo:
+            for hook in self._casts:
+                undo.enter_context(attribute_set(hook, "adds_up", True))
+            yield
 
     def revert(self) -> None:
         """Give every layer its class back and drop what was kept; a second call does nothing."""

@@ -112,12 +112,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 class HookWatch:
-    """The hooks of the user that a call of one module reaches, looked for only where one may have come or gone.
-
-    Args:
-        module: whose calls are meant.
-        name: of the module in its model.
-    """
+    """The hooks of the user that a call of one module reaches, looked for only where one may have come or gone."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
         self.module, self.name = module, name
@@ -211,6 +206,12 @@ def callback_between(trainer: Trainer) -> str:
     return ""
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a hook sees the gradient of a parameter, before it is accumulated or after."""
+    # The second is written by `register_post_accumulate_grad_hook`; both are None or a dictionary.
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
     """Return a hook on one of `parameters`, which needs the gradient of each micro-batch by itself; empty without.
 
@@ -219,8 +220,7 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
         parameters: looked at once per optimizer step, which costs a fraction of a microsecond each.
     """
     for parameter in parameters:
-        # The second is written by `register_post_accumulate_grad_hook`; both are None or a dictionary.
-        if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and parameter.requires_grad:
+        if has_gradient_hooks(parameter) and parameter.requires_grad:
             name = next((name for name, other in model.named_parameters() if other is parameter), "a parameter")
             return f"a hook on the gradient of {name} runs once per backward pass"
     return ""

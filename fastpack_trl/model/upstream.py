@@ -90,8 +90,8 @@ TABLE: tuple[Upstream, ...] = (
         "plain torch per document", "per_document on the CPU"),
     _used("trl.kernels: ChunkedLogProbFunction chunked_logprob; transformers.Trainer: _maybe_log_save_evaluate "
         "_finalize_training", "step trainer", "loss and metrics as stock", "sync_free", partly=True),
-    _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_mul _foreach_mul_ _foreach_copy_; torch.ops.aten: "
-        "_unsafe_view", "lora", "PEFT's own forward", "lora"),
+    _used("peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ _foreach_copy_; "
+        "torch.ops.aten: _unsafe_view", "lora", "PEFT's own forward", "lora"),
     _used("torch: _scaled_mm", "kernels", "`frozen_base='fp8'` is refused", "frozen_base", partly=True),
     _used("transformers.integrations.finegrained_fp8.FP8Linear: weight_scale_inv block_size activation_scheme", "lora",
         "FP8 checkpoints: PEFT's own forward over transformers' layers, named"),

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
 from fastpack_trl.attention import varlen
 from fastpack_trl.bench.compare import compare, table
-from fastpack_trl.capture import graphs
+from fastpack_trl.capture import decision, graphs
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import tiny_model
 
@@ -30,7 +30,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, fam
     ours, eager = both(tmp_path, devices, family=family, lora=lora)
     (device,) = devices.made
     assert device.log.count("record") >= 1
-    assert device.log.count("replay") >= STEPS - graphs.EAGER_STEPS - 2 * graphs.WARM_ROWS - 1, device.log
+    assert device.log.count("replay") >= STEPS - decision.EAGER_STEPS - 2 * decision.WARM_ROWS - 1, device.log
     assert device.log[0] == "apart"
     assert device.log[-1] == "forget"
     assert device.log.count("reset") == device.log.count("record")
@@ -165,3 +165,28 @@ def test_a_comparison_sees_captured_steps_as_a_phase_of_their_own(tmp_path: Path
     assert "captured" not in stock["phases"]
     assert ours["token_rates"].keys() == stock["token_rates"].keys()
     assert "captured" in table(found)
+
+
+def test_a_replay_adds_the_gradients_of_all_adapters_by_one_operator(tmp_path: Path, devices: Any) -> None:
+    options = {"lora": True, "gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}
+    tapes: list[list[Any]] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            slots = trainer.fastpack_run.part(graphs.StepGraphs)._slots.values()
+            tapes.extend(slot.recorded.graph._operations for slot in slots if slot.recorded is not None)
+
+    trainer = build(FastSFTTrainer, tmp_path / "ours", devices, callbacks=[Looks()], **options)
+    trainer.train()
+    pointers = {p.data_ptr() for p in trainer.model.parameters() if p.requires_grad}
+    assert len(pointers) == 2 * 7 * 2
+    names = [func.overloadpacket.__name__ for func, *_ in tapes[-1]]
+    assert names.count("_foreach_add_") == 1
+    (added,) = (args[0] for func, args, *_ in tapes[-1] if func.overloadpacket.__name__ == "_foreach_add_")
+    assert len(added) == len(pointers)
+    shapes = {p.shape for p in trainer.model.parameters() if p.requires_grad}
+    single = [args for func, args, *_ in tapes[-1] if func.overloadpacket.__name__ == "add_"]
+    assert not [args for args in single if args[0].dtype == torch.float32 and args[0].shape in shapes]
+    eager = build(FastSFTTrainer, tmp_path / "eager", devices, **options | {"fast": {"cuda_graph": "off"}})
+    eager.train()
+    assert_same_run(trainer, eager)
