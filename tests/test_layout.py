@@ -57,21 +57,21 @@ BUDGETS = {
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1450,
+    "kernels": 1550,
     "lora": 2000,
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
     "packing": 3450,
     "quickstart": 950,
-    "recurrent": 1050,
+    "recurrent": 1000,
     "recipe": 2700,
     "run": 400,
     "step": 2450,
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35100, "benchmarks": 8950, "tests": 37200}
+TOTALS = {"fastpack_trl": 35150, "benchmarks": 8950, "tests": 37300}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -1,4 +1,4 @@
-"""The Triton kernel of a delta rule's state beside its torch twin: run by `test_triton.py`, interpreted or on CUDA."""
+"""The Triton kernels of a delta rule beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from moe_material import norm_of_difference
 from torch import Tensor
 
+from fastpack_trl.kernels.inverse import chunk_inverse
+from fastpack_trl.kernels.inverse_triton import chunk_inverse_triton
 from fastpack_trl.kernels.state_pass import state_pass
 from fastpack_trl.kernels.state_pass_triton import state_pass_triton
 
@@ -37,6 +39,17 @@ def test_the_pass_equals_a_product_per_chunk(key: int, value: int, reverse: bool
     found = state_pass_triton(*given[:4], given[4] if reverse else None, reverse=reverse, tf32=False)
     for mine, other, right in zip(found, plain, exact, strict=True):
         assert norm_of_difference(mine.cpu(), right) <= 2 * norm_of_difference(other, right) + 1e-7
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_the_inverse_equals_the_solvers(alike: float) -> None:
+    torch.manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(3, 2, 64, 16) + 10 * alike, dim=-1)
+    lower = (keys @ keys.mT).tril(-1)
+    exact = chunk_inverse(lower.double())
+    found = chunk_inverse_triton(lower.to(DEVICE)).cpu()
+    assert norm_of_difference(found, exact) <= 4 * norm_of_difference(chunk_inverse(lower), exact) + 1e-7
+    assert not found.triu(1).any()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="rounds on tensor cores alone")
