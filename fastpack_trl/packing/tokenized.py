@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
+from trl import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import first_reason
