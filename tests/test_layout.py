@@ -68,10 +68,10 @@ BUDGETS = {
     "recipe": 2700,
     "run": 400,
     "step": 2450,
-    "trainers": 800,
+    "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35150, "benchmarks": 8950, "tests": 37000}
+TOTALS = {"fastpack_trl": 35250, "benchmarks": 8950, "tests": 37100}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
