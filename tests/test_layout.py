@@ -57,7 +57,7 @@ BUDGETS = {
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1550,
+    "kernels": 1750,
     "lora": 2000,
     "measure": 1450,
     "model": 2100,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35250, "benchmarks": 8950, "tests": 37100}
+TOTALS = {"fastpack_trl": 35450, "benchmarks": 8950, "tests": 37150}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
