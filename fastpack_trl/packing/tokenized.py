@@ -219,7 +219,7 @@ def tokenized(
         return rows.map(fresh, batched=True, remove_columns=dropped or None, desc=title, num_proc=processes)
 
     def as_stock(rows: Dataset) -> Dataset:
-        done = stock(rows, tokenizer, _uncut(args), False, None, name)
+        done = stock(rows, tokenizer, _alone(args), False, None, name)
         return done.select_columns(["input_ids", "labels"]) if packing else done
 
     why = first_reason(_reasons(dataset, tokenizer, formatting, stock)) or _difference(dataset, make, as_stock)
@@ -253,10 +253,10 @@ def _say_that_prompts_differ() -> None:
     )
 
 
-def _uncut(args: Any, **changes: Any) -> Any:
+def _alone(args: Any, max_length: int | None = None, shuffle: bool = False) -> Any:
+    """Return a copy of the arguments for one process, which cuts and shuffles as is said."""
     plain = copy.copy(args)
-    for name, value in ({"max_length": None, "shuffle_dataset": False, "dataset_num_proc": None} | changes).items():
-        setattr(plain, name, value)
+    plain.max_length, plain.shuffle_dataset, plain.dataset_num_proc = max_length, shuffle, None
     return plain
 
 
@@ -321,12 +321,12 @@ def cut(documents: Dataset, args: Any, name: str, stock: Callable[[Dataset, Any]
 
     if args.max_length is None or len(documents) < LEAST_ROWS or documents.format["type"] is not None:
         return stock(documents, args)
-    few = _uncut(args, max_length=args.max_length)
+    few = _alone(args, args.max_length)
     if "labels" not in documents.column_names or _difference(documents, make, lambda rows: stock(rows, few)):
         return stock(documents, args)
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():
-        return stock(make(documents, args.dataset_num_proc), _uncut(args, shuffle_dataset=args.shuffle_dataset))
+        return stock(make(documents, args.dataset_num_proc), _alone(args, shuffle=args.shuffle_dataset))
 
 
 def _cut(table: Any, most: int, tail: bool) -> Any:
