@@ -45,7 +45,7 @@ def measure_side(
         peak_gib: for ours, GiB that all may take together.
         less_gib: GiB to leave of these, as earlier runs were over them.
     """
-    from fastpack_trl.checkpointing.budget import memory_to_come
+    from fastpack_trl.run.budget import memory_to_come
 
     found: dict[str, Any] = {}
 

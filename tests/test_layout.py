@@ -54,7 +54,7 @@ BUDGETS = {
     "bench": 3550,
     "callbacks": 550,
     "capture": 1550,
-    "checkpointing": 2300,
+    "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
     "kernels": 1750,
@@ -66,7 +66,7 @@ BUDGETS = {
     "quickstart": 950,
     "recurrent": 1000,
     "recipe": 3100,
-    "run": 400,
+    "run": 500,
     "step": 2450,
     "trainers": 950,
 }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from fastpack_trl.checkpointing.budget import HEAD_BYTES, budget_bytes, largest_row, memory_to_come
 from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
@@ -22,6 +21,7 @@ from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
 from fastpack_trl.run import ONCE_SHARDED, Run
+from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_row, memory_to_come
 
 logger = logging.getLogger(__name__)
 

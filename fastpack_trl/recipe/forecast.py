@@ -83,8 +83,8 @@ class Forecast:
 
     def need(self, tokens: int, longest: int, *, deepest: bool = False, level: Any = None) -> Need:
         """Return what a row of `tokens` tokens takes: by the plan for this GPU, by the one of least, or at `level`."""
-        from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN
         from fastpack_trl.checkpointing.plan import Level, Planner, describe
+        from fastpack_trl.run.budget import HEAD_BYTES, MARGIN
         from fastpack_trl.step.head import TILE_ELEMENTS
 
         head = tokens * self.model.hidden * HEAD_BYTES
@@ -201,7 +201,7 @@ def predict(
 
 def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
     """Return what no row changes: weights, gradients and the optimizer's state."""
-    from fastpack_trl.checkpointing.budget import state_bytes
+    from fastpack_trl.run.budget import state_bytes
 
     width = int(model.trained / max(1, model.numbers))
     return {
@@ -271,7 +271,7 @@ def _gib(parts: Mapping[str, float]) -> dict[str, float]:
 
 def _row(training: Any) -> int | None:
     """Return the tokens of the largest row that the settings allow."""
-    from fastpack_trl.checkpointing.budget import row_tokens
+    from fastpack_trl.run.budget import row_tokens
 
     most = getattr(training, "max_length", None)
     if most is None:

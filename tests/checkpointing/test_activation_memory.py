@@ -28,7 +28,6 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
 from fastpack_trl.checkpointing import trace
-from fastpack_trl.checkpointing.budget import largest_row
 from fastpack_trl.checkpointing.plan import (
     Growth,
     LayerCosts,
@@ -43,6 +42,7 @@ from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.aside import run_aside
 from fastpack_trl.model.facts import learned_positions
+from fastpack_trl.run.budget import largest_row
 from fastpack_trl.testing import tiny_model
 
 MODELS = [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]

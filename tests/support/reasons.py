@@ -45,7 +45,7 @@ FUNCTIONS = {
         "_why_not",
         "go_deeper",
     ],
-    "checkpointing/budget.py": ["largest_row", "budget_bytes"],
+    "run/budget.py": ["largest_row", "budget_bytes"],
     "checkpointing/streams.py": ["_pin", "_page"],
     "checkpointing/offloader.py": ["_fetch_before", "keeps_on_device"],
     "checkpointing/checkpoint_offload.py": ["_why_off"],

@@ -8,10 +8,11 @@ from typing import Any
 import psutil
 import torch
 
-from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
-from fastpack_trl.run import MERGED_ROW_TOKENS, Run
+from fastpack_trl.run.run import MERGED_ROW_TOKENS, Run
+
+_GIB = 2**30
 
 MARGIN = 0.9
 """Of the free memory; the allocator's gaps and what no trace sees need the rest."""
@@ -66,6 +67,6 @@ def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
     asked, device = run.settings.activation_memory_gib, run.device
     free = allocatable(device) if device.type == "cuda" else psutil.virtual_memory().available
     there = max(0, int((free - memory_to_come(run)) * MARGIN))
-    if asked is not None and asked * GIB > there:
-        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
-    return int(there if asked is None else min(there, asked * GIB))
+    if asked is not None and asked * _GIB > there:
+        say(f"activation_memory_gib={asked:g} is more than the {there / _GIB:.1f} GiB that are free: planned for those")
+    return int(there if asked is None else min(there, asked * _GIB))
