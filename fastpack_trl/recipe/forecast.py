@@ -291,7 +291,7 @@ def _change(arguments: Arguments, short: Forecast, longest: int, precision: str)
     for name, value in (("dtype", "bfloat16"), ("use_peft", True), ("load_in_4bit", True)):
         if getattr(options, name) == value or (name == "dtype" and not short.gpu.has_bf16):
             continue
-        vars(options)[name] = value  # of a copy
+        options = replace(options, **{name: value})
         tried.append(f"{name}: {str(value).lower()}")
         training = copy(arguments.training)
         if name == "load_in_4bit" and experts and training.moe_quantize_experts != "on":
