@@ -41,7 +41,7 @@ _TRANSFERS = 5
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`: loads its model and data, says what would run")
+    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`, whose options override it: says what would run")
     add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
     gpu_help = (
         "what the config would hold on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
@@ -52,7 +52,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--steps", metavar="N", type=int, default=4, help=steps_help)
     add_json(parser, "everything")
     parser.set_defaults(more=[])
-    parser.epilog = "Options of `fastpack-trl sft` override the config: --max_length 8192."
 
 
 def run(args: Namespace) -> int:

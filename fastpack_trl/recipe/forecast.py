@@ -295,7 +295,7 @@ def _change(arguments: Arguments, short: Forecast, longest: int, precision: str)
         tried.append(f"{name}: {str(value).lower()}")
         training = copy(arguments.training)
         if name == "load_in_4bit" and experts and training.moe_quantize_experts != "on":
-            training = replace(training, moe_quantize_experts="on")
+            training.moe_quantize_experts = "on"
             tried.append('moe_quantize_experts: "on"')
         other = predict(replace(arguments, model=options, training=training), short.gpu, precision)
         row = other.longest_row() if other.costs is not None else 0
