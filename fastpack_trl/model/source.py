@@ -64,14 +64,21 @@ def children_of_one_input(parent: Any, children: frozenset[str]) -> tuple[tuple[
 
 
 def _walked(tree: ast.Module) -> tuple[list[Any], list[Any], list[tuple[int, int]]]:
-    """Return calls of ``self.<name>`` (place, name, variable or None, branches), stored names, and exits, in order."""
+    """Return calls of ``self.<name>`` (place, name, variable or None, branches), stored names, and exits, in order.
+
+    A name is stored, and a function left, at the end of the statement that does so.
+    """
     calls: list[Any] = []
     stores: list[Any] = []
     exits: list[tuple[int, int]] = []
     # The function itself is no branch. A branch has parts (`body`, `orelse`), which exclude each other.
-    pending: list[tuple[ast.AST, tuple[Any, ...]]] = [(each, ()) for each in getattr(tree.body[0], "body", [])]
+    pending: list[tuple[ast.AST, tuple[Any, ...], Any]] = [
+        (each, (), None) for each in getattr(tree.body[0], "body", [])
+    ]
     while pending:
-        node, path = pending.pop()
+        node, path, statement = pending.pop()
+        if isinstance(node, ast.stmt | ast.NamedExpr):
+            statement = (node.end_lineno, node.end_col_offset)
         place = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner, arguments = node.func.value, node.args
@@ -79,12 +86,11 @@ def _walked(tree: ast.Module) -> tuple[list[Any], list[Any], list[tuple[int, int
                 alone = len(arguments) == 1 and not node.keywords and isinstance(arguments[0], ast.Name)
                 calls.append((place, node.func.attr, ast.unparse(arguments[0]) if alone else None, path))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            stores.append((place, node.id))
+            stores.append((statement, node.id))
         elif isinstance(node, ast.Return | ast.Raise | ast.Break | ast.Continue):
-            exits.append(place)
+            exits.append(statement)
         for part, value in ast.iter_fields(node):
             inside = (*path, (*place, part)) if isinstance(node, _BRANCHES) else path
-            pending += [
-                (each, inside) for each in (value if isinstance(value, list) else [value]) if isinstance(each, ast.AST)
-            ]
+            values = value if isinstance(value, list) else [value]
+            pending += [(each, inside, statement) for each in values if isinstance(each, ast.AST)]
     return sorted(calls, key=lambda call: call[0]), stores, exits
