@@ -156,9 +156,7 @@ def side(name: str, weights: Any, device: str, *, timed: bool = False) -> Iterat
     """Make and install a side.
 
     Args:
-        name: one of `SIDES`.
         weights: the model whose parameters all sides share.
-        device: ``cpu`` or ``cuda``.
         timed: read copy times and stalls from events (`TimedCudaStreams`); CUDA, our sides.
     """
     model = shared_copy(weights).train()
@@ -212,12 +210,6 @@ def measure(
 
     ``checkpoint``: on the device. ``transformers_offload``: ``{"offload": True}``, on the compute stream.
     ``single_buffer``: ours without prefetch. ``trl_offload``: ``activation_offloading=True``. ``double_buffer``: ours.
-
-    Args:
-        run: see `Run`.
-        rows: of `WORKLOADS`.
-        tokens: one row length, instead of that of the workload.
-        layers: instead of those of the workload.
 
     Returns:
         A record. A row has ``sides`` (seconds, memory, loss), ``ratios`` (seconds of each other side / ours) and

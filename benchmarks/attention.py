@@ -181,9 +181,7 @@ def measure(
 
     Args:
         run: on CUDA the cache is cold; what launches slowly is timed with the host's gaps.
-        tokens: row lengths; by default those of the plan.
         backends: only these. flex compiles for each kind of layer, which can take most of the seconds.
-        plan: other layers; `CPU` or `CUDA` by default.
 
     Returns:
         A record. A row has ``backends``: per name seconds, rates in TFLOP/s by convention for forward and backward,
@@ -284,13 +282,7 @@ def _compiling() -> Iterator[None]:
 
 
 def prepare(name: str, layer: Layer, batch: PackedBatch) -> Attend:
-    """Return the call that runs per layer and step; masks and metadata are made here, once, as in training.
-
-    Args:
-        name: one of `NAMES`.
-        layer: its heads, window, dtype and device.
-        batch: the documents, on the layer's device.
-    """
+    """Return the call that runs per layer and step; masks and metadata are made here, once, as in training."""
     prepared = BACKENDS[name].prepare(batch, layer.features, torch.device(layer.device))
     module = _stock_module(layer) if name == "sdpa" else None
 

@@ -44,12 +44,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``Published("forward +43.3 %, ...", "Qwen3-14B QLoRA; GPU, batch and length not stated")``.
-
-    Attributes:
-        quoted: the figures.
-        setting: what they say that they ran.
-    """
+    """``Published("forward +43.3 %, ...", "Qwen3-14B QLoRA; GPU, batch and length not stated")``."""
 
     quoted: str
     setting: str
@@ -206,8 +201,6 @@ COMMAND = CaseCommand(
     settings=settings, table=table,
     more=lambda parser: parser.add_argument("--tiny", action="store_true", help="tiny models: it shows that rows run"),
 )  # fmt: skip
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -69,7 +69,6 @@ def run_sorted(hidden: Tensor, ids: Tensor, weights: Tensor, experts: int, exper
         hidden: (T, H).
         ids: (T, k) experts.
         weights: (T, k).
-        experts: their number.
         expert: computes the rows of one.
     """
     flat = ids.flatten()

@@ -59,9 +59,6 @@ def largest_row(
 
     Args:
         fits: runs a row; None where it must not be run any more (no time).
-        guess: tokens of the first row.
-        longest: tokens that no row exceeds.
-        tries: rows at most.
 
     Returns:
         0 where none of those that were run fits.

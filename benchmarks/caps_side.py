@@ -104,9 +104,6 @@ class Side:
 
     Args:
         model: with adapters; every row trains a copy of its modules around the same parameters.
-        name: of `SIDES`.
-        device: ``cpu`` or ``cuda``.
-        seed: of the tokens.
         seconds: for all rows; one that is likely to take longer than what is left is not begun.
         note: called with the figures of all rows so far after each of them.
     """
@@ -288,14 +285,9 @@ def measure_side(
     """Find the largest row of one side under each cap, from the smallest cap to the largest.
 
     Args:
-        row: with the name of its ``model``, of `WORKLOADS`.
-        side: of `SIDES`.
-        caps: GiB of device memory.
         beside: by cap, the tokens of a further row to be timed: the largest one of another side.
         longest: tokens that no row exceeds.
         probes: tokens of the rows that are run without a cap, from which the largest ones are predicted.
-        seed: of weights and tokens.
-        seconds: for all rows.
         note: called with the figures so far after each row.
 
     Returns:

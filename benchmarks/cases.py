@@ -37,10 +37,6 @@ class Run:
         rounds: timed passes per side at most; 6 or more give an interval of 95 %.
         seconds: for the whole call; each row may use an equal share of what is left, and a row that finds no time is
             skipped, named.
-        threads: torch's intra-op threads.
-        device: ``cpu`` or ``cuda``.
-        seed: of weights, documents and values.
-        progress: show a progress bar (on a terminal).
         file: written after every row; what it has of this very run is taken over (`run_rows`).
     """
 
@@ -102,9 +98,7 @@ def loaded_turns(
     """Return what `take_turns` does, and the cores that other processes kept busy in the timed rounds.
 
     Args:
-        calls: by side.
         device: whose memory a side that fails gives back.
-        rounds, least, options: of `take_turns`.
     """
     load, free = OtherLoad(), partial(free_memory, device)
     found = take_turns(calls, rounds=rounds, least=min(least, rounds), begin=load.restart, dropped=free, **options)

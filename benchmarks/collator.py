@@ -38,8 +38,6 @@ def measure(run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, count: 
     every row once on both sides.
 
     Args:
-        run: on one thread of the CPU.
-        tokens: capacities of a packed row.
         count: packed rows per round.
 
     Returns:

@@ -52,7 +52,7 @@ COMMANDS = {
     "stale": "which records are of older code",
     "readme": "write tables and pictures of the records into the pages",
 }
-"""Modules of this folder with a `main`: ``python -m benchmarks.NAME`` is the same."""
+"""Modules of this folder with a `COMMAND` or a `main`: ``python -m benchmarks.NAME`` is the same."""
 
 
 def add_common(parser: ArgumentParser, rows: str) -> None:
@@ -93,9 +93,6 @@ class CaseCommand:
     """``python -m benchmarks.CASE``: options, record, table and picture of one case.
 
     Attributes:
-        case: its name, and that of its module.
-        help: the docstring of the module.
-        table: returns a record for people.
         rows: names that ``--rows`` takes; also by position, as the pages have them; none: they are not checked.
         default_rows: what is measured without ``--rows``; None: all.
         tasks: returns what is measured, in order, from the arguments.
@@ -106,7 +103,6 @@ class CaseCommand:
         rounds: runs of each side without ``--rounds``.
         seconds: for all rows without ``--seconds``.
         alike: rows take about as long as each other (`run_rows`).
-        more: adds further options.
         figure: draws a record, given the name of its file too.
     """
 
@@ -196,7 +192,6 @@ def in_one_line(name: str, run: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; a `UserError` is one line, after its traceback if that is asked for.
 
     Args:
-        name: of the command, for the line.
         run: returns the exit code; None is 0.
     """
     try:

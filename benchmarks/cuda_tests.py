@@ -29,8 +29,6 @@ def run_tests(workers: int, arguments: Sequence[str], marker: str = MARKER) -> d
 
     Args:
         workers: processes; 0 runs them in one, without pytest-xdist.
-        arguments: of pytest.
-        marker: an expression of pytest's ``-m``.
 
     Returns:
         ``passed``, ``failed``, ``skipped``: how many. ``seconds``: wall time. ``failures``: the tests. ``skips``: the
@@ -70,7 +68,6 @@ def said(name: str, record: Mapping[str, Any]) -> str:
     """Return one paragraph for a page: the counts, the machine, the versions and the commit.
 
     Args:
-        name: of the file.
         record: with one row of `run_tests`.
     """
     row, versions, source = record["rows"][0], record["versions"], record["source"]

@@ -42,9 +42,6 @@ def measure_side(
     """Train one side in this process; return its figures.
 
     Args:
-        row: with its name as ``row``.
-        side: of `SIDES`.
-        seed: of weights and order.
         peak_gib: for ours, GiB that all may take together.
         less_gib: GiB to leave of these, as earlier runs were over them.
     """
@@ -157,8 +154,6 @@ COMMAND = CaseCommand(
     case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings, table=table,
     more=add_options,
 )  # fmt: skip
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -151,10 +151,6 @@ def wall_times(runs: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Itera
 def figure(record: Mapping[str, Any], source: str = "") -> Figure:
     """Draw a panel for each row of the record.
 
-    Args:
-        record: read from JSON.
-        source: the file of the record, for the caption.
-
     Raises:
         UserError: matplotlib is missing.
     """
@@ -209,8 +205,6 @@ COMMAND = CaseCommand(
     case=CASE, help=__doc__, rows=ROWS, default_rows=DEFAULT_ROWS, tasks=tasks, settings=settings,
     table=table, figure=figure, more=add_options,
 )  # fmt: skip
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

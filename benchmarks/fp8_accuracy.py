@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from benchmarks.command import CaseCommand
 from benchmarks.lora_models import ALPHA, PROJECTIONS, RANK, definitions, quantise
-from benchmarks.model_shapes import ModelShape, build_model
+from benchmarks.model_shapes import ModelShape, build_model, decoder_shape
 from benchmarks.readme_cells import grid
 from fastpack_trl.bench.canvas import Figure, headed, legend, new_figure
 from fastpack_trl.bench.environment import quiet
@@ -47,15 +47,7 @@ SIDES: dict[str, dict[str, Any]] = {"bf16": {}, "nf4": {}, "fp8": {"frozen_base"
 MODELS = {"as trained": 0, "with outliers": 100}
 """By name: one channel of so many is an outlier; 0: none."""
 FACTOR = 30.0
-SHAPE = ModelShape(
-    "qwen3",
-    {
-        "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000, "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    weights=torch.float32,
-)  # fmt: skip
+SHAPE = decoder_shape("qwen3", (12, 768, 2048), (12, 4, 64), 8000, tied=True, theta=1e4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +239,6 @@ def measure(
     """Pre-train, then train every side of both models with every seed.
 
     Args:
-        plan: sizes.
-        seeds: of adapters and order.
-        device: ``cuda`` or ``cpu``.
-        seed: of the pre-training.
         seconds: no further seed is begun after that many.
         save: called with what there is after each seed.
 
@@ -379,8 +367,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(case=CASE, help=__doc__, record=_record, table=table, figure=plot, more=add_options)
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

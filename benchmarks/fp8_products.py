@@ -210,11 +210,6 @@ def random_weight(of: Projection, device: str) -> Tensor:
 def measure(run: Run, models: Mapping[str, ModelShape], *, tokens: Sequence[int] = TOKENS) -> dict[str, Any]:
     """Time layers, and take the errors of each projection.
 
-    Args:
-        run: see `Run`.
-        models: shapes by name.
-        tokens: rows of activations.
-
     Returns:
         A record; rows of the kinds ``layer`` and ``errors``.
 
@@ -386,8 +381,6 @@ COMMAND = CaseCommand(
     case=CASE, help=__doc__, default_rows=MODELS, rounds=11, seconds=110.0, record=_record, table=table,
     more=add_options,
 )  # fmt: skip
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -15,7 +15,7 @@ from typing import Any
 from peft import LoraConfig
 
 from benchmarks.cases import Run, row_lengths
-from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from benchmarks.model_shapes import MODELS, ModelShape, build_model, decoder_shape
 from benchmarks.step_turns import OURS, PAIR, STOCK, steps_in_turn
 from benchmarks.workload import Setting, make_tokenizer, random_documents, trainer_arguments
 from fastpack_trl.bench.parity import LossParityError
@@ -33,8 +33,6 @@ class Workload:
     """The training: a model by its shape, LoRA on all linear layers, documents packed into rows.
 
     Attributes:
-        name: of the model.
-        shape: of the model, random weights.
         documents: tokens of the shortest and of the longest document, uniform between.
         rows: (tokens of a row, micro-batches of one row per optimizer step).
         bf16: autocast to bf16; fp32 otherwise.
@@ -50,13 +48,7 @@ class Workload:
 
 CPU = Workload(
     "qwen3, 28 layers of 32",
-    ModelShape(
-        "qwen3",
-        {
-            "num_hidden_layers": 28, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512, "tie_word_embeddings": True,
-        },
-    ),
+    decoder_shape("qwen3", (28, 32, 96), (4, 2, 8), 512, tied=True, theta=1e4),
     (16, 64),
     ((128, 1), (128, 4)),
     bf16=False,
@@ -75,8 +67,6 @@ def measure(
 
     Args:
         run: a round is a step per side. On CUDA the shape of Qwen3-0.6B in bf16 autocast.
-        tokens: row lengths in place of the workload's, one row per step.
-        workload: `CPU` or `CUDA` by default.
 
     Returns:
         A record. A row is one of `steps_in_turn`; its sides have ``overhead_seconds`` too, and its ``overhead`` is our

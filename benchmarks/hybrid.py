@@ -28,7 +28,7 @@ from fastpack_trl.measure.intervals import ratio_summary, summary
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.recurrent.delta import packed_delta
+from fastpack_trl.recurrent.rules import packed_delta
 
 STOCK, STOCK_COMPILED, OURS, OURS_COMPILED = "stock, padded", "stock, padded, compiled", "packed", "packed, compiled"
 _SMALL = {
@@ -68,9 +68,7 @@ def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]], *, compil
     """Time both sides of every row in turns.
 
     Args:
-        run: see `Run`.
         rows: model and tokens per document, by name.
-        compiled: also with compiled layers, on both sides.
 
     Returns:
         A record; a row has ``sides`` with seconds of a forward and a backward pass, ``ratios`` of stock's to ours and,
@@ -214,8 +212,6 @@ def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
 COMMAND = CaseCommand(
     case="hybrid", help=__doc__, rows=ROWS, default_rows=(), rounds=7, seconds=180.0, record=_record, table=table
 )
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

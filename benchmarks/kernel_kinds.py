@@ -160,7 +160,6 @@ def launches_of(events: Iterable[Any], device: str) -> Iterator[Launch]:
 
     Args:
         events: of `torch.profiler.profile.events`.
-        device: ``cpu`` or ``cuda``.
     """
     from torch.autograd import DeviceType
 

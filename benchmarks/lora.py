@@ -49,9 +49,6 @@ def measure(
     ``fastpack_plan``: `FastSFTTrainer`, every field at its default: recompute only where the memory asks for it.
 
     Args:
-        run: see `Run`.
-        rows: models, of `MODELS`.
-        tokens: row lengths; one row per step.
         layers: only so many decoder layers; stated in the row.
         checkpointing: TRL's gradient checkpointing, on every side or on none.
 

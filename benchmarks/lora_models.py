@@ -79,7 +79,6 @@ def shared_copy(model: Any, *, trained: bool = True) -> Any:
     """Copy modules, hooks and config around the *same* parameters, and around the scales of those in four bits.
 
     Args:
-        model: of a row.
         trained: whether parameters that are trained are shared too; else the copy has its own.
     """
     shared = [parameter for parameter in model.parameters() if trained or not parameter.requires_grad]

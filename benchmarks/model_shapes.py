@@ -17,7 +17,6 @@ class ModelShape:
     """One model, by the fields of its public transformers config.
 
     Attributes:
-        model_type: as transformers names it.
         fields: the config's fields that decide about shapes and attention, under its own names.
         weights: dtype in which stock trains it: fp32 as TRL loads a model by default; bf16 for a mixture of experts,
             whose checkpoint is bf16 at the most.
@@ -49,7 +48,7 @@ class ModelShape:
         return replace(self, fields=fields, layers=chosen, published_layers=published)
 
 
-def _shape(
+def decoder_shape(
     model_type: str, sizes: tuple[int, int, int], heads: tuple[int, int, int], vocabulary: int, *, tied: bool = False,
     theta: float = 1e6, eps: float = 1e-6, experts: dict[str, Any] | None = None, bf16: bool = False,
     layers: int | None = None, leaks: bool = False,
@@ -65,35 +64,40 @@ def _shape(
     return ModelShape(model_type, fields, torch.bfloat16 if bf16 else torch.float32, layers, leaks=leaks)
 
 
-def _gpt_oss(experts: int, top: int, window: int, layers: int) -> dict[str, Any]:
-    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+def gpt_oss_fields(experts: int, top: int, window: int, layers: int) -> dict[str, Any]:
+    """Return the fields of gpt-oss beside those of a decoder: every second layer sees all."""
+    kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     return {
         "num_local_experts": experts, "num_experts_per_tok": top, "sliding_window": window, "layer_types": kinds,
     }  # fmt: skip
 
 
+def moe_fields(experts: int, top: int, inner: int) -> dict[str, Any]:
+    """Return the fields of Qwen3's mixture of experts beside those of a decoder."""
+    return {
+        "moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": top, "norm_topk_prob": True,
+    }  # fmt: skip
+
+
 _QWEN3 = 151_936
 MODELS = {
-    "qwen3-0.6b": _shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tied=True),
-    "qwen3-8b": _shape("qwen3", (36, 4096, 12_288), (32, 8, 128), _QWEN3),
-    "qwen3-14b": _shape("qwen3", (40, 5120, 17_408), (40, 8, 128), _QWEN3),
-    "qwen3-32b": _shape("qwen3", (64, 5120, 25_600), (64, 8, 128), _QWEN3),
-    "llama-3.2-1b": _shape("llama", (16, 2048, 8192), (32, 8, 64), 128_256, tied=True, theta=5e5, eps=1e-5),
-    "gpt-oss-20b": _shape(
-        "gpt_oss", (24, 2880, 2880), (64, 8, 64), 201_088, theta=1.5e5, eps=1e-5, experts=_gpt_oss(32, 4, 128, 24),
-        bf16=True, layers=4, leaks=True,
+    "qwen3-0.6b": decoder_shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tied=True),
+    "qwen3-8b": decoder_shape("qwen3", (36, 4096, 12_288), (32, 8, 128), _QWEN3),
+    "qwen3-14b": decoder_shape("qwen3", (40, 5120, 17_408), (40, 8, 128), _QWEN3),
+    "qwen3-32b": decoder_shape("qwen3", (64, 5120, 25_600), (64, 8, 128), _QWEN3),
+    "llama-3.2-1b": decoder_shape("llama", (16, 2048, 8192), (32, 8, 64), 128_256, tied=True, theta=5e5, eps=1e-5),
+    "gpt-oss-20b": decoder_shape(
+        "gpt_oss", (24, 2880, 2880), (64, 8, 64), 201_088, theta=1.5e5, eps=1e-5, bf16=True, layers=4, leaks=True,
+        experts=gpt_oss_fields(32, 4, 128, 24),
     ),
-    "qwen3-30b-a3b": _shape(
-        "qwen3_moe", (48, 2048, 6144), (32, 4, 128), _QWEN3, bf16=True, layers=4,
-        experts={
-            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        },
+    "qwen3-30b-a3b": decoder_shape(
+        "qwen3_moe", (48, 2048, 6144), (32, 4, 128), _QWEN3, bf16=True, layers=4, experts=moe_fields(128, 8, 768),
     ),
-    "small": _shape("qwen3", (8, 256, 768), (8, 4, 32), 4000, tied=True, theta=1e4),
-    "tiny-qwen3": _shape("qwen3", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4),
-    "tiny-llama": _shape("llama", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4, eps=1e-5),
-    "tiny-gpt-oss": _shape(
-        "gpt_oss", (2, 64, 64), (4, 1, 16), 512, theta=1e4, eps=1e-5, experts=_gpt_oss(8, 2, 64, 2), leaks=True
+    "small": decoder_shape("qwen3", (8, 256, 768), (8, 4, 32), 4000, tied=True, theta=1e4),
+    "tiny-qwen3": decoder_shape("qwen3", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4),
+    "tiny-llama": decoder_shape("llama", (3, 64, 128), (4, 2, 16), 512, tied=True, theta=1e4, eps=1e-5),
+    "tiny-gpt-oss": decoder_shape(
+        "gpt_oss", (2, 64, 64), (4, 1, 16), 512, theta=1e4, eps=1e-5, experts=gpt_oss_fields(8, 2, 64, 2), leaks=True
     ),
 }  # fmt: skip
 """By the name that ``--model`` takes. Rotary scaling for long contexts is left out: it costs nothing at run time."""
@@ -114,9 +118,7 @@ def build_model(shape: ModelShape, *, positions: int, seed: int, device: str) ->
     """Make a causal language model with random weights on `device`, in the shape's own dtype, dropout 0.
 
     Args:
-        shape: which.
         positions: tokens of the longest row.
-        seed: of the weights.
         device: ``cpu``, ``cuda`` or ``meta`` (shapes only).
     """
     from transformers import AutoConfig, AutoModelForCausalLM

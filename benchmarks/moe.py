@@ -84,10 +84,7 @@ def measure(
     """Time forward and backward of every side in turn, after block outputs and gradients were compared.
 
     Args:
-        run: see `Run`.
         rows: names in `SHAPES`; the small ones on the CPU, the public ones on CUDA.
-        tokens: row lengths.
-        layers: decoder layers; by default those of the shape.
 
     Raises:
         UserError: no such model, a row length below 1.

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from benchmarks.model_shapes import MODELS, ModelShape, build_model, decoder_shape, gpt_oss_fields, moe_fields
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 
@@ -22,24 +22,13 @@ MODES = ("lora", "frozen", "full")
 RANK = 16
 
 SMALL = {
-    "qwen3_moe-small": ModelShape(
-        "qwen3_moe",
-        {
-            "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
-            "num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
-        },
+    "qwen3_moe-small": decoder_shape(
+        "qwen3_moe", (3, 256, 512), (4, 2, 64), 512, theta=1e4, experts=moe_fields(32, 8, 128)
     ),
-    "gpt_oss-small": ModelShape(
-        "gpt_oss",
-        {
-            "num_hidden_layers": 3, "hidden_size": 320, "intermediate_size": 320, "num_local_experts": 16,
-            "num_experts_per_tok": 4, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64,
-            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "vocab_size": 512,
-        },
+    "gpt_oss-small": decoder_shape(
+        "gpt_oss", (3, 320, 320), (5, 1, 64), 512, theta=1.5e5, eps=1e-5, experts=gpt_oss_fields(16, 4, 128, 3)
     ),
-}  # fmt: skip
+}
 """For the CPU, in fp32."""
 
 PUBLIC = {name: MODELS[name] for name in ("gpt-oss-20b", "qwen3-30b-a3b", "tiny-gpt-oss")}
@@ -50,12 +39,8 @@ def make_model(shape: ModelShape, mode: str, *, tokens: int, seed: int, device: 
     """Make a model with random weights in training mode.
 
     Args:
-        shape: which; cut to the layers that are wanted.
         mode: ``lora`` (rank 16 on both stacks of every layer), ``frozen`` (experts take no gradient, the rest of the
             layer neither) or ``full`` (the expert stacks train).
-        tokens: of a row.
-        seed: of the weights.
-        device: ``cpu`` or ``cuda``.
     """
     model = build_model(shape, positions=tokens, seed=seed, device=device)
     model.requires_grad_(False)

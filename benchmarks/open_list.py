@@ -27,11 +27,7 @@ class Planned:
     """Rows of one case: ``Planned("side_by_side", "six rows", ("qwen3-8b lora 4096",), ("stock", "fastpack"))``.
 
     Attributes:
-        case: of the record that has them.
-        what: for people.
-        rows: by the names of the command line.
         sides: of each row, where a row has a run for each.
-        more: of the command line.
     """
 
     case: str

@@ -41,7 +41,6 @@ def measure(
         run: 6 rounds give an interval of 95 %. On CUDA larger shapes are trained, in bf16.
         tokens: row lengths (``max_length``); by default 256 to 8192 on the CPU, 4096 to 32768 on CUDA.
         quick: under TRL's defaults only the few row lengths of the workload's `quick_tokens`.
-        workload: other shapes; `CPU` or `CUDA` by default.
 
     Returns:
         A record; its rows are those of `steps_in_turn`.

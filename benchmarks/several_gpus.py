@@ -108,9 +108,6 @@ def train(row: Mapping[str, Any], side: str, *, device: str, folder: str) -> dic
     """Train one side in this rank; return the figures of all ranks.
 
     Args:
-        row: with the ``name`` of the case.
-        side: which.
-        device: ``cpu`` or ``cuda``.
         folder: of all ranks, for checkpoints.
     """
     import torch
@@ -349,8 +346,6 @@ COMMAND = CaseCommand(
     case="several_gpus", help=__doc__, rows={case.name for case in (*CASES, *TINY)}, default_rows=(),
     settings=settings, table=table, tasks=tasks, more=add_options,
 )  # fmt: skip
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -96,8 +96,6 @@ def bound_seconds(kind: str, launches: Iterable[Launch], steps: int, work: Work,
     Args:
         kind: of `benchmarks.kernel_kinds.KINDS`; of copies, and of what is not classified, it is 0.
         launches: the kernels of that kind in so many `steps`: products are counted from their shapes.
-        work: of one step.
-        device: its peaks.
     """
     if kind in (kinds.BASE, kinds.THIN, kinds.EXPERTS):
         return products_seconds(launches, device) / steps

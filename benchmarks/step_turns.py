@@ -41,10 +41,8 @@ def steps_in_turn(
     Args:
         recipes: by side, the reference of the gate first.
         given: of the trainers: ``model``, ``train_dataset``, ``processing_class`` and perhaps ``peft_config``.
-        arguments: of their configuration.
         rounds: timed steps of each side.
         warmup: steps before, behind those of the gate.
-        seed: of weights and order.
         host_clock: time what the host does; it waits for the device between two steps only.
 
     Raises:

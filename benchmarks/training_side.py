@@ -54,12 +54,8 @@ def train_side(
     """Train one side of a row in this process; return its trainer and the watch of its steps, which ends the run.
 
     Args:
-        row: model and data.
-        side: how.
-        seed: of weights and order.
         watched: arguments of `RunWatch`; the warm-up of a side of ours lasts until all is decided.
         made: called with the trainer right before it trains.
-        fields: of its configuration, beside the side's.
     """
     from trl import SFTConfig, SFTTrainer
 

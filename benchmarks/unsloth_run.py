@@ -19,15 +19,7 @@ KINDS = ("lora", "nf4", "full")
 
 
 def run(row: Mapping[str, Any], seed: int, watched: Mapping[str, Any], python: str, timeout: float) -> dict[str, Any]:
-    """Write the folder of a row in one process and train it in another one, under another Python.
-
-    Args:
-        row: with its name as ``row``.
-        seed: of weights and order.
-        watched: arguments of `RunWatch`.
-        python: path of the interpreter.
-        timeout: seconds of each process.
-    """
+    """Write the folder of a row in one process and train it in another one, under another Python."""
     from benchmarks.training_rows import ROWS
 
     kind = ROWS[row["row"]].kind

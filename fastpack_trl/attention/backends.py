@@ -23,10 +23,9 @@ from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
     NO_WINDOW,
     DocumentInputs,
-    additive,
-    band_mask,
     reference_backward,
     reference_forward,
+    window_band,
 )
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -73,7 +72,6 @@ def choose(
 
     Args:
         requested: ``auto``, ``off``, ``padded_rows`` or the name of a backend.
-        features: of the model's attention.
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
         attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
@@ -179,11 +177,9 @@ def _error(call: AttentionCall, lengths: Sequence[int], out: Tensor, leaves: lis
     """Return the largest relative error of output and gradients against plain torch in fp32."""
     query, key, value, *more = (leaf.detach().float() for leaf in leaves)
     window, longest, sinks = call.window or NO_WINDOW, max(lengths), more[0] if more else None
-    band = additive(band_mask(longest, window, out.device)) if longest > window > 0 else None
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    inputs = DocumentInputs(
-        query, key, value, ends, sinks, band, window, call.scale, call.softcap or NO_SOFTCAP, longest
-    )  # fmt: skip
+    band, ends = window_band(longest, window, out.device), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    softcap = call.softcap or NO_SOFTCAP
+    inputs = DocumentInputs(query, key, value, ends, sinks, band, window, call.scale, softcap, longest)
     oracle, lse = reference_forward(inputs)
     upstream = torch.randn(oracle.shape, generator=torch.Generator().manual_seed(1)).to(oracle)
     expected = [oracle, *reference_backward(inputs, upstream, oracle, lse)]

@@ -1,8 +1,7 @@
 """flash-attn-4 over a whole packed row: Hopper and Blackwell, two thirds of the time of torch's kernel.
 
 Its kernels are compiled at the first call. Its two functions are called inside of an operator of ours, as a compiled or
-a recorded layer needs them; sinks, windows and softcap are in the kernel. On the CPU the operator runs its twin in
-plain torch.
+a recorded layer needs them; sinks, windows and softcap are in the kernel.
 """
 
 from __future__ import annotations
@@ -15,18 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, Backend, described
-from fastpack_trl.attention.operators import attention_operator, gather_keys, sink_gradient, tokens_of
+from fastpack_trl.attention.interface import AttentionCall, Backend
+from fastpack_trl.attention.operators import gather_keys, tokens_of
 from fastpack_trl.attention.per_document import FLASH_DTYPES
-from fastpack_trl.attention.reference import (
-    NO_SOFTCAP,
-    NO_WINDOW,
-    DocumentInputs,
-    additive,
-    band_mask,
-    reference_backward,
-    reference_forward,
-)
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
+from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.facts import ModelFeatures
@@ -35,7 +27,6 @@ from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
 NAME = "flash_attention_4"
-MAX_HEAD_DIM = 256
 COMPILE_SECONDS = 6.0
 """Of forward and backward of one kind of attention, before the first call: 4.5 to 7.2 s on the host of an H200."""
 SAVED_PER_ELEMENT = 12e-12
@@ -46,111 +37,33 @@ _FORWARD, _BACKWARD = (f"flash_attn.cute.interface._flash_attn_{way}" for way in
 _function = cache(found)
 
 
-class RowInputs(NamedTuple):
-    """Inputs of the kernel, in the order of the operator's arguments."""
-
-    query: Tensor
-    """(total_tokens, num_heads, head_dim); head_dim a multiple of 8."""
-    key: Tensor
-    """(total_keys, num_kv_heads, head_dim)."""
-    value: Tensor
-    """(total_keys, num_kv_heads, head_dim)."""
-    cu_seqlens: Tensor
-    """(num_segments + 1,) int32, on the device of the query."""
-    sinks: Tensor | None
-    """(num_heads,)."""
-    window: int
-    """Tokens that a query sees, itself included; 0: all before it."""
-    scale: float
-    softcap: float
-    """0: none."""
-    max_seqlen: int
-    """At least the longest segment."""
-    cu_seqlens_k: Tensor
-    """(num_segments + 1,) int32: segments of the keys, aligned bottom-right with those of the queries."""
-    max_seqlen_k: int
-
-    @property
-    def in_kernel(self) -> dict[str, Any]:
-        """Return what forward and backward take alike; the kernel does not count the token itself in a window."""
-        window = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
-        return {
-            "cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": self.cu_seqlens_k, "max_seqlen_q": self.max_seqlen,
-            "max_seqlen_k": self.max_seqlen_k, "softmax_scale": self.scale, "softcap": self.softcap, "causal": True,
-            "learnable_sink": self.sinks, **window,
-        }  # fmt: skip
-
-    @property
-    def for_reference(self) -> DocumentInputs:
-        """Return the same inputs in the layout of `reference.py`."""
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
-        longest = min(self.max_seqlen_k, self.key.shape[0])
-        band = additive(band_mask(longest, self.window)) if self.window and longest > self.window else None
-        return DocumentInputs(
-            q,
-            k,
-            v,
-            self.cu_seqlens,
-            self.sinks,
-            band,
-            self.window,
-            self.scale,
-            self.softcap,
-            self.max_seqlen,
-            self.cu_seqlens_k,
-        )
+def _in_kernel(row: RowInputs) -> dict[str, Any]:
+    """Return what forward and backward take alike; the kernel does not count the token itself in a window."""
+    window = {"window_size_left": row.window - 1, "window_size_right": 0} if row.window else {}
+    return {
+        "cu_seqlens_q": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen_q": row.max_seqlen,
+        "max_seqlen_k": row.max_seqlen_k, "softmax_scale": row.scale, "softcap": row.softcap, "causal": True,
+        "learnable_sink": row.sinks, **window,
+    }  # fmt: skip
 
 
-def flash4_attention(*fields: Any) -> tuple[Tensor, Tensor]:
-    """Compute causal attention inside each segment from the fields of `RowInputs`.
-
-    Returns:
-        (total_tokens, num_heads, head_dim), and the log-sum-exp with the sinks, (num_heads, total_tokens) fp32.
-    """
-    row = RowInputs(*fields)
-    if row.query.is_cuda:
-        out, lse, *_ = _function(_FORWARD)(*row[:3], return_lse=True, **row.in_kernel)
-        return out, lse
-    with torch.autocast(row.query.device.type, enabled=False):
-        outs, lses = reference_forward(row.for_reference)
-    return outs[0], lses[0].contiguous()
+def flash4_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+    """Compute causal attention inside each segment on CUDA; see `row_operator`."""
+    out, lse, *_ = _function(_FORWARD)(*row[:3], return_lse=True, **_in_kernel(row))
+    return out, lse
 
 
 def flash4_attention_backward(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any
+    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (an empty tensor if there are none)."""
-    row = RowInputs(*fields)
-    if row.query.is_cuda:
-        dq, dk, dv, *dsinks = _function(_BACKWARD)(
-            *row[:3], out, grad_out, lse, deterministic=torch.are_deterministic_algorithms_enabled(), **row.in_kernel
-        )
-        return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
-    grads = reference_backward(row.for_reference, grad_out[None], out[None], lse[None])
-    dq, dk, dv = (grad[0].transpose(0, 1).contiguous() for grad in grads)
-    return dq, dk, dv, sink_gradient(grad_out, out, lse, row.sinks)
+    """Return its gradients."""
+    dq, dk, dv, *dsinks = _function(_BACKWARD)(
+        *row[:3], out, grad_out, lse, deterministic=torch.are_deterministic_algorithms_enabled(), **_in_kernel(row)
+    )
+    return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
-    query = RowInputs(*fields).query
-    total, heads, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
-
-
-def _flops(*fields: Any, **_keywords: Any) -> int:
-    row = RowInputs(*fields)
-    return int(4 * row.query.numel() * row.max_seqlen_k)  # an upper bound: the device is not asked for lengths
-
-
-def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
-    return _flops(*fields) * 5 // 2
-
-
-_attention = attention_operator(
-    RowInputs, flash4_attention, flash4_attention_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward,
-    memory_format=torch.contiguous_format,
-)  # fmt: skip
+_attention = row_operator(flash4_attention, flash4_attention_backward)
 
 
 class FlashAttention4Layer(NamedTuple):
@@ -171,15 +84,13 @@ class FlashAttention4Layer(NamedTuple):
         Raises:
             ValueError: a dtype or dropout that the kernel does not have; names the remedy.
         """
-        if call.dropout or (call.query.is_cuda and call.query.dtype not in FLASH_DTYPES):
-            what = f"dropout {call.dropout}" if call.dropout else str(call.query.dtype).replace("torch.", "dtype ")
-            raise ValueError(f"{NAME} has no {what}: set packed_attention='per_document' or 'sdpa'")
+        check_call(NAME, call, softcap=True)
         query, *keyed = tokens_of(call)
         if self.key_index is not None:
             keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
         out, _ = _attention(
-            query, *keyed, self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale,
-            call.softcap or NO_SOFTCAP, self.max_seqlen, self.cu_seqlens_k, self.max_seqlen_k,
+            query, *keyed, self.cu_seqlens, call.sinks, None, call.window or NO_WINDOW, call.scale, self.max_seqlen,
+            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
         )  # fmt: skip
         return out[None, ..., : call.value.shape[-1]].contiguous()
 
@@ -218,8 +129,7 @@ class FlashAttention4(Backend):
         return "" if cost.pays(1) else f"{NAME} would be compiled for longer than it saves in this run"
 
     def reason(self, features: ModelFeatures) -> str:
-        dtype = str(features.compute_dtype).removeprefix("torch.")
-        return f"flash-attn-4, {dtype}, sm{''.join(map(str, features.capability or ()))}; {described(features)}"
+        return reason_for("flash-attn-4", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         return ""

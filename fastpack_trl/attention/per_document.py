@@ -25,6 +25,7 @@ from fastpack_trl.attention.reference import (
     empty_output,
     reference_backward,
     reference_forward,
+    window_band,
 )
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import NEEDS, found, lacks
@@ -136,9 +137,8 @@ def has_grouped_kernel(features: ModelFeatures) -> bool:
 def _band(longest: int, window: int, device: torch.device) -> Tensor:
     # Additive, as the flash kernel of the CPU wants it; fp32 goes with every input dtype. Where no segment exceeds the
     # window nobody reads it, but a compiled layer must not be made again because it is missing.
-    if longest <= window:
-        return torch.zeros(2, 2, device=device)
-    return additive(band_mask(longest, window, device))
+    band = window_band(longest, window, device)
+    return torch.zeros(2, 2, device=device) if band is None else band
 
 
 def _native_sdpa(inputs: DocumentInputs, causal: Tensor | None, repeats: bool) -> Tensor:

@@ -47,10 +47,7 @@ class Probe:
     A model that FSDP 2 has sharded is run as a whole, in every process; its embeddings are put in by a hook.
 
     Args:
-        model: a transformers causal language model, plain or inside PEFT.
         attention: what `packed_attention` yielded for it.
-        lengths: tokens per document.
-        seed: of the tokens.
     """
 
     def __init__(self, model: nn.Module, attention: PackedAttention, lengths: tuple[int, ...], seed: int) -> None:

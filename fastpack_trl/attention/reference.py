@@ -62,6 +62,11 @@ def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
+def window_band(longest: int, window: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """Return `DocumentInputs.band` for segments of up to `longest` keys."""
+    return additive(band_mask(longest, window, device)) if longest > window > NO_WINDOW else None
+
+
 def reference_forward(inputs: DocumentInputs) -> tuple[Tensor, Tensor]:
     """Compute the scores of one segment at a time, in fp32 or fp64.
 

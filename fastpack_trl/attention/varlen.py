@@ -1,33 +1,25 @@
 """torch's own variable-length flash kernel over a whole packed row: CUDA, bf16 and fp16, nothing to install.
 
 `torch.nn.attention.varlen` wraps the same two operators; they are called directly, because its wrapper takes grouped
-heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`operators.py`). On the CPU the
-operator runs its twin in plain torch, so that everything around the kernel is tested without a device.
+heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`operators.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpack_trl.attention import cudnn
-from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, described
-from fastpack_trl.attention.operators import attention_operator, fold_sinks, gather_keys, sink_gradient, tokens_of
+from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
+from fastpack_trl.attention.operators import fold_sinks, gather_keys, sink_gradient, tokens_of
 from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES, PerDocument
-from fastpack_trl.attention.reference import (
-    NO_SOFTCAP,
-    NO_WINDOW,
-    DocumentInputs,
-    additive,
-    band_mask,
-    reference_backward,
-    reference_forward,
-)
+from fastpack_trl.attention.reference import NO_WINDOW
+from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import lacks
@@ -35,7 +27,6 @@ from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 from fastpack_trl.packing.shared_keys import SharedKeys
 
-MAX_HEAD_DIM = 256
 # The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
 # elements with an int32.
 _INT32 = 2**31
@@ -81,24 +72,17 @@ class VarlenLayer(NamedTuple):
         Raises:
             ValueError: a dtype, dropout or softcap that the kernel does not have; names the remedy.
         """
-        query, _, value, scale, window, sinks, softcap, dropout, _ = call
-        wrong_dtype = query.is_cuda and query.dtype not in FLASH_DTYPES
-        # No message is made before it is needed: inside a graph these are symbols.
-        if wrong_dtype or dropout or softcap is not None:
-            what = f"dropout {dropout}" if dropout else f"softcap {softcap}"
-            what = str(query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
-            raise ValueError(f"varlen has no {what}: set packed_attention='per_document' or 'sdpa'")
-        tokens = tokens_of(call)
+        check_call("varlen", call, softcap=False)
+        tokens, sinks, window, scale = tokens_of(call), call.sinks, call.window or NO_WINDOW, call.scale
         outs = []
         for cu_seqlens, max_seqlen, start, end, bounds, key_index, cu_seqlens_k, max_seqlen_k in self.parts:
             q, k, v = tokens if len(self.parts) == 1 else (tensor[start:end] for tensor in tokens)
             if key_index is not None:
                 k, v = (gather_keys(tensor, key_index) for tensor in tokens[1:])
-            window = window or NO_WINDOW
             row = RowInputs(q, k, v, cu_seqlens, sinks, bounds, window, scale, max_seqlen, cu_seqlens_k, max_seqlen_k)
             outs.append(_attention(*row)[0])
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out[None, ..., : value.shape[-1]].contiguous()
+        return out[None, ..., : call.value.shape[-1]].contiguous()
 
 
 class Varlen(Backend):
@@ -129,9 +113,7 @@ class Varlen(Backend):
         yield features.softcap and "has no softcap"
 
     def reason(self, features: ModelFeatures) -> str:
-        dtype = str(features.compute_dtype).removeprefix("torch.")
-        capability = "".join(map(str, features.capability or ()))
-        return f"torch's flash kernel, {dtype}, sm{capability}; {described(features)}"
+        return reason_for("torch's flash kernel", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         if can_index(bucket.tokens, elements_per_token(features), bucket.segments):
@@ -157,7 +139,8 @@ class Varlen(Backend):
         # document in each batch; the lengths of more are read by the kernel over the row.
         if batch.is_static:
             known = (batch.total_tokens,) if len(batch.cu_seqlens) == 2 else ()
-            return VarlenLayer((_part(batch, known, 0, device, alone_from),))
+            part = _part(batch, known, 0, device, math.inf if batch.shared is not None else alone_from)
+            return VarlenLayer((part if batch.shared is None else _with_keys(part, batch.shared, device),))
         lengths = batch.segment_lengths
         if alone_from < math.inf and not can_index(max(lengths), elements):
             return PerDocument().prepare(batch, features, device)
@@ -169,8 +152,10 @@ class Varlen(Backend):
             row = batch if len(runs) == 1 else PackedBatch.from_lengths(run)
             part = _part(row, run, start, device, alone_from)
             if shared is not None:
+                part = _with_keys(part, shared, device)
+            if shared is not None and len(runs) > 1:
                 stop = keys + sum(run) + sum(shared.prefix_lengths[first:end])
-                part, keys = _with_keys(part, shared, slice(first, end), slice(keys, stop), device), stop
+                part, keys = _some_keys(part, slice(first, end + 1), slice(keys, stop)), stop
             parts.append(part)
             start = part.end
         return VarlenLayer(tuple(parts))
@@ -194,12 +179,17 @@ def _part(row: PackedBatch, lengths: Sequence[int], start: int, device: torch.de
     return RowPart(row.cu_seqlens.to(device), row.bucketed_max_seqlen, start, start + row.total_tokens, bounds)
 
 
-def _with_keys(part: RowPart, shared: SharedKeys, segments: slice, keys: slice, device: torch.device) -> RowPart:
-    """Return a piece of a row with the keys of its segments, which may be tokens of other pieces."""
-    ends = shared.cu_seqlens_k[segments.start : segments.stop + 1].to(device)
-    index = shared.key_index[keys].to(device)
-    longest = rounded_length(shared.max_seqlen_k)
-    return part._replace(key_index=index, cu_seqlens_k=ends - keys.start if keys.start else ends, max_seqlen_k=longest)
+def _with_keys(part: RowPart, shared: SharedKeys, device: torch.device) -> RowPart:
+    """Return a part with the keys of its row."""
+    index, ends = shared.key_index.to(device), shared.cu_seqlens_k.to(device)
+    return part._replace(key_index=index, cu_seqlens_k=ends, max_seqlen_k=rounded_length(shared.max_seqlen_k))
+
+
+def _some_keys(part: RowPart, ends: slice, keys: slice) -> RowPart:
+    """Return a part with those keys that are its segments', which may be tokens of other parts."""
+    assert part.key_index is not None
+    assert part.cu_seqlens_k is not None
+    return part._replace(key_index=part.key_index[keys], cu_seqlens_k=part.cu_seqlens_k[ends] - keys.start)
 
 
 def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
@@ -228,125 +218,36 @@ def indexable_runs(segment_lengths: tuple[int, ...], elements_per_token: int) ->
     return [*bounds, (first, len(segment_lengths))]
 
 
-class RowInputs(NamedTuple):
-    """Inputs of the kernel, in the order of the operator's arguments."""
-
-    query: Tensor
-    """(total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most 256."""
-    key: Tensor
-    """(total_keys, num_kv_heads, head_dim)."""
-    value: Tensor
-    """(total_keys, num_kv_heads, head_dim)."""
-    cu_seqlens: Tensor
-    """(num_segments + 1,) int32, on the device of the query."""
-    sinks: Tensor | None
-    """(num_heads,)."""
-    bounds: Tensor | None
-    """(num_segments + 1,) int32 **on the host**, in tokens: each segment has a call of its own, where the device has a
-    faster kernel for one. (0, 0): the row is one call. None: on this device it always is. A tensor, so that a compiled
-    layer is the same for both; never with a window or sinks."""
-    window: int
-    """Tokens that a query sees, itself included; 0: all before it."""
-    scale: float
-    max_seqlen: int
-    """At least the longest segment."""
-    cu_seqlens_k: Tensor | None = None
-    """(num_segments + 1,) int32, on the device of the query: segments of the keys, aligned bottom-right with those of
-    the queries. None: each token is a query and a key."""
-    max_seqlen_k: int = 0
-    """At least the most keys of a segment."""
-
-    @property
-    def segments(self) -> tuple[Tensor, Tensor, int, int]:
-        """Return segments of queries and keys, and the longest of each, as torch's operators take them."""
-        if self.cu_seqlens_k is None:
-            return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
-        return self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k
-
-    @property
-    def in_kernel(self) -> dict[str, Any]:
-        """Return scale and window as torch's operators take them: flash kernels do not count the token itself."""
-        left = self.window - 1 if self.window else -1
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
-
-    @property
-    def documents(self) -> list[slice]:
-        """Return the segments that have a call each; none where the row is one call."""
-        bounds = [0] if self.bounds is None else self.bounds.tolist()  # a host tensor: no device is asked
-        return [slice(*pair) for pair in pairwise(bounds)] if bounds[-1] else []
-
-    @property
-    def for_reference(self) -> DocumentInputs:
-        """Return the same inputs in the layout of `reference.py`."""
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
-        band, longest = None, min(self.segments[-1], self.key.shape[0])
-        if self.window and longest > self.window:
-            band = additive(band_mask(longest, self.window))
-        cu_seqlens = self.bounds if self.documents and self.bounds is not None else self.cu_seqlens
-        return DocumentInputs(
-            q, k, v, cu_seqlens, None, band, self.window, self.scale, NO_SOFTCAP, self.max_seqlen, self.cu_seqlens_k
-        )
+def _in_kernel(row: RowInputs) -> dict[str, Any]:
+    """Return scale and window as torch's operators take them: flash kernels do not count the token itself."""
+    return {"scale": row.scale, "window_size_left": row.window - 1 if row.window else -1, "window_size_right": 0}
 
 
-def varlen_attention(*fields: Any) -> tuple[Tensor, Tensor]:
-    """Compute causal attention inside each segment from the fields of `RowInputs`.
-
-    Returns:
-        (total_tokens, num_heads, head_dim), and the log-sum-exp, (num_heads, total_tokens) fp32.
-    """
-    row = RowInputs(*fields)
+def varlen_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+    """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
         return cudnn.forward(row.query, row.key, row.value, documents, row.scale)
-    if row.query.is_cuda:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            row.query, row.key, row.value, *row.segments, 0.0, True, False, **row.in_kernel
-        )  # fmt: skip
-    else:
-        with torch.autocast(row.query.device.type, enabled=False):
-            outs, lses = reference_forward(row.for_reference)
-        out, lse = outs[0], lses[0].contiguous()
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        row.query, row.key, row.value, *row.segments, 0.0, True, False, **_in_kernel(row)
+    )
     return fold_sinks(out, lse, row.sinks)
 
 
 def varlen_attention_backward(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any
+    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (an empty tensor if there are none)."""
-    row = RowInputs(*fields)
+    """Return its gradients."""
     documents = row.documents
     if documents and cudnn.serves(row.query, row.key, documents, row.scale):
-        grads = cudnn.backward(grad_out, out, lse, row.query, row.key, row.value, documents, row.scale)
-    elif row.query.is_cuda:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_out, row.query, row.key, row.value, out, lse, *row.segments, 0.0, True, no_dropout,
-            row.query.new_empty(0), **row.in_kernel,
-        )  # fmt: skip
+        dq, dk, dv = cudnn.backward(grad_out, out, lse, row.query, row.key, row.value, documents, row.scale)
     else:
-        found = reference_backward(row.for_reference, grad_out[None], out[None], lse[None])
-        grads = tuple(grad[0].transpose(0, 1).contiguous() for grad in found)
-    return (*grads, sink_gradient(grad_out, out, lse, row.sinks))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out, row.query, row.key, row.value, out, lse, *row.segments, 0.0, True, no_dropout,
+            row.query.new_empty(0), **_in_kernel(row),
+        )  # fmt: skip
+    return dq, dk, dv, sink_gradient(grad_out, out, lse, row.sinks)
 
 
-def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
-    query = RowInputs(*fields).query
-    total, heads, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
-
-
-# Lengths are on the device and are not asked for: an upper bound from the longest segment, never free.
-def _flops(*fields: Any, **_keywords: Any) -> int:
-    row = RowInputs(*fields)
-    return int(4 * row.query.numel() * row.segments[-1])
-
-
-def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
-    return _flops(*fields) * 5 // 2
-
-
-_attention = attention_operator(
-    RowInputs, varlen_attention, varlen_attention_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward,
-    on_host=("bounds",), memory_format=torch.contiguous_format,
-)  # fmt: skip
+_attention = row_operator(varlen_attention, varlen_attention_backward)

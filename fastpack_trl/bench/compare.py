@@ -150,8 +150,6 @@ def measure(
 
     Args:
         recipes: by name, the reference of the gate first.
-        build: see `compare`.
-        plan: how much.
         shown: a progress bar, updated once per round.
         why_not: given `OURS`, then built before the others, returns why it need not be measured; empty to go on.
 

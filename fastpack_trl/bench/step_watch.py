@@ -76,7 +76,6 @@ class StepWatch(TrainerCallback):
     """Fills a `RawStep` while a trainer trains. It does not synchronise; `settle` does, between two steps.
 
     Args:
-        clock: of the device.
         pad_token_id: what stands at the end of rows that are padded to a multiple; None where none are.
     """
 

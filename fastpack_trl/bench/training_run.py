@@ -54,8 +54,6 @@ class TrainingRun:
     Attributes:
         row: plain data for JSON: its name as ``row``, its ``tokens``, perhaps the ``round``, and what else the side
             must know and the record is to say.
-        side: its name.
-        launcher: trains it.
     """
 
     row: Mapping[str, Any]

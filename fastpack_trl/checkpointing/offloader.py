@@ -130,10 +130,7 @@ class Offloader:
     """Writes and fetches layer inputs of one device. Calls may come from any thread.
 
     Args:
-        streams: the device.
-        budget_bytes: most pinned host memory.
         prefetch: fetch the next input while a layer is recomputed; else each when it is needed.
-        min_bytes: smaller inputs stay on the device.
         say: called with a sentence for each fallback; the receiver says each once.
     """
 

@@ -293,7 +293,6 @@ class Planner:
     """Makes plans of one model for rows of one size.
 
     Attributes:
-        costs: of its levels.
         budget: bytes for what layers keep and for the layer in work.
         tokens: of the largest row.
         longest: tokens of its longest document.

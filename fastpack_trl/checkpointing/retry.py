@@ -25,9 +25,6 @@ class StepState:
     """State that one micro-batch changes before its optimizer step: gradients, random states, TRL's metrics.
 
     Made before the micro-batch; holds no copy of a gradient.
-
-    Args:
-        run: whose step it is.
     """
 
     def __init__(self, run: Run) -> None:

@@ -182,7 +182,6 @@ class HostPool:
     run on one stream, in the order in which they were asked for.
 
     Args:
-        streams: where the memory comes from.
         budget_bytes: most pinned memory to take from the system.
         say: called with a sentence when something falls back; the receiver says each once.
     """

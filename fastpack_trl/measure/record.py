@@ -38,13 +38,9 @@ def make_record(
     """Return one run as plain data for JSON. It names neither the host nor any path.
 
     Args:
-        case: name of the measured case.
         settings: what was asked for, e.g. shapes and number of pairs.
         rows: one entry per measured configuration, every single time included.
         complete: False when the run was interrupted; `rows` is then what was finished.
-        device: ``cpu`` or ``cuda``, as torch spells it.
-        threads: torch's intra-op threads during the run.
-        seed: of weights and data.
     """
     return {
         "schema": SCHEMA,

@@ -67,8 +67,6 @@ def take_turns(
     What else the machine does hits all sides alike, and a drift over the run cancels in the ratio of a round.
 
     Args:
-        sides: names with their callables.
-        rounds: timed rounds at most.
         warmup: rounds run before, not timed.
         seconds: no further round is started after that many; the warm-up counts.
         least: timed rounds that are run in any case.

@@ -202,7 +202,6 @@ def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
     """Return the attention implementation that the user chose; None where it is transformers' own default.
 
     Args:
-        model: a loaded model.
         by_name: `attn_implementation` of `model_init_kwargs`, when the model was given by its name; it may name one
             per sub-model.
     """
@@ -218,7 +217,6 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
     """Read what `model` (PEFT or plain) needs of a packed attention; what cannot be read is a `gap`.
 
     Args:
-        model: a transformers causal language model.
         compute_dtype: the autocast dtype that it will run in; default: that of its weights.
     """
     base = text_model(model)

@@ -112,12 +112,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 class HookWatch:
-    """The hooks of the user that a call of one module reaches, looked for only where one may have come or gone.
-
-    Args:
-        module: whose calls are meant.
-        name: of the module in its model.
-    """
+    """The hooks of the user that a call of one module reaches, looked for only where one may have come or gone."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
         self.module, self.name = module, name

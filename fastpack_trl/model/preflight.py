@@ -113,7 +113,6 @@ def check_weights(name: str, init: Mapping[str, Any], option: str = "model") -> 
     """Check that a local folder has weights, and their headers; a hub name passes.
 
     Args:
-        name: of the model.
         init: keywords of `from_pretrained`; some name other files, which are not checked.
         option: what the user gave the name to, for the message.
 
@@ -167,7 +166,6 @@ def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[objec
     """Check that what a level or an offload was asked for by name is not excluded by another setting.
 
     Args:
-        args: of the run.
         level, offload: the fields `activation_memory` and `checkpoint_offload`.
         reasons: against a plan; default: those that the arguments have.
 

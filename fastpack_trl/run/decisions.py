@@ -34,9 +34,6 @@ class Choice:
 class Decisions:
     """Made with the trainer and when a run begins, each by one place of the package; fixed while steps run.
 
-    Args:
-        settings: ours of the trainer's arguments.
-
     Attributes:
         settings: resolved; a plain `SFTConfig` has the defaults.
         choice: the attention path.

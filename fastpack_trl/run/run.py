@@ -154,7 +154,6 @@ class Run(Decisions):
         """Set the line of `feature` in the report.
 
         Args:
-            feature: by name.
             status, path, reason: as of `FeatureLine`.
             holds: whether what the feature is for is so; None: where it is on. True where there is nothing to do.
 

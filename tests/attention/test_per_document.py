@@ -61,8 +61,9 @@ def test_operators_pass_torchs_own_checks() -> None:
     )
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
     for sink, bounds, window in ((sinks, None, 2), (None, cu_seqlens.clone(), 0)):
-        check_operators("varlen_attention", (*tokens, cu_seqlens, sink, bounds, window, SCALE, 3, None, 0))
-        check_operators("flash4_attention", (*tokens, cu_seqlens, sink, window, SCALE, NO_SOFTCAP, 3, cu_seqlens, 3))
+        ends = cu_seqlens
+        check_operators("varlen_attention", (*tokens, ends, sink, bounds, window, SCALE, 3, None, 0, NO_SOFTCAP))
+        check_operators("flash4_attention", (*tokens, ends, sink, None, window, SCALE, 3, ends, 3, NO_SOFTCAP))
 
 
 def test_a_flop_counter_changes_no_bit() -> None:

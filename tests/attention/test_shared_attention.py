@@ -30,6 +30,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.operators import gather_keys
 from fastpack_trl.attention.per_document import PerDocument
+from fastpack_trl.attention.whole_row import RowInputs
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
@@ -135,7 +136,7 @@ def test_empty_segments_on_the_device_change_nothing(window: int) -> None:
     for q_ends, k_ends in ((ends, ends_k), ([0, *ends, ends[-1]], [0, *ends_k, ends_k[-1]])):
         tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32, device="cuda") for bounds in (q_ends, k_ends))
-        row = varlen.RowInputs(*tensors, cu_q, None, None, window, SCALE, 128, cu_k, 128)
+        row = RowInputs(*tensors, cu_q, None, None, window, SCALE, 128, cu_k, 128)
         out = torch.ops.fastpack.varlen_attention_with_gradient(*row)[0]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     for one, other in zip(*results, strict=True):
@@ -153,7 +154,7 @@ def test_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(torch.ops.fastpack.add_rows.default, (tokens[1].detach(), index[:7], 7))
     keys = [gather_keys(tensor.detach(), index).requires_grad_() for tensor in tokens[1:]]
     check_operators(
-        "varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7)
+        "varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7, 0.0)
     )  # fmt: skip
     heads_first = [tensor.detach().transpose(0, 1)[None].requires_grad_() for tensor in (tokens[0], *keys)]
     check_operators("per_document_attention", (*heads_first, batch.cu_seqlens, sinks, None, 0, SCALE, 0.0, 4, ends_k))

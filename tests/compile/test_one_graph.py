@@ -12,7 +12,8 @@ from static_material import bucket_for, make_rows, to_static
 
 from fastpack_trl.attention import varlen
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.attention.varlen import RowInputs, Varlen
+from fastpack_trl.attention.varlen import Varlen
+from fastpack_trl.attention.whole_row import RowInputs
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.moe.apply import apply_moe

@@ -10,30 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, hybrid_model
+from hybrid_material import HYBRIDS, hybrid_model, reached
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.mixers import FUNCTIONS, mixers
+from fastpack_trl.model.mixers import FUNCTIONS
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients, tiny_model
 
 LENGTHS = (150, 1, 14, 64, 66)
 """A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
-# In transformers 5.17 they hand the documents to their convolution as `seq_idx` alone.
-HAND_ON = {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"}
-
-
-def reached(family: str) -> bool:
-    """Whether the installed transformers has the family, in a form that packs."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers has no {family}")
-    model = hybrid_model(family)
-    return not (family in HAND_ON and not mixers(model))
 
 
 def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, PackedBatch]:
