@@ -58,9 +58,9 @@ BUDGETS = {
     "cli": 1250,
     "compile": 900,
     "kernels": 1450,
-    "lora": 2000,
+    "lora": 2550,
     "measure": 1450,
-    "model": 2100,
+    "model": 2150,
     "moe": 1500,
     "packing": 3050,
     "quickstart": 950,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 800,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 34700, "benchmarks": 8750, "tests": 36900}
+TOTALS = {"fastpack_trl": 35350, "benchmarks": 8750, "tests": 37400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
