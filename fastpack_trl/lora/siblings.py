@@ -45,6 +45,7 @@ class Siblings:
         self.modules, self._layer = list(modules), layer
         self.alone = ""
         self._source: Tensor | None = None
+        self._version = 0
         self._outs: list[Tensor] = []
         self._left = 0
 
@@ -61,9 +62,11 @@ class Siblings:
         place: int = layer.fastpack_place
         if layer is not self.modules[place] or not isinstance(layer.fastpack_cast, JoinedCast):
             return None
+        if not torch.is_grad_enabled():  # evaluation between two steps, whose casts are still there
+            return None
         if place == 0:
             self._begin(x, layer.fastpack_cast)
-        elif self._source is not x:
+        elif self._source is not x or self._version != _version(x):
             if self._source is not None:
                 self._run_alone("one of them was given another input")
             return None
@@ -120,7 +123,11 @@ class Siblings:
         weights = [base.weight for base in bases]
         by_torch = not torch.compiler.is_compiling() and is_small(rows)
         self._outs = joined_projection(rows, weights, cast.a, cast.b, ranks, biases, by_torch=by_torch)
-        self._source, self._left = x, len(self.modules)
+        self._source, self._version, self._left = x, _version(x), len(self.modules)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() else x._version
 
 
 def find_siblings(model: nn.Module, fast: Sequence[Any]) -> list[Siblings]:

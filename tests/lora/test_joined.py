@@ -262,6 +262,15 @@ def checkpointed(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def evaluated(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=any_ids())
+    model.train()
+    with torch.no_grad():
+        model(input_ids=any_ids())
+
+
 def rescaled(model: Any) -> None:
     q_proj(model).scaling["default"] = 3.0
 
@@ -275,7 +284,7 @@ def second_adapter(model: Any) -> None:
 CHANGES = {
     pre_hook: EVERY - 3, hook: EVERY - 3, hook_on_a_part: EVERY - 3, another_forward: EVERY, other_weight: EVERY,
     edited_weight: EVERY, merged_and_unmerged: EVERY, one_merged: EVERY - 3, checkpointed: 0, rescaled: EVERY,
-    second_adapter: 0,
+    evaluated: EVERY, second_adapter: 0,
 }  # fmt: skip
 
 
@@ -353,6 +362,10 @@ def test_one_that_is_not_called_and_one_that_is_called_by_itself() -> None:
     torch.testing.assert_close(extra.first(x), twin.first(x))
     assert group.alone == "one of them was not called"
     torch.testing.assert_close(extra(x), twin(x))
+    edited = x.clone()
+    out = extra.first(edited)
+    edited.mul_(2)
+    torch.testing.assert_close(out + extra.second(edited), twin.first(x) + twin.second(2 * x))
     step(peft, any_ids(seed=1))
     assert isinstance(extra.first.fastpack_cast, CastAdapter)
     torch.testing.assert_close(extra(x), twin(x))
