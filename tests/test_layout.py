@@ -57,21 +57,21 @@ BUDGETS = {
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1450,
+    "kernels": 1750,
     "lora": 2550,
     "measure": 1450,
     "model": 2150,
     "moe": 1500,
     "packing": 3050,
     "quickstart": 950,
-    "recurrent": 1050,
+    "recurrent": 1000,
     "recipe": 2700,
     "run": 400,
     "step": 2450,
-    "trainers": 800,
+    "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35350, "benchmarks": 8750, "tests": 37400}
+TOTALS = {"fastpack_trl": 35750, "benchmarks": 8750, "tests": 37400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

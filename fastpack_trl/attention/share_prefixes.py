@@ -26,9 +26,6 @@ _SAMPLE = 64
 @contextmanager
 def share_prefixes(run: Run) -> Iterator[None]:
     """Let the rows of a training hold shared prefixes once; after `sync_free`, whose loss counts them as often."""
-    if not run.training:
-        yield
-        return
     looks = run.settings.share_prefixes != "off" and run.packs
     computed = computed_share(run.trainer) if looks else None
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack_trl.kernels.inverse import chunk_inverse
 from fastpack_trl.kernels.state_pass import state_pass
-from fastpack_trl.recurrent.inverse import chunk_inverse
 from fastpack_trl.recurrent.precision import tensor_cores
 
 

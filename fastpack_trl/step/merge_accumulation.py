@@ -33,9 +33,6 @@ eight times as many the longer row has left the cache, and they take 1.3 to 1.8 
 @contextlib.contextmanager
 def merge_accumulation(run: Run) -> Iterator[None]:
     """Run the micro-batches of an optimizer step as fewer, longer rows; after `sync_free`, whose losses it needs."""
-    if not run.training:
-        yield
-        return
     setting = run.settings.merge_accumulation
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
     why = run.ranks.first_reason(lambda: first_reason(_reasons(run)))

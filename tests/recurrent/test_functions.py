@@ -21,9 +21,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
+from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
 from fastpack_trl.recurrent.seams import OURS
 
@@ -76,7 +76,7 @@ A = -torch.rand(HEADS, generator=torch.Generator().manual_seed(3)) * 4
 
 def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
     rows = (tensor[None] for tensor in (x, dt))
-    heads = A.to(x.dtype)
+    heads = A.to(x)
     skip, bias = heads + 2, heads / 8
     out: Tensor = function(
         *rows, heads, b[None], c[None], chunk_size=32, D=skip, dt_bias=bias, dt_softplus=True, dt_limit=(0.01, 2.0)
@@ -85,7 +85,7 @@ def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Ten
 
 
 def mamba_exact(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    heads = A.to(x.dtype)
+    heads = A.to(x)
     step = F.softplus(dt + heads / 8).clamp(0.01, 2.0)
     return ssd_reference(x * step[..., None], heads * step, repeated(b), repeated(c)) + (heads + 2)[:, None] * x
 
@@ -99,12 +99,12 @@ WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(4))
 
 
 def conv(function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x.dtype)
+    weight = WEIGHT.to(x)
     return function(x.T[None], weight=weight, bias=weight[:, 0], activation="silu")[0].T
 
 
 def conv_exact(x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x.dtype)
+    weight = WEIGHT.to(x)
     return F.silu(conv_reference(x, weight, weight[:, 0]))
 
 
@@ -125,8 +125,8 @@ def results(function: Callable[..., Tensor], arguments: list[Tensor], dtype: tor
     """The output and the gradient of each argument."""
     leaves = [argument.to(dtype).requires_grad_() for argument in arguments]
     out = function(*leaves)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, direction)]
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, leaves, direction.to(out))]
 
 
 def stock_of(name: str, lengths: tuple[int, ...], *tokens: Tensor) -> Tensor:
@@ -262,3 +262,21 @@ def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str) -> Non
     for own, theirs, right in zip(rounded, stock, exact, strict=True):
         assert distance(own, right) <= 2 * distance(theirs, right) + 1e-3
     assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 700), (63, 1, 64, 65, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_device_is_as_exact_as_stocks_functions(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    arguments = [argument.to(dtype).float() for argument in case.arguments(sum(lengths))]
+    on_device = [argument.cuda() for argument in arguments]
+    chunks = chunks_of(PackedBatch.from_lengths(lengths).to("cuda"))
+    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
+    stock = results(partial(stock_of, name, lengths), on_device, dtype)
+    ours = results(partial(case.ours, partial(OURS[name], chunks)), on_device, dtype)
+    floor = 1e-6 if dtype == torch.float32 else 1e-3
+    for own, theirs, right in zip(ours, stock, exact, strict=True):
+        assert distance(own.cpu(), right) <= 2 * distance(theirs.cpu(), right) + floor
