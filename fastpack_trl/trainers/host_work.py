@@ -82,7 +82,9 @@ class HostWork:
             layers = [module for module in self.contents.modules if isinstance(module, BaseTunerLayer)]
             plain = wrapper is not None and not any(isinstance(module, wrapper) for module in self.contents.modules)
             plain = plain and hasattr(model, "_adapters_disabled") and hasattr(BaseTunerLayer, "_disable_adapters")
-            self._layers = layers if plain and all(isinstance(layer, LoraLayer) for layer in layers) else None
+            # Without any it is prompt learning, which is switched off elsewhere.
+            plain = plain and bool(layers) and all(isinstance(layer, LoraLayer) for layer in layers)
+            self._layers = layers if plain else None
         changed = any(layer.disable_adapters or not _is_trained(layer) for layer in self._layers or ())
         return None if changed else self._layers
 
