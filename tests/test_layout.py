@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1450,
     "model": 2150,
     "moe": 1500,
-    "packing": 3100,
+    "packing": 3500,
     "quickstart": 950,
     "recurrent": 1000,
     "recipe": 2700,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35800, "benchmarks": 8950, "tests": 37550}
+TOTALS = {"fastpack_trl": 36200, "benchmarks": 9150, "tests": 37850}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
