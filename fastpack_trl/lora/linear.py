@@ -308,7 +308,8 @@ def _apply(
     report.siblings = find_siblings(model, fast) if has_backbone else []
     for siblings in report.siblings:
         for place, layer in enumerate(siblings.modules):
-            layer.__dict__["fastpack_siblings"], layer.__dict__["fastpack_place"] = siblings, place
+            layer.__dict__["fastpack_siblings"] = siblings
+            layer.__dict__["fastpack_place"] = place
     for backbone in backbones(model) if has_backbone else []:
         report._casts.append(CastHook(fast, backbone, report.siblings))
         undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
