@@ -317,8 +317,9 @@ def _apply(
 
 def _restore(layer: Any, stock: Any) -> None:
     layer._fastpack_drop_copy()
-    for name in ("fastpack_cast", "fastpack_siblings", "fastpack_place"):
-        layer.__dict__.pop(name, None)
+    layer.__dict__.pop("fastpack_cast", None)
+    layer.__dict__.pop("fastpack_siblings", None)
+    layer.__dict__.pop("fastpack_place", None)
     # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
     if type(layer) is _fast_class(stock):
         layer.__class__ = stock
