@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 
 NOTEBOOKS := notebooks-output
 
-.PHONY: help quickstart test check test-gpu notebooks format clean
+.PHONY: help quickstart test test-slow check test-gpu notebooks format clean
 
 help:
 	@echo "make quickstart  install into .venv, then fine-tune a small model on real text (offline, CPU)"
-	@echo "make test        install into .venv, then run the tests"
+	@echo "make test        install into .venv, then run the tests but the slow ones, minutes"
+	@echo "make test-slow   the tests marked 'slow': whole commands, notebooks, compilers, wheels, as many minutes again"
 	@echo "make check       lint, format and type check"
 	@echo "make test-gpu    the tests marked 'cuda', with the current python3, nothing installed"
 	@echo "make notebooks   install into .venv, then run the notebooks and store them with their outputs"
@@ -29,8 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/fastpack-trl quickstart $(ARGS)
 
+# Files stay whole: their tests share models.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not cuda and not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow and not cuda" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,7 +33,8 @@ def _run(arguments: list[str]) -> int | None:
         return 0
     name, *rest = arguments
     if name in COMMANDS:
-        ended: int | None = import_module(f"benchmarks.{name}").main(rest)
+        command = import_module(f"benchmarks.{name}")
+        ended: int | None = getattr(command, "COMMAND", command).main(rest)
         return ended
     parser = CommandParser(prog=PROG, description="The in-house cases of fastpack-trl.", allow_abbrev=False)
     add_arguments(parser)

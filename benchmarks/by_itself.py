@@ -202,7 +202,5 @@ COMMAND = CaseCommand(
     more=lambda parser: parser.add_argument("--tiny", action="store_true", help="tiny models: it shows that rows run"),
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

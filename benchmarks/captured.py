@@ -82,7 +82,5 @@ COMMAND = CaseCommand(
     alike=True,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -52,7 +52,7 @@ COMMANDS = {
     "stale": "which records are of older code",
     "readme": "write tables and pictures of the records into the pages",
 }
-"""Modules of this folder with a `main`: ``python -m benchmarks.NAME`` is the same."""
+"""Modules of this folder with a `COMMAND` or a `main`: ``python -m benchmarks.NAME`` is the same."""
 
 
 def add_common(parser: ArgumentParser, rows: str) -> None:

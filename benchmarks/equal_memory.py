@@ -155,7 +155,5 @@ COMMAND = CaseCommand(
     more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

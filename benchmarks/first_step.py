@@ -206,7 +206,5 @@ COMMAND = CaseCommand(
     table=table, figure=figure, more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -368,7 +368,5 @@ def add_options(parser: ArgumentParser) -> None:
 
 COMMAND = CaseCommand(case=CASE, help=__doc__, record=_record, table=table, figure=plot, more=add_options)
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -80,7 +80,5 @@ COMMAND = CaseCommand(
     more=lambda parser: parser.set_defaults(unsloth="", timeout=side_by_side.TIMEOUT),
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -2,7 +2,7 @@
 
 Stock runs as installed: without ``fla``, ``causal_conv1d`` and ``mamba_ssm`` its own functions in torch. On CUDA a row
 has the shape of Qwen3.5-4B with fewer layers (LoRA, bf16); beside its times are the device's milliseconds by kind of
-kernel, and the error of a delta rule whose products are in fp32 or in TF32, against float64.
+kernel, and the error of a delta rule in an fp32 and in a bf16 layer, against float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastpack_trl.measure.intervals import ratio_summary, summary
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.recurrent.delta import packed_delta
+from fastpack_trl.recurrent.rules import packed_delta
 
 STOCK, STOCK_COMPILED, OURS, OURS_COMPILED = "stock, padded", "stock, padded, compiled", "packed", "packed, compiled"
 _SMALL = {
@@ -56,15 +56,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 UNEQUAL, EQUAL = (321, 300, 280, 250, 230, 220, 200, 167, 80), (256,) * 8
 LONG = (1883, 1400, 1100, 900, 800, 700, 500, 400, 300, 209)
+_COMPILED = ", compiled"
 ROWS: dict[str, tuple[str, tuple[int, ...]]] = {
     "delta": ("delta", UNEQUAL), "delta, equal lengths": ("delta", EQUAL), "mamba2": ("mamba2", UNEQUAL),
-    "mamba2, equal lengths": ("mamba2", EQUAL), "qwen3.5-4b": ("qwen3.5-4b", LONG),
+    "mamba2, equal lengths": ("mamba2", EQUAL), "delta, compiled": ("delta", UNEQUAL),
+    "mamba2, compiled": ("mamba2", UNEQUAL), "qwen3.5-4b": ("qwen3.5-4b", LONG),
+    "qwen3.5-4b, compiled": ("qwen3.5-4b", LONG),
 }  # fmt: skip
-"""Model and documents of each row, by its name."""
+"""Model and documents of each row, by its name; of some also with compiled layers, on both sides. Stock's graphs hold a
+step for each chunk of the longest document, and take minutes to compile."""
 _KINDS = (("products", ("gemm", "nvjet", "cutlass", "xmma")), ("solver", ("trsm",)), ("copies", ("copy", "Cat", "Mem")))
 
 
-def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]], *, compiled: bool = True) -> dict[str, Any]:
+def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
     """Time both sides of every row in turns.
 
     Args:
@@ -77,11 +81,11 @@ def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]], *, compil
     tasks = [
         RowTask(
             {"setting": name, "documents": list(lengths), "padding_factor": len(lengths) * max(lengths) / sum(lengths)},
-            partial(_row, run, model, lengths, compiled), {"sides": {}, "ratios": {}},
+            partial(_row, run, model, lengths, name.endswith(_COMPILED)), {"sides": {}, "ratios": {}},
         )
         for name, (model, lengths) in rows.items()
     ]  # fmt: skip
-    return run.record("hybrid", tasks, {"compiled": compiled, "models": {name: MODELS[name][0] for name in MODELS}})
+    return run.record("hybrid", tasks, {"models": {name: MODELS[name][0] for name in MODELS}})
 
 
 def _row(run: Run, name: str, lengths: tuple[int, ...], compiled: bool, _seconds: float) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def _kernels(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def _errors(lengths: tuple[int, ...], device: str) -> dict[str, float]:
-    """Return the error of a delta rule against float64, relative, with its products in fp32 and in TF32."""
+    """Return the error of a delta rule against float64, relative, of an fp32 layer and of a bf16 layer."""
     generator = torch.Generator(device).manual_seed(0)
     chunks = chunks_of(PackedBatch.from_lengths(lengths).to(device))
     shapes = ((2, 128), (2, 128), (4, 128), (4,), (4,))
@@ -179,14 +183,11 @@ def _errors(lengths: tuple[int, ...], device: str) -> dict[str, float]:
         return packed_delta(query.to(dtype), key.to(dtype), value.to(dtype), g.to(dtype), beta.to(dtype), chunks)
 
     exact = rule(torch.float64)
-    before, found = torch.backends.cuda.matmul.allow_tf32, {}
-    try:
-        for name, allowed in (("fp32", False), ("tf32", True)):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            found[name] = float((rule(torch.float32) - exact).norm() / exact.norm())
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    return found
+    return {
+        # A 16-bit layer's own rounding is in its error; that of TF32 alone is what is more than of its inputs in fp32.
+        name: float((rule(dtype).double() - exact).norm() / exact.norm())
+        for name, dtype in (("fp32", torch.float32), ("bf16 with TF32 inside", torch.bfloat16))
+    }
 
 
 def table(record: Record) -> str:
@@ -205,15 +206,13 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
 
 def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
     run = Run.of(args, file)
-    names = args.rows or [name for name in ROWS if (name == "qwen3.5-4b") == (run.device == "cuda")]
+    names = args.rows or [name for name in ROWS if name.startswith("qwen3.5-4b") == (run.device == "cuda")]
     return measure(run, {name: ROWS[name] for name in names})
 
 
 COMMAND = CaseCommand(
     case="hybrid", help=__doc__, rows=ROWS, default_rows=(), rounds=7, seconds=180.0, record=_record, table=table
 )
-
-main = COMMAND.main
 
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -164,7 +164,5 @@ COMMAND = CaseCommand(
     seconds=SECONDS, record=measure, table=table, more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -118,7 +118,5 @@ def add_options(parser: ArgumentParser) -> None:
 
 COMMAND = CaseCommand(case="nf4", help=__doc__, rows=SHAPES, rounds=15, record=_record, table=table, more=add_options)
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

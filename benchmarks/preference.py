@@ -231,7 +231,5 @@ COMMAND = CaseCommand(
     tasks=tasks, settings=settings, table=table,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

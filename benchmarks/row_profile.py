@@ -195,7 +195,5 @@ COMMAND = CaseCommand(
     tasks=tasks, settings=settings, table=table, alike=True, more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -347,7 +347,5 @@ COMMAND = CaseCommand(
     settings=settings, table=table, tasks=tasks, more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -79,7 +79,5 @@ COMMAND = CaseCommand(
     rounds=2, tasks=tasks, settings=settings, table=table, alike=True, figure=figure, more=add_options,
 )  # fmt: skip
 
-main = COMMAND.main
-
 if __name__ == "__main__":
     raise SystemExit(COMMAND.start())

@@ -1,5 +1,6 @@
 """`FastSFTConfig`: TRL's `SFTConfig` and a few flat fields, each ``"auto"`` by default."""
 
+# ruff: noqa: RUF009 - `choice` and `option` return fields
 from __future__ import annotations
 
 import argparse
@@ -71,9 +72,13 @@ def _chosen(choices: tuple[str, ...], text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
 
 
-def choice_field(text: str) -> dict[str, Any]:
-    """Return the metadata of an option with choices; the annotation names them."""
-    return {"help": text, "action": _Choice}
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """Return a field with its default and the one text that help, docstring and the table of the pages have of it."""
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+choice = partial(option, action=_Choice)
+"""The same of an option with choices; the annotation names them."""
 
 
 def _number(name: str, value: object, hint: str) -> float:
@@ -90,132 +95,100 @@ def _number(name: str, value: object, hint: str) -> float:
 class ModelSettings:
     """The fields that any trainer of TRL can have: they are about its model, its rows and its files."""
 
-    packed_attention: PackedAttentionPath = field(
-        default="auto",
-        metadata=choice_field(
-            "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's "
-            "flash kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
-            "padded_rows (documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: "
-            "Hopper and later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), "
-            "flex (torch's flex attention, CUDA), "
-            "sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra memory except for "
-            "sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
-        ),
+    packed_attention: PackedAttentionPath = choice(
+        "auto",
+        "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's flash "
+        "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), padded_rows "
+        "(documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: Hopper and "
+        "later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), flex (torch's "
+        "flex attention, CUDA), sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra "
+        "memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
     )
-    verify_packing: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Prove before the first rows, of training or of an evaluation, that no packed document sees another, and "
-            "stop where one does: auto (when documents are packed), on (also stop where the proof cannot run) or off "
-            "(train whatever leaks). Costs a few forward and backward passes over a few dozen tokens, once; with "
-            "sliding windows two forward passes over up to 1,055 more.",
-        ),
+    verify_packing: Switch = choice(
+        "auto",
+        "Prove before the first rows, of training or of an evaluation, that no packed document sees another, and stop "
+        "where one does: auto (when documents are packed), on (also stop where the proof cannot run) or off (train "
+        "whatever leaks). Costs a few forward and backward passes over a few dozen tokens, once; with sliding windows "
+        "two forward passes over up to 1,055 more.",
     )
-    lora: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of "
-            "a covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
-            "kernels of a LoRA layer; parameters and files are PEFT's.",
-        ),
+    lora: Switch = choice(
+        "auto",
+        "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of a "
+        "covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
+        "kernels of a LoRA layer; parameters and files are PEFT's.",
     )
-    cache_dequantized: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: "
-            "auto (where the plan of activation_memory keeps every layer and leaves enough of its budget; without such "
-            "a plan, on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes "
-            "per weight.",
-        ),
+    cache_dequantized: Switch = choice(
+        "auto",
+        "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: auto "
+        "(where the plan of activation_memory keeps every layer and leaves enough of its budget; without such a plan, "
+        "on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes per weight.",
     )
-    frozen_base: FrozenBase = field(
-        default="as_loaded",
-        metadata=choice_field(
-            "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per "
-            "row of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
-            "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers "
-            "that lose too much stay as loaded. Evaluation during training is in FP8 too, everything after training is "
-            "not. Costs 1 to 2 bytes per weight on the device; loaded 16-bit weights wait in host memory; FP8 "
-            "checkpoints keep their values and block scales, and cost up to 1 byte more.",
-        ),
+    frozen_base: FrozenBase = choice(
+        "as_loaded",
+        "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per row "
+        "of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
+        "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers that "
+        "lose too much stay as loaded. Evaluation during training is in FP8 too, everything after training is not. "
+        "Costs 1 to 2 bytes per weight on the device; loaded 16-bit weights wait in host memory; FP8 checkpoints keep "
+        "their values and block scales, and cost up to 1 byte more.",
     )
-    moe: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
-            "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place "
-            "of any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and "
-            "chosen expert.",
-        ),
+    moe: Switch = choice(
+        "auto",
+        "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
+        "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place of "
+        "any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and chosen "
+        "expert.",
     )
-    layer_compile: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer step is "
-            "faster and enough steps are left to pay for it), on (any device, not measured), or off. Costs ten seconds "
-            "to a minute per kind at the first packed row, by auto in the second step; later runs find most of it in "
-            "Inductor's cache.",
-        ),
+    layer_compile: Switch = choice(
+        "auto",
+        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer step is "
+        "faster and enough steps are left to pay for it), on (any device, not measured), or off. Costs ten seconds to "
+        "a minute per kind at the first packed row, by auto in the second step; later runs find most of it in "
+        "Inductor's cache.",
     )
-    moe_quantize_experts: OnOff = field(
-        default="off",
-        metadata=choice_field(
-            "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with "
-            "QLoRA. About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded "
-            "in its own dtype first. Needs bitsandbytes.",
-        ),
+    moe_quantize_experts: OnOff = choice(
+        "off",
+        "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with QLoRA. "
+        "About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded in its own "
+        "dtype first. Needs bitsandbytes.",
     )
-    padded_rows_limit: float = field(
-        default=DEFAULT_PADDED_ROWS_LIMIT,
-        metadata={
-            "help": "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into "
-            "padded rows; above it stock runs where it is proven right, else training stops with the remedy."
-        },
+    padded_rows_limit: float = option(
+        DEFAULT_PADDED_ROWS_LIMIT,
+        "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into padded "
+        "rows; above it stock runs where it is proven right, else training stops with the remedy.",
     )
-    activation_memory: ActivationMemory = field(
-        default="auto",
-        metadata=choice_field(
-            "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint "
-            "(their input), offload (their input, in host memory), auto (the least recompute that fits the memory, on "
-            "CUDA) or off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto "
-            "costs a few passes over 2048 tokens, once.",
-        ),
+    activation_memory: ActivationMemory = choice(
+        "auto",
+        "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint (their "
+        "input), offload (their input, in host memory), auto (the least recompute that fits the memory, on CUDA) or "
+        "off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto costs a few "
+        "passes over 2048 tokens, once.",
     )
-    activation_memory_gib: float | None = field(
-        default=None,
-        metadata={
-            "help": "Device memory that the plan of activation_memory may use for activations, in GiB (default: what "
-            "is free after model, gradients and optimizer state, less a tenth)."
-        },
+    activation_memory_gib: float | None = option(
+        None,
+        "Device memory that the plan of activation_memory may use for activations, in GiB (default: what is free "
+        "after model, gradients and optimizer state, less a tenth).",
     )
-    checkpoint_offload: CheckpointOffload = field(
-        default="auto",
-        metadata=choice_field(
-            "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a "
-            "layer is recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens "
-            "x hidden x itemsize bytes of the device, costs as much host memory and two copies of it per step.",
-        ),
+    checkpoint_offload: CheckpointOffload = choice(
+        "auto",
+        "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a layer is "
+        "recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens x hidden x "
+        "itemsize bytes of the device, costs as much host memory and two copies of it per step.",
     )
-    offload_budget_gib: float | None = field(
-        default=None,
-        metadata={
-            "help": "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past "
-            "it memory is pageable, whose copies are slower."
-        },
+    offload_budget_gib: float | None = option(
+        None,
+        "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past it memory "
+        "is pageable, whose copies are slower.",
     )
-    keep_last_layers: int = field(
-        default=1,
-        metadata={
-            "help": "Inputs of that many last layers stay on the device under the offload: backward needs them at "
-            "once. Each costs tokens x hidden x itemsize bytes of the device."
-        },
+    keep_last_layers: int = option(
+        1,
+        "Inputs of that many last layers stay on the device under the offload: backward needs them at once. Each "
+        "costs tokens x hidden x itemsize bytes of the device.",
     )
-    save_report: SavesReport = field(
-        default="on",
-        metadata=choice_field(
-            "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the "
-            "config of the trackers of report_to: on or off. A few kilobytes."
-        ),
+    save_report: SavesReport = choice(
+        "on",
+        "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the config "
+        "of the trackers of report_to: on or off. A few kilobytes.",
     )
 
     def __post_init__(self) -> None:
@@ -255,48 +228,38 @@ class ModelSettings:
 class Settings(ModelSettings):
     """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of its step beside the others."""
 
-    cuda_graph: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps "
-            "become shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither "
-            "timed nor weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second "
-            "for each length of rows.",
-        ),
+    cuda_graph: Switch = choice(
+        "auto",
+        "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps become "
+        "shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither timed nor "
+        "weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second for each "
+        "length of rows.",
     )
-    sync_free: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the "
-            "auxiliary loss of experts once for all layers: auto (where the run permits), on (all of them) or off. "
-            "Costs 12 bytes of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 "
-            "where the head is trained).",
-        ),
+    sync_free: Switch = choice(
+        "auto",
+        "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the auxiliary "
+        "loss of experts once for all layers: auto (where the run permits), on (all of them) or off. Costs 12 bytes "
+        "of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is "
+        "trained).",
     )
-    merge_accumulation: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows "
-            "of up to 8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the "
-            "activations of the longer row; on CUDA only as far as free memory allows, measured in the first step, and "
-            "split again when it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
-        ),
+    merge_accumulation: Switch = choice(
+        "auto",
+        "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows of up to "
+        "8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the activations of "
+        "the longer row; on CUDA only as far as free memory allows, measured in the first step, and split again when "
+        "it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
     )
-    share_prefixes: Switch = field(
-        default="auto",
-        metadata=choice_field(
-            "Compute what several documents of a row begin with alike, such as a system prompt, once: auto (where a "
-            "sample of rows has more than 5 percent fewer tokens by it), on, or off. Same loss, same gradients. With "
-            "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
-        ),
+    share_prefixes: Switch = choice(
+        "auto",
+        "Compute what several documents of a row begin with alike, such as a system prompt, once: auto (where a "
+        "sample of rows has more than 5 percent fewer tokens by it), on, or off. Same loss, same gradients. With "
+        "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
     )
-    packing_order: PackingOrder = field(
-        default="stock",
-        metadata=choice_field(
-            "Which documents are packed into a row: stock (TRL's, by length) or prefix (those that begin alike, for "
-            "share_prefixes). prefix changes which documents a batch has, and fills rows a little "
-            "less; packing_strategy bfd and bfd_split, not a stream.",
-        ),
+    packing_order: PackingOrder = choice(
+        "stock",
+        "Which documents are packed into a row: stock (TRL's, by length) or prefix (those that begin alike, for "
+        "share_prefixes). prefix changes which documents a batch has, and fills rows a little less; packing_strategy "
+        "bfd and bfd_split, not a stream.",
     )
 
     @classmethod

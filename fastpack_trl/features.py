@@ -97,11 +97,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(sync_free, "sft"),
     Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
     Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
-    Feature(activation_memory, "any"),
+    Feature(activation_memory, "any", "training"),
     Feature(cache_dequantized, "any"),  # in what that plan leaves
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
-    Feature(merge_accumulation, "sft"),  # needs the loss of `sync_free`
-    Feature(layer_compile, "any"),  # compiles what all the others have installed
+    Feature(merge_accumulation, "sft", "training"),  # needs the loss of `sync_free`
+    Feature(layer_compile, "any", "training"),  # compiles what all the others have installed
     Feature(cuda_graph, "sft"),  # records what all the others run
     Feature(save_report, "any", "training", falls_back=False),
     Feature(resumed_data, "any", "training", falls_back=False),

@@ -18,6 +18,7 @@ from typing import Any
 
 import forks
 import pytest
+from cpu_time import pytest_runtest_logstart, pytest_runtest_makereport, pytest_terminal_summary  # noqa: F401  # hooks
 from sft_material import Material, save_model, write_jsonl
 
 # Read when huggingface_hub is imported, which is later than this file.

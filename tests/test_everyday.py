@@ -9,7 +9,6 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from trainer_material import assert_same_log, both, make_dataset, train
-from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
@@ -104,38 +103,3 @@ def test_what_a_merged_row_draws_otherwise_is_named(tmp_path: Path) -> None:
     jittered.config.router_jitter_noise = 0.1
     found = line(jittered)
     assert (found.status, "jitter" in found.reason) == ("on", True), found
-
-
-def test_a_step_of_small_batches_launches_several_times_fewer_operations(tmp_path: Path) -> None:
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers import TrainerCallback
-
-    class Counts(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.calls += 1
-            return function(*args, **(kwargs or {}))
-
-    class LastStep(TrainerCallback):
-        def __init__(self) -> None:
-            self.counts = Counts()
-
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                self.counts.__enter__()
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                self.counts.__exit__(None, None, None)
-
-    calls = []
-    for cls in (FastSFTTrainer, SFTTrainer):
-        last = LastStep()
-        torch.manual_seed(0)
-        given = {"callbacks": [last], "peft_config": LoraConfig(r=4, target_modules="all-linear")}
-        options = ONE_BY_ONE | {"gradient_accumulation_steps": 8, "eval_strategy": "no"}
-        train(cls, tmp_path, trainer=given, **options)
-        calls.append(last.counts.calls)
-    assert 3 * calls[0] < calls[1], calls

@@ -44,6 +44,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pre_tokenizer": "of a tokenizer made there",
         "decoder": "of a tokenizer made there",
     },
+    "recurrent": {"fp32_precision": "a setting of torch and no attribute, put back after each product"},
     "recipe": {
         "model_init_kwargs": "of arguments parsed for this run",
         "model_name_or_path": "of arguments parsed for this run",

@@ -53,25 +53,25 @@ BUDGETS = {
     "attention": 3900,
     "bench": 3550,
     "callbacks": 550,
-    "capture": 1100,
+    "capture": 1550,
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1350,
+    "kernels": 1550,
     "lora": 2000,
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 2900,
+    "packing": 3050,
     "quickstart": 950,
-    "recurrent": 750,
+    "recurrent": 1000,
     "recipe": 2700,
     "run": 400,
     "step": 2450,
-    "trainers": 800,
+    "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33700, "benchmarks": 8800, "tests": 36300}
+TOTALS = {"fastpack_trl": 34900, "benchmarks": 8750, "tests": 37400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -9,57 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from offload_material import HostStreams
 from peft import LoraConfig
-from torch import Tensor, nn
-from trainer_material import figures, make_tokenizer, sentences, settings
+from preference_material import DATA, build, trained
+from torch import Tensor
+from trainer_material import figures
 
 from fastpack_trl import AsyncCheckpointCallback, ThroughputCallback, apply_lora, apply_moe, packed_attention
-from fastpack_trl.testing import tiny_model
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RTOL, ATOL = 2e-5, 1e-6  # of fp32 products in another order; TRL logs means of a few dozen tokens
 
 
-def _pairs() -> Dataset:
-    columns = [[f"{text} " for text in sentences(8, 0, 6)], sentences(8, 1, 9), sentences(8, 2, 9)]
-    return Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), columns, strict=True)))
-
-
-def _judged() -> Dataset:
-    rows = {"prompt": [f"{text} " for text in sentences(8, 0, 6)], "completion": sentences(8, 1, 9)}
-    return Dataset.from_dict({**rows, "label": [True, False] * 4})
-
-
-def _even_words(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit())) for text in completions]
-
-
-def _classifier() -> Any:
-    """A tiny mixture of experts with a head of one score."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = tiny_model("qwen3_moe").config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config).float()
-
-
-GRPO = {"max_length": None, "num_generations": 2, "max_completion_length": 4}
-TRAINERS: dict[str, tuple[Callable[[], Any], Callable[[], Dataset], dict[str, Any], dict[str, Any]]] = {
-    "DPO": (lambda: tiny_model("qwen3_moe"), _pairs, {}, {}),
-    "KTO": (lambda: tiny_model("qwen3_moe"), _judged, {}, {}),
-    "Reward": (_classifier, _pairs, {}, {}),
-    "GRPO": (
-        lambda: tiny_model("qwen3_moe"),
-        lambda: Dataset.from_dict({"prompt": sentences(8, 0, 6)}),
-        GRPO,
-        {"reward_funcs": _even_words},
-    ),
-}
-"""Trainer -> model, data, fields of its config, arguments."""
+NAMES = ("DPO", "KTO", "Reward", "GRPO")
+FIELDS = {"GRPO": {"num_generations": 2, "max_completion_length": 4}}
 
 
 @contextmanager
@@ -108,41 +71,20 @@ EXACT = ("offload", "attention")
 
 def _train(name: str, folder: Path, *parts: Any, **more: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
     """Two steps; the log, what trained, the trainer."""
-    model, data, fields, arguments = TRAINERS[name]
-    base = settings(folder, max_steps=2, eval_strategy="no", per_device_train_batch_size=2)
-    args = {key: value for key, value in {**base, **fields, **more}.items() if value is not None}
-    config = getattr(trl, f"{name}Config")(**args)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=STACKS)
-    trainer = getattr(trl, f"{name}Trainer")(
-        model=model(),
-        args=config,
-        train_dataset=data(),
-        processing_class=make_tokenizer(),
-        peft_config=adapter,
-        **arguments,
+    options = {"max_steps": 2, "eval_strategy": "no", "per_device_train_batch_size": 2, **FIELDS.get(name, {}), **more}
+    trainer = build(
+        name, folder, fast=False, family="qwen3_moe", data=DATA[name](8), trainer={"peft_config": adapter}, **options
     )
-    _away_from_zero(trainer.model)
-    before = {key: value.clone() for key, value in _trained(trainer.model).items()}
+    before = trained(trainer.model)
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(part(trainer))
         trainer.train()
-    after = _trained(trainer.model)
+    after = trained(trainer.model)
     assert any(not torch.equal(value, before[key]) for key, value in after.items())
     log = [{key: value for key, value in row.items() if key != "step_time"} for row in figures(trainer)]
     return log, after, trainer
-
-
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
-
-
-def _away_from_zero(model: nn.Module) -> None:
-    """Give the second factor of each adapter values: with zeros there, half of the gradients are zero."""
-    draw = torch.Generator().manual_seed(1)
-    for name, value in model.named_parameters():
-        if "lora_B" in name:
-            value.data = torch.randn(value.shape, generator=draw) * 0.05
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +101,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_steps_with_a_part_are_those_without(name: str, part: str, tmp_path: Path, stock: Any) -> None:
-    log, trained, _ = _train(name, tmp_path, PARTS[part])
+    log, ours, _ = _train(name, tmp_path, PARTS[part])
     expected, reference, _ = stock(name)
     assert [row.keys() for row in log] == [row.keys() for row in expected]
     assert sum("loss" in row for row in log) == 2
@@ -169,10 +111,10 @@ def test_two_steps_with_a_part_are_those_without(name: str, part: str, tmp_path:
     for row, other in zip(log, expected, strict=True):
         for key, value in other.items():
             assert abs(row[key] - value) <= atol + rtol * abs(value), (key, row[key], value)
-    torch.testing.assert_close(trained, reference, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, reference, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_throughput_counts_the_tokens_that_the_trainer_counts(name: str, tmp_path: Path) -> None:
     counter = ThroughputCallback()
 

@@ -22,8 +22,6 @@ BATCHES = {
     "conversational": "padding-free",
     "evaluation": "packed",
     "formatting": "packed",
-    "lora": "packed",
-    "qlora": "packed",
     "resume": "packed",
     "streaming": "packed",
 }
@@ -31,9 +29,6 @@ BATCHES = {
 
 TOLERANCES = {
     "conversational": BF16,  # TRL's default, autocast to bf16
-    # TRL holds the adapters of a quantised base in bf16, and bitsandbytes evaluates in bf16 on CPUs that have it. An
-    # evaluation before the last step would be worse: the layout that bitsandbytes 0.50 packs for it has no backward.
-    "qlora": BF16,
 }
 """Script -> relative tolerance of its figures, where it is not that of fp32."""
 
@@ -42,8 +37,7 @@ TOLERANCES = {
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``model``, ``template.jinja`` and ``data`` as the scripts name them."""
     folder = tmp_path_factory.mktemp("scripts")
-    # bitsandbytes on a CPU packs blocks of 64 numbers, and evaluates with 32 rows of a weight at a time.
-    tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64).save_pretrained(folder / "model")
+    tiny_model("qwen3").save_pretrained(folder / "model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer.save_pretrained(folder / "model")
@@ -67,8 +61,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_with_one_line_changed_logs_the_same(
     name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "qlora":
-        pytest.importorskip("bitsandbytes")
     source = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
     stock = run(source, tmp_path / "stock", material, monkeypatch)
     ours = run(with_ours(source), tmp_path / "ours", material, monkeypatch)

@@ -50,10 +50,10 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
         ({"family": "qwen3_moe", "packing": True}, "packed"),
         ({"family": "mistral", "packing": True}, "packed"),
         ({"packing": True, "packing_strategy": "wrapped"}, "stock"),
-        (
+        pytest.param(
             {"packing": True, "torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no",
              "gradient_checkpointing": False, "per_device_train_batch_size": 1, "pad_to_multiple_of": 48},
-            "stock",
+            "stock", marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value,

@@ -310,7 +310,7 @@ def budget_of(model: nn.Module, loss: float) -> float | None:
     if _has_experts(model) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
         return None
     # fp32 products on CUDA may run in TF32, which has 10 bits.
-    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return _ULPS * (2.0**-10 if tf32 else torch.finfo(dtype).eps) * max(1.0, abs(loss))
 
 

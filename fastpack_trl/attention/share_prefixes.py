@@ -21,17 +21,11 @@ MOST_COMPUTED = 0.95
 """Of the documents' tokens, above which ``auto`` leaves rows as they are: finding prefixes and gathering keys costs."""
 _SAMPLE = 64
 """Micro-batches that are looked at."""
-_WAITS_FOR_THE_HOST = 4_000_000_000
-"""Parameters below which steps captured as graphs, which rows with shared prefixes are not, may gain more: on an H200
-they take 0.2 to 0.7 times the time of eager ones at 0.6 billion, and the same time at 8."""
 
 
 @contextmanager
 def share_prefixes(run: Run) -> Iterator[None]:
     """Let the rows of a training hold shared prefixes once; after `sync_free`, whose loss counts them as often."""
-    if not run.training:
-        yield
-        return
     looks = run.settings.share_prefixes != "off" and run.packs
     computed = computed_share(run.trainer) if looks else None
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
@@ -71,12 +65,6 @@ def _reasons(run: Run) -> Iterator[object]:
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     yield counts and "include_num_input_tokens_seen counts the tokens of rows"
     yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
-    asked = run.settings.share_prefixes == "on"
-    small = sum(parameter.numel() for parameter in trainer.model.parameters()) < _WAITS_FOR_THE_HOST
-    captures = (
-        args.device.type == "cuda" and run.settings.cuda_graph != "off" and trainer.accelerator.num_processes == 1
-    )
-    yield (captures and small and not asked) and "captured steps may gain more: share_prefixes='on' runs them eager"
     streamed = run.settings.share_prefixes == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
 

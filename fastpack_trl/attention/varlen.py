@@ -139,7 +139,8 @@ class Varlen(Backend):
         # document in each batch; the lengths of more are read by the kernel over the row.
         if batch.is_static:
             known = (batch.total_tokens,) if len(batch.cu_seqlens) == 2 else ()
-            return VarlenLayer((_part(batch, known, 0, device, alone_from),))
+            part = _part(batch, known, 0, device, math.inf if batch.shared is not None else alone_from)
+            return VarlenLayer((part if batch.shared is None else _with_keys(part, batch.shared, device),))
         lengths = batch.segment_lengths
         if alone_from < math.inf and not can_index(max(lengths), elements):
             return PerDocument().prepare(batch, features, device)
@@ -151,8 +152,10 @@ class Varlen(Backend):
             row = batch if len(runs) == 1 else PackedBatch.from_lengths(run)
             part = _part(row, run, start, device, alone_from)
             if shared is not None:
+                part = _with_keys(part, shared, device)
+            if shared is not None and len(runs) > 1:
                 stop = keys + sum(run) + sum(shared.prefix_lengths[first:end])
-                part, keys = _with_keys(part, shared, slice(first, end), slice(keys, stop), device), stop
+                part, keys = _some_keys(part, slice(first, end + 1), slice(keys, stop)), stop
             parts.append(part)
             start = part.end
         return VarlenLayer(tuple(parts))
@@ -176,12 +179,17 @@ def _part(row: PackedBatch, lengths: Sequence[int], start: int, device: torch.de
     return RowPart(row.cu_seqlens.to(device), row.bucketed_max_seqlen, start, start + row.total_tokens, bounds)
 
 
-def _with_keys(part: RowPart, shared: SharedKeys, segments: slice, keys: slice, device: torch.device) -> RowPart:
-    """Return a piece of a row with the keys of its segments, which may be tokens of other pieces."""
-    ends = shared.cu_seqlens_k[segments.start : segments.stop + 1].to(device)
-    index = shared.key_index[keys].to(device)
-    longest = rounded_length(shared.max_seqlen_k)
-    return part._replace(key_index=index, cu_seqlens_k=ends - keys.start if keys.start else ends, max_seqlen_k=longest)
+def _with_keys(part: RowPart, shared: SharedKeys, device: torch.device) -> RowPart:
+    """Return a part with the keys of its row."""
+    index, ends = shared.key_index.to(device), shared.cu_seqlens_k.to(device)
+    return part._replace(key_index=index, cu_seqlens_k=ends, max_seqlen_k=rounded_length(shared.max_seqlen_k))
+
+
+def _some_keys(part: RowPart, ends: slice, keys: slice) -> RowPart:
+    """Return a part with those keys that are its segments', which may be tokens of other parts."""
+    assert part.key_index is not None
+    assert part.cu_seqlens_k is not None
+    return part._replace(key_index=part.key_index[keys], cu_seqlens_k=part.cu_seqlens_k[ends] - keys.start)
 
 
 def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.packing.batching import fast_view, packing_collator
-from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting
+from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting, with_keys
 from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
@@ -34,13 +35,15 @@ class RowBuckets:
 
     Args:
         run: whose rows they are.
+        draw: returns sizes of rows as they will come; None: packed rows drawn from the data set. Where it finds none,
+            some rows have to have come first.
 
     Attributes:
         choice: the buckets in use; None before the first row, and when other rows have come.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, draw: Callable[[], list[RowSize]] | None = None) -> None:
+        self._run, self._draw = run, draw
         self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
         self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
@@ -51,7 +54,7 @@ class RowBuckets:
         """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
         self._seen.append(size)
         if self.choice is None:
-            expected = self._expected(size.parts)
+            expected = self._expected(size.parts) if self._draw is None else self._draw()
             if not expected and len(self._seen) < _SEEN:
                 return None
             self._chosen += 1
@@ -95,7 +98,8 @@ class RowBuckets:
         trainer = self._run.trainer
         if not isinstance(trainer.train_dataset, Dataset):
             return []
-        rows, collator = fast_view(trainer, trainer.train_dataset), packing_collator(trainer)
+        rows = fast_view(trainer, trainer.train_dataset)
+        collator = packing_collator(trainer, share_prefixes=self._run.shares_prefixes)
         drawn, count, each = random.Random(trainer.args.seed), len(rows), trainer.args.per_device_train_batch_size
         sizes = []
         for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each)))):
@@ -106,10 +110,13 @@ class RowBuckets:
 
 def _sizes(bucket: Bucket) -> Bucket:
     # Rows that one document fills may run another kernel.
-    return bucket._replace(segments=min(bucket.segments, 2), max_seqlen=0)
+    return bucket._replace(segments=min(bucket.segments, 2), max_seqlen=0, max_seqlen_k=0)
 
 
-def merged_size(sizes: list[RowSize]) -> RowSize:
+def merged_size(sizes: Sequence[RowSize]) -> RowSize:
     """Return the size of the row that micro-batches of these sizes are merged to."""
-    tokens, segments, longest, loss_tokens, parts = zip(*sizes, strict=True)
-    return RowSize(sum(tokens), sum(segments), max(longest), sum(loss_tokens), sum(parts))
+    sizes = with_keys(sizes)
+    tokens, segments, longest, loss_tokens, parts, keys, longest_k = zip(*sizes, strict=True)
+    return RowSize(
+        sum(tokens), sum(segments), max(longest), sum(loss_tokens), sum(parts), sum(keys), max(longest_k)
+    )  # fmt: skip

@@ -25,7 +25,7 @@ class CudaMark:
 
 
 class CudaGraphs:
-    """CUDA graphs in one memory pool: they never run at once, and what they return is copied out.
+    """CUDA graphs in memory pools: those of one never run at once, and what they return is copied out.
 
     Args:
         device: a CUDA device.
@@ -33,7 +33,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool: Any = None
+        self._pools: dict[str, Any] = {}
         self._held = 0
 
     def prepare(self) -> None:
@@ -41,14 +41,19 @@ class CudaGraphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def record(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def record(self, work: Callable[[], Any], pool: str = "") -> tuple[torch.cuda.CUDAGraph, Any]:
         """Record what `work` queues on the current stream, which `run_apart` has set, without running it.
+
+        Args:
+            work: what is recorded.
+            pool: graphs whose memory must hold while those of another run, as activations between a forward and its
+                backward, have a pool of their own, by name.
 
         Raises:
             RuntimeError: the work waited for the device, or used memory or a stream that cannot be recorded.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved(self.device)
         index = torch.cuda.current_device()
@@ -56,7 +61,7 @@ class CudaGraphs:
         state = generator.clone_state()
         # thread_local: the pinning thread of a data loader may call CUDA meanwhile.
         try:
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(self._pools[pool], capture_error_mode="thread_local")
             try:
                 result = work()
             finally:
@@ -65,12 +70,12 @@ class CudaGraphs:
             # A recording that ends early leaves the generator as if it went on: the next dropout would raise.
             generator.graphsafe_set_state(state)
             graph.reset()
-            self._leave_pool(index)
+            self._leave_pool(index, self._pools[pool])
             raise
         self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph, result
 
-    def _leave_pool(self, index: int) -> None:
+    def _leave_pool(self, index: int, pool: Any) -> None:
         """Have the allocator end a recording, as `capture_end` does where a recording is whole.
 
         For one that is not, it raises before: `empty_cache` would assert, in a retry for lack of memory too. Where the
@@ -79,8 +84,8 @@ class CudaGraphs:
         end, release = found("torch._C._cuda_endAllocateToPool"), found("torch._C._cuda_releasePool")
         if end is not None and release is not None:
             with contextlib.suppress(RuntimeError):
-                end(index, self._pool)
-                release(index, self._pool)
+                end(index, pool)
+                release(index, pool)
 
     @contextlib.contextmanager
     def run_apart(self) -> Iterator[None]:
@@ -132,7 +137,7 @@ class CudaGraphs:
         return CudaMark()
 
     def bytes_held(self) -> int:
-        """Return the bytes that the pool grew by."""
+        """Return the bytes that the pools grew by."""
         return self._held
 
     def bytes_free(self) -> int:
@@ -142,7 +147,7 @@ class CudaGraphs:
     def lacks_room(self) -> str:
         """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""
         if self._held:
-            return ""  # all graphs are in one pool
+            return ""  # graphs of a kind are in one pool
         taken = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = allocatable(self.device)
         if free >= 2 * taken:
@@ -154,4 +159,4 @@ class CudaGraphs:
         if self._held:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        self._pool, self._held = None, 0
+        self._pools, self._held = {}, 0

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 import torch
 
+from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
-from fastpack_trl.capture.graphs import EAGER_STEPS, FEATURE, StepGraphs
+from fastpack_trl.capture.graphs import StepGraphs
+from fastpack_trl.capture.rows import RowGraphs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.merge_accumulation import rope_follows_length
+from fastpack_trl.step.token_logps import Rows
 
 LEAST_CAPABILITY = (8, 0)
+
+_Graphs = TypeVar("_Graphs", bound=GraphDecision)
 
 
 @contextmanager
@@ -29,17 +37,49 @@ def cuda_graph(run: Run) -> Iterator[None]:
     plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
     large models more than graphs gain, and beside a small one there is mostly room for both.
     """
-    if not run.training:
+    reasons = partial(why_not, run)
+    with _graphs(run, lambda device, asked: StepGraphs(run, device, reasons, asked=asked), reasons):
         yield
-        return
-    why = unavailable(run.device) or why_not(run)
-    if why:
-        run.say(FEATURE, "off", "eager", why)
+
+
+@contextmanager
+def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSize]]) -> Iterator[None]:
+    """Capture forward and backward of the layers, for trainers whose losses ask the device; see `RowGraphs`.
+
+    Args:
+        run: of such a trainer.
+        rows: that its models run on.
+        dropout: which dropout the model has; empty where it has none.
+        draw: returns sizes of rows as they will come.
+    """
+
+    def reasons() -> str:
+        stock = not run.packs and "stock's batches have no packed metadata"
+        drawn = dropout and f"{dropout} is drawn in the forward and again in a recompute"
+        return first_reason(chain(_switch(run), (stock, drawn), _reasons_of_layers(run)))
+
+    def make(device: CudaGraphs, asked: bool) -> RowGraphs:
+        return RowGraphs(run, device, reasons, draw, asked=asked)
+
+    with _graphs(run, make, reasons) as graphs, attribute_set(rows, "replay", graphs and graphs.hidden):
         yield
+
+
+@contextmanager
+def _graphs(
+    run: Run, make: Callable[[CudaGraphs, bool], _Graphs], why_not: Callable[[], str]
+) -> Iterator[_Graphs | None]:
+    """Record and replay by what `make` returns while the model trains; None where that cannot be, which is said."""
+    why = "" if not run.training else unavailable(run.device) or why_not()
+    if why or not run.training:
+        if why:
+            run.say(FEATURE, "off", "eager", why)
+        yield None
         return
     device = CudaGraphs(run.device)
-    graphs = StepGraphs(run, device, partial(why_not, run), asked=run.settings.cuda_graph == "on")
-    weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
+    asked = run.settings.cuda_graph == "on"
+    graphs = make(device, asked)
+    weighed = "" if asked else ", if the device waits for the host there"
     run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     # First: graphs are made again in a second, all else that is dropped stays away.
     run.step.memory_reclaimers.insert(0, graphs.reclaim)
@@ -47,7 +87,7 @@ def cuda_graph(run: Run) -> Iterator[None]:
         with (
             callbacks_added(run.trainer, graphs), device.run_apart(), run.keeping(graphs), _steps_in_order(run, device)
         ):  # fmt: skip
-            yield
+            yield graphs
     finally:
         run.step.memory_reclaimers.remove(graphs.reclaim)
         graphs.finish()
@@ -80,14 +120,27 @@ def unavailable(device: torch.device) -> str:
 
 def why_not(run: Run) -> str:
     """Return why micro-steps of this run are not captured; empty where they may be."""
-    return first_reason(_reasons(run))
+    return first_reason(chain(_switch(run), _reasons_of_step(run), _reasons_of_layers(run)))
 
 
-def _reasons(run: Run) -> Iterator[object]:
+def _switch(run: Run) -> Iterator[object]:
+    yield run.settings.cuda_graph == "off" and "switched off"
+
+
+def _reasons_of_step(run: Run) -> Iterator[object]:
+    """Yield why the loss and metrics of SFT's step are not recorded."""
+    trainer = run.trainer
+    yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
+    mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
+    yield mean and "the loss is a mean per micro-batch"
+    replaced = replaced_methods(trainer, BATCH_METHODS)
+    yield replaced and f"{replaced} may look into the micro-step"
+
+
+def _reasons_of_layers(run: Run) -> Iterator[object]:
+    """Yield why forward and backward of the layers of a model are not recorded, whatever its trainer."""
     trainer, args, model = run.trainer, run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
-    yield run.settings.cuda_graph == "off" and "switched off"
-    yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
     yield run.refuses_static(Bucket(1, 1, 1, 1))
     yield run.is_sharded and SHARDED
     yield run.is_deepspeed and DEEPSPEED
@@ -95,12 +148,10 @@ def _reasons(run: Run) -> Iterator[object]:
     yield several and "several processes reduce their gradients inside of the micro-step"
     yield args.n_gpu > 1 and "several devices in one process"
     yield args.fp16 and "the loss scaler of fp16 asks the device"
-    offloads = run.step.offloads or args.activation_offloading or checkpointing.get("offload")
+    offloads = run.step.offloads or getattr(args, "activation_offloading", False) or checkpointing.get("offload")
     yield offloads and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
-    mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
-    yield mean and "the loss is a mean per micro-batch"
     yield args.neftune_noise_alpha and "NEFTune draws noise in a hook"
     empties = args.torch_empty_cache_steps
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
@@ -110,8 +161,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield run.experts_refuse_capture()
     watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
     yield watched and f"{watched} does not run in a replay"
-    replaced = replaced_methods(trainer, BATCH_METHODS)
-    yield replaced and f"{replaced} may look into the micro-step"
     held, left = run.step.activation_bytes / 2**30, run.step.activations_left
     lacks = left is not None and left < run.step.activation_bytes
     yield lacks and f"graphs hold {held:.1f} GiB beside an eager step, the plan leaves {(left or 0) / 2**30:.1f}"

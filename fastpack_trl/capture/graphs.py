@@ -13,40 +13,19 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from fastpack_trl.capture.buckets import RowBuckets
+from fastpack_trl.capture.decision import EAGER_STEPS, WARM_ROWS, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
-from fastpack_trl.capture.times import LEAST_PAIRS, StepTurns, least_gain
-from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
+from fastpack_trl.errors import PackingError
 from fastpack_trl.lora.report import LoraReport
-from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.sync_free import SyncFreeStep
-
-logger = get_logger(__name__)
-
-FEATURE = "cuda_graph"
-EAGER_STEPS = 2
-"""Optimizer steps before anything is recorded: in the first, micro-batches run unmerged; in the second the optimizer
-has its states, merged rows have their length, and layers are compiled."""
-WARM_ROWS = 1
-"""Rows of a bucket that run eager in its static shapes: they load and tune kernels, which cannot be recorded. One more
-where a recording fails after them."""
-RECORD_SECONDS = 0.5
-"""What recording is taken to cost before it is known; 0.1 to 0.2 s were measured on an H200."""
-MOST_SAVED = 0.8
-"""Share of a step that graphs are taken to save at most, before it is known."""
-COMPARE_AGAIN = 100
-"""Steps after which kept graphs are compared once more: the run has settled by then."""
-MOST_CHANGES = 3
-"""How often graphs are made anew because the model was changed."""
 
 
 class _Recorded(NamedTuple):
@@ -64,7 +43,7 @@ class _Slot:
         self.recorded: _Recorded | None = None
 
 
-class StepGraphs(TrainerCallback):
+class StepGraphs(GraphDecision):
     """Decides for each micro-batch whether it runs eager, is recorded, or is replayed, and runs it.
 
     Args:
@@ -75,24 +54,20 @@ class StepGraphs(TrainerCallback):
     """
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
+        super().__init__(run, device, asked=asked)
         step = run.part(SyncFreeStep)
         assert step is not None
-        self._run, self._step, self._device, self._asked = run, step, device, asked
-        self._state, self._why_not = ModelState(step.contents), why_not
+        self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
-        self._first_step: int | None = None
         self._present_step = -1
         self._hooks: HookWatch | None = None
-        self._turns = None if asked else StepTurns(device)
-        self._pays = asked  # to record, as far as it is known before; then `_turns` compares
-        self._kept = False
-        self._again: int | None = None
-        self._note = ""
-        self._ended = False
-        self._changes = 0
-        self.warmed = self.recorded = self.replayed = self._left_out = 0
         self._forget()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that are there."""
+        return sum(slot.recorded is not None for slot in self._slots.values())
 
     def _forget(self) -> None:
         self._slots: dict[Bucket, _Slot] = {}
@@ -116,7 +91,9 @@ class StepGraphs(TrainerCallback):
             model.train()
             if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
                 switch()
-            state = self._state.now(model, self._run.trainer)
+            trainer = self._run.trainer
+            coefficient = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
+            state = (self._state.now(model), coefficient, trainer.args.loss_type)
             self._recorded_state = self._recorded_state or state
             if state != self._recorded_state:
                 self._model_changed()
@@ -148,83 +125,9 @@ class StepGraphs(TrainerCallback):
             found = found or replaced_methods(trainer, BATCH_METHODS)
         if found:
             self.disable(f"{found} does not run in a replay: remove it to have steps captured")
-        if getattr(inputs.get("packed_batch"), "shares", False):
-            self.disable("rows that hold a shared prefix once have no static form: share_prefixes='off' captures steps")
         if self.has_ended:
             return False
         return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)
-
-    def _begin_step(self) -> None:
-        """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""
-        turns = self._turns
-        if turns is None or not self._run.step.has_settled or self._steps_done < EAGER_STEPS:
-            return
-        if self._again is not None and self._steps_done >= self._again and self.replayed:
-            self._again = None
-            if self._steps_left > COMPARE_AGAIN:
-                turns.compare()
-        if self._pays and not turns.compares:
-            return
-        turns.begin(self.replayed, self.warmed + self.recorded + self._left_out)
-        if turns.compares:
-            self._judge(turns)
-        else:
-            self._weigh(turns)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave a step out of the comparison, whose time has an evaluation in it, or a checkpoint that was saved."""
-        if self._turns is not None:
-            self._turns.interrupt()
-
-    on_save = on_evaluate
-
-    def _weigh(self, turns: StepTurns) -> None:
-        """Decide whether to record at all, once eager steps are known."""
-        seconds, steps_left = turns.eager(), self._steps_left
-        if seconds is None:  # the device has not come that far
-            return
-        self._pays = StartUpCost(RECORD_SECONDS, MOST_SAVED * seconds).pays(steps_left)
-        if not self._pays:
-            self.disable(f"{steps_left} steps of {seconds * 1e3:.0f} ms are left: recording would not be paid back")
-
-    def _judge(self, turns: StepTurns) -> None:
-        """Keep graphs that pay, as soon as enough steps are known; give the others back."""
-        least = least_gain(self._device.bytes_held(), self._device.bytes_free())
-        verdict = turns.verdict(least)
-        if verdict is None:
-            return
-        turns.compares = False
-        self._note = str(verdict)
-        if verdict.pays:
-            if not self._kept:
-                self._again = self._steps_done + COMPARE_AGAIN
-            self._kept = True
-            self._tell()
-        elif verdict.pairs < LEAST_PAIRS:
-            self.disable("too few rows fit into a recorded size to compare steps")
-        else:
-            self.disable(f"graphs save less than {least:.0%} of a step, or no more than its noise: {self._note}")
-
-    @property
-    def _is_eager_turn(self) -> bool:
-        return self._turns is not None and self._turns.is_eager
-
-    @property
-    def _steps_left(self) -> int:
-        state = self._run.trainer.state
-        return int(state.max_steps - state.global_step)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all that follows runs eager."""
-        return self._ended
-
-    @property
-    def _steps_done(self) -> int:
-        done = self._run.trainer.state.global_step
-        if self._first_step is None:
-            self._first_step = done  # not 0 where a run was resumed
-        return done - self._first_step
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
@@ -295,29 +198,17 @@ class StepGraphs(TrainerCallback):
                 # What would be compiled anew for it waits for a row of its own.
                 with torch.compiler.set_stance("fail_on_recompile"):
                     self._record(stock, model, slot)
-        if self._ended:
-            return
-        if self._turns is not None and not self._kept and not self._turns.compares:
-            self._turns.compare()
-        self._tell()
+        self._was_recorded()
 
     def _record(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> None:
         """Record the graph of `slot`; where that fails, it is tried again after a further row, then said."""
-        try:
-            graph, (loss, table) = self._device.record(lambda: self._static(stock, model, slot))
-        except torch.OutOfMemoryError as error:
-            close_frames(error)
-            self.disable("no memory for the graph of a micro-step beside what eager ones need")
-        except Exception as error:
-            logger.debug(f"{FEATURE}: {error}", exc_info=True)
-            close_frames(error)
-            if slot.warm <= WARM_ROWS:
-                slot.needs = slot.warm + 1
-            else:  # the same rows ran eager in these shapes: recording them is what fails
-                self.disable(f"a micro-step cannot be recorded: {describe(first_cause(error))}")
-        else:
-            slot.recorded = _Recorded(graph, loss, table)
-            self.recorded += 1
+        recorded = self._recorded(lambda: self._static(stock, model, slot), slot.warm)
+        if recorded is None:
+            slot.needs = slot.warm + 1
+            return
+        graph, (loss, table) = recorded
+        slot.recorded = _Recorded(graph, loss, table)
+        self.recorded += 1
 
     def _replay(self, inputs: Any, recorded: _Recorded) -> Tensor:
         assert self._buffers is not None
@@ -333,14 +224,6 @@ class StepGraphs(TrainerCallback):
             if getattr(hook, "sees_plain_rows", False):
                 hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
 
-    def _model_changed(self) -> None:
-        """Drop what was recorded of a model that is another now."""
-        self._changes += 1
-        if self._changes > MOST_CHANGES:
-            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
-        else:
-            self.drop()
-
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""
         self._drop_graphs()
@@ -354,40 +237,6 @@ class StepGraphs(TrainerCallback):
         self._device.forget()
         if self._turns is not None:
             self._turns.compares = False
-
-    def disable(self, reason: str) -> None:
-        """Run all that follows eager, said once."""
-        if not self._ended:
-            self._ended = True
-            self._run.disable(FEATURE, "eager", reason)
-        self.drop()
-
-    def reclaim(self) -> bool:
-        """Give the memory of the graphs back after a step ran out of it; False where there is none."""
-        held = self._buffers is not None
-        if held:
-            self.disable("a step ran out of memory beside the graphs")
-        return held
-
-    def finish(self) -> None:
-        """Say what the run came to, and drop the graphs."""
-        if self.recorded and not self._ended:
-            self._tell()
-        elif not self._ended:
-            why = f"no row was recorded in {self._steps_done} steps"
-            if self._asked:
-                self._run.disable(FEATURE, "eager", why)
-            else:
-                self._run.say(FEATURE, "off", "eager", why)
-        self.drop()
-
-    def _tell(self) -> None:
-        graphs = sum(slot.recorded is not None for slot in self._slots.values())
-        held = self._device.bytes_held()
-        said = [self._note] if self._note else []
-        said.append(f"{graphs} graph{'s' * (graphs != 1)} of {held / 2**30:.2f} GiB")
-        said.append(str(self._buckets))
-        self._run.say(FEATURE, "on", "captured", "; ".join(said))
 
 
 def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:

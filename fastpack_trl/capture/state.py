@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.step.hostwork import ModelContents
@@ -21,8 +20,8 @@ class ModelState:
 
     Addresses of parameters and buffers (a swap of ``.data``, an average of weights, a move), which of them train
     (frozen layers), edits of those with a dense copy, modes, dropout, replaced forwards, adapters (active, merged,
-    disabled, scaled), the coefficient of the auxiliary loss, and, through `ModelContents`, modules and parameters that
-    were put in. Values of what trains are not compared: a graph reads them anew.
+    disabled, scaled), and, through `ModelContents`, modules and parameters that were put in. Values of what trains are
+    not compared: a graph reads them anew.
 
     Args:
         contents: lists the model again when it has changed.
@@ -37,7 +36,7 @@ class ModelState:
         self._dropouts: list[nn.Dropout] = []
         self._own: list[dict[str, Any]] = []
 
-    def now(self, model: nn.Module, trainer: SFTTrainer) -> tuple[Any, ...]:
+    def now(self, model: nn.Module) -> tuple[Any, ...]:
         """Return a value that equals an earlier one as long as nothing of the above has changed.
 
         Costs a tenth of a microsecond per module and parameter.
@@ -60,11 +59,14 @@ class ModelState:
             [_adapter_state(layer) for layer in self._adapters],
             [module.p for module in self._dropouts],
             [own.get("forward") for own in self._own],
-            trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
-            trainer.args.loss_type,
             torch.is_anomaly_enabled(),
             torch.get_default_dtype(),
         )
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters take part in a forward, as of the last `now`."""
+        return any(not layer.disable_adapters and layer.active_adapters for layer in self._adapters)
 
     def _buffer_addresses(self) -> Iterator[int]:
         for buffers in self._buffers:

@@ -131,13 +131,18 @@ class StepTurns:
             prepared: rows so far that ran in static shapes to be recorded, or fit no bucket, and recordings.
         """
         idle = self._end is not None and self._end.until(self._end) is not None
+        now = self.end(replayed, prepared)
+        self._start, self._before, self._was_idle = now, (replayed, prepared), idle
+
+    def end(self, replayed: int, prepared: int) -> CudaMark:
+        """End the present step now, where what follows is of another kind (a generation); return the mark."""
         now = self._device.mark()
         if self._start is not None:
             replays, others = replayed - self._before[0], prepared - self._before[1]
             kind = "" if others else "captured" if replays else "eager"
             self._ended(_Step(self._start, now, kind, self._tokens))
-        self._tokens = 0
-        self._start, self._before, self._was_idle = now, (replayed, prepared), idle
+        self._start, self._tokens = None, 0
+        return now
 
     def _ended(self, step: _Step) -> None:
         self._block, self._all = self._block + 1, self._all + 1

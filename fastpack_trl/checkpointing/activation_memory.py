@@ -44,9 +44,6 @@ def activation_memory(run: Run) -> Iterator[None]:
     Raises:
         ValueError: a level was asked for that another setting excludes.
     """
-    if not run.training:
-        yield
-        return
     reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
         # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.

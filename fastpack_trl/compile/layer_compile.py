@@ -18,9 +18,6 @@ FEATURE = "layer_compile"
 @contextmanager
 def layer_compile(run: Run) -> Iterator[None]:
     """Compile decoder layers once per kind, while the model trains; after `lora`, whose layers are compiled then."""
-    if not run.training:
-        yield
-        return
     why = run.ranks.first_reason(lambda: why_not(run))
     if why:
         run.say(FEATURE, "off", "eager", why)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
@@ -20,6 +22,7 @@ _LOSS_SHARE = 0.8
 _NEARLY_ALL = 0.05
 """Share of the rows that may lie below a bound that holds for "nearly all"."""
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_KEY_QUANTILES = (0.5, 0.95, 1.0)
 # Costs in tokens of the row, as a model of a decoder: only their order of magnitude matters.
 _LOSS_COST = 0.25
 """Of a loss position: the head's share of the work of one token in a small model."""
@@ -28,6 +31,9 @@ _SEGMENT_COST = 0.5
 BLOCK_COST = 0.0025
 """Of a surplus token of segments x max_seqlen, with torch's kernel: blocks that find nothing to do. 0.0023 to 0.0030 in
 a layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in one of Qwen3-8B's."""
+_KEY_COST = 0.03
+"""Of a surplus key: gathered, added back, and seen by the tail. By its traffic to memory, in a layer of Qwen3-0.6B's
+shape: some 30 KB, of the 0.3 microseconds that a token takes there on an H200."""
 _ALONE_COST = 0.1
 """Of a token of a long document that fills its row, in a bucket for other rows too, where attention is slower: a tenth
 of Qwen3-8B's step at 4,096 tokens, by the times of the kernels on an H200; more in longer rows."""
@@ -48,6 +54,10 @@ class RowSize(NamedTuple):
     """Tokens of the longest document."""
     loss_tokens: int
     parts: int
+    keys: int = 0
+    """Keys of its segments where documents share tokens; 0: it holds every document whole."""
+    max_seqlen_k: int = 0
+    """Then, of the segment that has most."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> RowSize:
@@ -58,8 +68,22 @@ class RowSize(NamedTuple):
         """
         if batch.loss_positions is None:
             raise ValueError("the batch has no loss_positions: give the collator labels")
-        lengths = batch.seq_lengths
-        return cls(sum(lengths), len(lengths), max(lengths), batch.loss_positions.numel(), max(1, len(batch.parts)))
+        lengths, counted = batch.seq_lengths, batch.loss_positions.numel()
+        size = cls(sum(lengths), len(lengths), max(lengths), counted, max(1, len(batch.parts)))
+        if batch.shared is None:
+            return size.keyed if batch.shares else size
+        keys = batch.shared.key_index.numel() - batch.num_padding
+        return size._replace(keys=keys, max_seqlen_k=batch.shared.max_seqlen_k)
+
+    @property
+    def keyed(self) -> RowSize:
+        """Return the size with keys: each token's own where nothing is shared."""
+        return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
+
+    @classmethod
+    def of_row(cls, batch: PackedBatch) -> RowSize:
+        """Return the size of a batch whose loss does not go by positions: it has no loss tokens."""
+        return cls.of(replace(batch, loss_positions=torch.empty(0, dtype=torch.int64)))
 
 
 class Bucket(NamedTuple):
@@ -78,6 +102,10 @@ class Bucket(NamedTuple):
     """Entries of `loss_positions`. Surplus ones are masked."""
     parts: int = 1
     """`part_bounds` has one entry more. Surplus ones have no tokens."""
+    keys: int = 0
+    """Entries of `SharedKeys.key_index`; 0: rows hold every document whole. The tail sees what is left of them."""
+    max_seqlen_k: int = 0
+    """Keys of the segment that has most, at least."""
 
     @classmethod
     def of(cls, static: PackedBatch) -> Bucket:
@@ -94,21 +122,33 @@ class Bucket(NamedTuple):
             max_seqlen=static.max_seqlen,
             loss_tokens=static.loss_positions.numel(),
             parts=static.part_bounds.numel() - 1,
+            keys=0 if static.shared is None else static.shared.key_index.numel(),
+            max_seqlen_k=0 if static.shared is None else static.shared.max_seqlen_k,
         )
+
+    def pieces_of(self, size: RowSize) -> int:
+        """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
+        pieces = max(0, -(-(self.tokens - size.tokens) // self.max_seqlen))
+        return max(pieces, -(-(self.keys - size.keyed.keys) // self.max_seqlen_k)) if self.keys else pieces
 
     def segments_of(self, size: RowSize) -> int:
         """Return the segments that a row takes here: its documents, and the pieces of its tail."""
-        return size.segments + max(0, -(-(self.tokens - size.tokens) // self.max_seqlen))
+        return size.segments + self.pieces_of(size)
 
     def holds(self, size: RowSize) -> bool:
-        """Return whether a row of this size fits."""
-        return (
+        """Return whether a row of this size fits; one without shared tokens fits beside keys too."""
+        fits = (
             size.tokens <= self.tokens
             and size.max_seqlen <= self.max_seqlen
             and size.loss_tokens <= self.loss_tokens
             and size.parts <= self.parts
             and self.segments_of(size) <= self.segments
         )
+        if not self.keys:
+            return fits and not size.keys
+        # Every token of the tail is its own key, and every piece of it has a token.
+        tail, left = self.tokens - size.tokens, self.keys - size.keyed.keys
+        return fits and size.keyed.max_seqlen_k <= self.max_seqlen_k and self.pieces_of(size) <= tail <= left
 
 
 def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> Bucket | None:
@@ -144,14 +184,14 @@ def choose_buckets(
     Raises:
         ValueError: no row, or no bucket.
     """
-    sizes = Counter(RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows)
+    sizes = Counter(with_keys([RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows]))
     if not sizes or at_most < 1:
         raise ValueError(f"choose_buckets needs rows and room for a bucket: got {len(sizes)} rows, at_most={at_most}")
     ordered = sorted(sizes, reverse=True)
     ordered = ordered[:: -(-len(ordered) // _MOST_SIZES)]  # the largest is among them
     table = np.array(ordered, dtype=np.int64)
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
-    filled = (table[:, 1] == 1) & (table[:, 0] >= alone_from)
+    filled = (table[:, 1] == 1) & (table[:, 0] >= alone_from) & (table[:, 5] == 0)
     candidates = _candidates(table, weights, filled)
     costs, eager = _costs(candidates, table, block_cost), table[:, 0] * eager_cost
     costs += _ALONE_COST * table[:, 0] * (filled & (candidates[:, 1, None] > 1))
@@ -179,31 +219,53 @@ def choose_buckets(
 
 
 def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64], filled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return (C, 5), one bucket per row: the levels of each dimension in all combinations, and of one segment each
+    """Return (C, 7), one bucket per row: the levels of each dimension in all combinations, and of one segment each
     length of a row that may have it."""
     counts = weights.astype(np.int64)
-    tokens, segments, longest, loss, parts = (table[:, column] for column in range(5))
-    token_levels = _levels(tokens, counts, _up)
+    tokens, segments, longest, loss, parts, keys, longest_k = table.T
+    shares = bool(keys.any())
+    token_levels = _levels(tokens + shares, counts, _up)  # keys that are left over need a tail that sees them
     mostly_counted = np.quantile(np.repeat(loss / tokens, counts), _NEARLY_ALL) >= _LOSS_SHARE
     loss_levels = [2**62] if mostly_counted else [*_levels(loss, counts, _up), 2**62]
     alone = {int(length) for length in tokens[filled]} & set(token_levels)
     grid = np.array(
-        [(length, 1, length, min(length, positions), 1) for length in alone for positions in loss_levels]
+        [(length, 1, length, min(length, positions), 1, 0, 0) for length in alone for positions in loss_levels]
         + [
-            (row, capacity, length, min(row, positions), int(parts.max()))
+            (row, capacity, length, min(row, positions), int(parts.max()), *seen)
             for row in token_levels
             for length in _levels(longest, counts, rounded_length)
-            for capacity in _levels(segments + 1, counts, _next_capacity)
+            for capacity in _levels(segments + 1 + shares, counts, _next_capacity)
             for positions in loss_levels
+            for seen in (_key_levels(row, tokens, keys, longest_k, counts) if shares else [(0, 0)])
         ],
         dtype=np.int64,
     )
     return np.unique(grid, axis=0)
 
 
-def _levels(values: NDArray[np.int64], counts: NDArray[np.int64], round_up: Any) -> list[int]:
+def _key_levels(
+    row: int, tokens: NDArray[np.int64], keys: NDArray[np.int64], longest: NDArray[np.int64], counts: NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    """Return numbers of keys, and of a segment's, for rows that fit into `row` tokens: theirs, and the tail's."""
+    fitting = tokens < row
+    if not fitting.any():
+        return []
+    needed = _levels((keys + row - tokens)[fitting], counts[fitting], _up, _KEY_QUANTILES)
+    lengths = _levels(longest[fitting], counts[fitting], rounded_length, _KEY_QUANTILES)
+    return [(count, length) for count in needed for length in lengths]
+
+
+def with_keys(sizes: Iterable[RowSize]) -> Sequence[RowSize]:
+    """Return sizes that have keys, all of them, where one has."""
+    sizes = list(sizes)
+    return [size.keyed for size in sizes] if any(size.keys for size in sizes) else sizes
+
+
+def _levels(
+    values: NDArray[np.int64], counts: NDArray[np.int64], round_up: Any, quantiles: tuple[float, ...] = _QUANTILES
+) -> list[int]:
     """Return the values at a few quantiles, rounded up; one alone where nearly all are close to the largest."""
-    found: NDArray[np.int64] = np.quantile(np.repeat(values, counts), (_NEARLY_ALL, *_QUANTILES), method="higher")
+    found: NDArray[np.int64] = np.quantile(np.repeat(values, counts), (_NEARLY_ALL, *quantiles), method="higher")
     levels = sorted({int(round_up(int(value))) for value in found[1:]})
     return levels[-1:] if round_up is _up and found[0] >= 0.9 * found[-1] else levels
 
@@ -221,21 +283,27 @@ def _next_capacity(segments: int) -> int:
 
 def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64], block_cost: float) -> NDArray[np.float64]:
     """Return (buckets, rows): what a bucket costs a row, in tokens, infinite where the row does not fit."""
-    tokens, capacity, longest, positions, parts = (buckets[:, column, None] for column in range(5))
-    row_tokens, documents, row_longest, row_positions, row_parts = (rows[None, :, column] for column in range(5))
-    tail = tokens - row_tokens
-    needed = documents + -(-np.maximum(tail, 0) // longest)
+    tokens, capacity, longest, positions, parts, keys, longest_k = buckets.T[..., None]
+    row_tokens, documents, row_longest, row_positions, row_parts, row_keys, row_longest_k = rows.T[:, None]
+    tail, left = tokens - row_tokens, keys - row_keys
+    pieces = -(-np.maximum(tail, 0) // longest)
     fits = (tail >= 0) & (row_longest <= longest) & (row_positions <= positions) & (row_parts <= parts)
-    fits &= needed <= capacity
-    cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents)
-    cost = cost + block_cost * (capacity * longest - documents * row_longest)
+    if row_keys.any():
+        pieces = np.maximum(pieces, -(-left // np.maximum(longest_k, 1)))
+        fits = fits & (pieces <= tail) & (tail <= left) & (row_longest_k <= longest_k)
+    fits &= documents + pieces <= capacity
+    cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents) + _KEY_COST * left
+    # Forward has blocks of queries, backward of keys: where nothing is shared these are the same.
+    blocks = capacity * (longest + np.maximum(longest, longest_k)) / 2
+    cost = cost + block_cost * (blocks - documents * (row_longest + np.maximum(row_longest, row_longest_k)) / 2)
     return np.where(fits, cost, math.inf)
 
 
 def _cost_of(bucket: Bucket) -> tuple[float, Bucket]:
+    longest = (bucket.max_seqlen + max(bucket.max_seqlen, bucket.max_seqlen_k)) / 2
     return (
-        bucket.tokens + _LOSS_COST * bucket.loss_tokens + _SEGMENT_COST * bucket.segments
-        + BLOCK_COST * bucket.segments * bucket.max_seqlen,
+        bucket.tokens + _LOSS_COST * bucket.loss_tokens + _SEGMENT_COST * bucket.segments + _KEY_COST * bucket.keys
+        + BLOCK_COST * bucket.segments * longest,
         bucket,
     )  # fmt: skip
 

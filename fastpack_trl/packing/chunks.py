@@ -22,7 +22,7 @@ _NOBODY = -1  # the document of the tokens that fill up the last chunk
 
 
 class Chunks(NamedTuple):
-    """Masks of a packed row in chunks of `CHUNK` tokens; tensors and one int, which cross a layer boundary.
+    """Masks of a packed row in chunks of `CHUNK` tokens; tensors alone, which cross a layer boundary.
 
     ``seq_lengths=(70, 58)``: two chunks. ``carry_in`` is false in the first and true for the first 6 tokens of the
     second; ``to_end`` is true in the first and false for these 6; ``causal[1, 5]`` is true for its first 6 tokens and
@@ -37,7 +37,6 @@ class Chunks(NamedTuple):
         to_end: (chunks, CHUNK) bool, the token is of the document with which its own chunk ends.
         chain: (chunks, chunks) bool, ``[n, m]``: chunk m is before n and ends with the document that chunk n-1 ends
             with. Its state then reaches chunk n.
-        levels: doublings after which each state has reached all of the chunks that the longest document enters.
     """
 
     positions: Tensor
@@ -46,7 +45,6 @@ class Chunks(NamedTuple):
     carry_in: Tensor
     to_end: Tensor
     chain: Tensor
-    levels: int
 
     @property
     def total_tokens(self) -> int:
@@ -54,11 +52,11 @@ class Chunks(NamedTuple):
         return self.positions.shape[0]
 
     def split(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return (total_tokens, heads, ...) as (chunks, heads, CHUNK, ...), zeros after the row, contiguous."""
+        """Return (total_tokens, heads, ...) as (chunks, heads, CHUNK, ...), zeros after the row, a copy."""
         missing = self.causal.shape[0] * CHUNK - self.total_tokens
-        filled = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing))
+        filled = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing)) if missing else tokens
         chunks = filled.unflatten(0, (-1, CHUNK)).transpose(1, 2)
-        return chunks.to(dtype, memory_format=torch.contiguous_format)
+        return chunks.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
     def join(self, chunks: Tensor) -> Tensor:
         """Return (chunks, heads, CHUNK, size) as (total_tokens, heads, size), contiguous; the inverse of `split`."""
@@ -76,7 +74,6 @@ def _build(batch: PackedBatch) -> Chunks:
     ends = documents[:, -1]
     before = F.pad(ends[:-1], (1, 0), value=_NOBODY - 1)  # with which the chunk before ends: nothing, of the first
     causal = (documents[:, :, None] == documents[:, None, :]).tril()
-    entered = -(-(batch.bucketed_max_seqlen - 1) // CHUNK) + 1  # at most, wherever the document begins
     return Chunks(
         positions=batch.position_ids[0],
         causal=causal,
@@ -84,5 +81,4 @@ def _build(batch: PackedBatch) -> Chunks:
         carry_in=documents == before[:, None],
         to_end=documents == ends[:, None],
         chain=(before[:, None] == ends[None, :]).tril(-1),
-        levels=max(1, (entered - 1).bit_length()),
     )

@@ -143,16 +143,17 @@ class PackingCollator(DataCollatorForLanguageModeling):
         """
         labels = _flatten(given, IGNORE_INDEX, 0, np.empty(len(ids), np.int64))
         labels[lengths.cumsum() - lengths] = IGNORE_INDEX
-        scored, tokens, multiple = score(row, ids, labels), len(row.first_of), self.pad_to_multiple_of or 1
+        scored, tokens, multiple = score(row, ids, labels), len(row.source_of), self.pad_to_multiple_of or 1
         num_padding = -tokens % multiple
-        segments, prefixes = row.lengths, row.prefixes
+        segments, prefixes, keys, total_tokens = row.lengths, row.first_positions, row.key_index, tokens + num_padding
         if num_padding:
-            segments, prefixes = np.append(segments, num_padding), (*prefixes, ())
-        total_tokens = tokens + num_padding
+            segments, prefixes = np.append(segments, num_padding), np.append(prefixes, 0)
+            keys = np.append(keys, np.arange(tokens, total_tokens))
         documents = Documents(
             lengths=tuple(lengths.tolist()),
             token_of=torch.from_numpy(row.token_of),
             loss_weights=torch.from_numpy(scored.weights),
+            copies=torch.from_numpy(np.bincount(row.token_of, minlength=total_tokens).astype(np.float32)),
             loss_tokens=int(scored.weights.sum(dtype=np.int64)),
             capacity=len(ids) + -len(ids) % multiple,
         )
@@ -169,10 +170,10 @@ class PackingCollator(DataCollatorForLanguageModeling):
             seq_lengths=tuple(row.lengths.tolist()),
             num_padding=num_padding,
             max_seqlen=int(segments.max()),
-            shared=SharedKeys.of(segments.tolist(), prefixes) if any(prefixes) else None,
+            shared=SharedKeys.found(segments, prefixes, keys) if prefixes.any() else None,
             documents=documents,
         )
-        host["input_ids"][:tokens] = ids[row.first_of]
+        host["input_ids"][:tokens] = ids[row.source_of]
         if num_padding:
             host["input_ids"][tokens:] = self.pad_token_id
         host["labels"][:] = labels

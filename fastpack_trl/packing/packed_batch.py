@@ -185,7 +185,7 @@ class PackedBatch:
         """Build the metadata of documents that share what they begin with: it lies in the row once.
 
         A prompt of 2 tokens with completions of 2 and 1: ``from_segments((2, 2, 1), (-1, 0, 0))`` ->
-        ``seq_lengths=(4, 1)``, ``position_ids=[[0, 1, 2, 3, 2]]``, ``shared.prefixes=((), ((0, 2),))``. The prompt and
+        ``seq_lengths=(4, 1)``, ``position_ids=[[0, 1, 2, 3, 2]]``, ``shared.prefix_lengths=(0, 2)``. The prompt and
         the completion right behind it are one segment, of which the other completion sees the prompt only. Trees may
         have any depth; where all parents are -1 this is `from_lengths`.
 

@@ -21,14 +21,14 @@ ALIGNMENT = 128
 
 _DTYPES = {
     "cu_seqlens": torch.int32, "seq_idx": torch.int32, "part_bounds": torch.int32, "loss_mask": torch.bool,
-    "cu_seqlens_k": torch.int32, "loss_weights": torch.float32,
+    "cu_seqlens_k": torch.int32, "loss_weights": torch.float32, "copies": torch.float32,
 }  # fmt: skip
 """Of the sections that are not int64."""
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_, torch.float32: np.float32}
 
 SHARED: dict[str, tuple[str, ...]] = {
     "shared": ("key_index", "cu_seqlens_k"),
-    "documents": ("token_of", "loss_weights"),
+    "documents": ("token_of", "loss_weights", "copies"),
 }
 """Sections of parts of a `PackedBatch` that have tensors of their own."""
 

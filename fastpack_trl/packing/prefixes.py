@@ -14,29 +14,30 @@ from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.packed_inputs import IntArray
-from fastpack_trl.packing.shared_keys import Ranges
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
+_FACTORS: IntArray = np.random.default_rng(0).integers(-(2**62), 2**62, LEAST_SHARED) | 1
+"""By which first tokens are hashed."""
 
 
 class SharedRow(NamedTuple):
     """A row in which what documents share lies once.
 
-    Documents ``[1, 2, 3]`` and ``[1, 2, 4, 5]``, sharing 2 tokens: ``lengths=[3, 2]``, ``prefixes=[(), ((0, 2),)]``,
-    ``first_positions=[0, 2]``, ``token_of=[0, 1, 2, 0, 1, 3, 4]``: the row is ``[1, 2, 3, 4, 5]``.
+    Documents ``[1, 2, 3]`` and ``[1, 2, 4, 5]``, sharing 2 tokens: ``lengths=[3, 2]``, ``first_positions=[0, 2]``,
+    ``key_index=[0, 1, 2, 0, 1, 3, 4]``, ``token_of=[0, 1, 2, 0, 1, 3, 4]``: the row is ``[1, 2, 3, 4, 5]``.
     """
 
     lengths: IntArray
     """(num_segments,) tokens of each segment: what a document has beside what lies in the row already."""
-    prefixes: tuple[Ranges, ...]
-    """See `SharedKeys`."""
     first_positions: IntArray
-    """(num_segments,) position of the first token of each segment in its document."""
+    """(num_segments,) position of the first token of each segment in its document: the tokens of its prefix."""
+    key_index: IntArray
+    """(total_keys,) the tokens of the row that each segment attends to: its document, from the first to the last."""
     token_of: IntArray
     """(document_tokens,) the token of the row of each token of the documents, one after the other as they came."""
-    first_of: IntArray
-    """(row_tokens,) the first of the documents' tokens that each token of the row is."""
+    source_of: IntArray
+    """(row_tokens,) one of the documents' tokens that each token of the row is."""
 
 
 def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEAST_SHARED) -> SharedRow | None:
@@ -52,34 +53,46 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
         return None
     ends = sizes.cumsum()
     starts = ends - sizes
-    order, common = _neighbours(ids, starts, sizes)
+    alike = _with_company(ids, starts, sizes, least)
+    order, common = _neighbours(ids, starts[alike], sizes[alike])
     common[common < least] = 0
     if not common.any():
         return None
-    own = sizes[order] - common
-    segments_end = own.cumsum()
+    alone: NDArray[np.bool_] = np.ones(len(sizes), np.bool_)
+    alone[alike] = False
+    order, common = np.append(alike[order], alone.nonzero()[0]), np.append(common, np.zeros(alone.sum(), np.int64))
+    starts, sizes = starts[order], sizes[order]
+    own = sizes - common
+    own_ends = own.cumsum()
+    row = np.arange(int(own_ends[-1]))
     token_of: IntArray = np.empty(int(ends[-1]), np.int64)
-    paths: list[Ranges] = []
-    prefixes: list[Ranges] = []
-    for place, (document, kept, added, end) in enumerate(
-        zip(order.tolist(), common.tolist(), own.tolist(), segments_end.tolist(), strict=True)
-    ):
-        first, shared = int(starts[document]), cut(paths[-1], kept) if kept else ()
-        if kept:
-            before = int(starts[order[place - 1]])
-            token_of[first : first + kept] = token_of[before : before + kept]
-        token_of[first + kept : first + kept + added] = np.arange(end - added, end)
-        if added:
-            prefixes.append(shared)
-        paths.append(_followed(shared, end - added, end))
+    path: IntArray = np.empty(int(sizes.max()), np.int64)  # of the present document, token by token
+    keys: list[IntArray] = []
+    # Two copies per document, and nothing else: this loop runs in the data loader's worker.
+    for first, size, kept, end in zip(starts.tolist(), sizes.tolist(), common.tolist(), own_ends.tolist(), strict=True):
+        path[kept:size] = row[end - size + kept : end]
+        document = token_of[first : first + size]
+        document[:] = path[:size]
+        if kept < size:
+            keys.append(document)
     has_own = own > 0
-    first_of: IntArray = np.empty(int(segments_end[-1]), np.int64)
-    first_of[token_of[::-1]] = np.arange(len(token_of))[::-1]
-    return SharedRow(own[has_own], tuple(prefixes), common[has_own], token_of, first_of)
+    source_of = row + (starts + common - (own_ends - own)).repeat(own)
+    return SharedRow(own[has_own], common[has_own], np.concatenate(keys), token_of, source_of)
+
+
+def _with_company(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> IntArray:
+    """Return the documents whose first tokens another one has too, and by chance others: the rest need no sorting."""
+    least = min(least, len(_FACTORS))
+    enough = (sizes >= least).nonzero()[0]
+    hashes = ids[starts[enough, None] + np.arange(least)].astype(np.int64) @ _FACTORS[:least]
+    _, which, count = np.unique(hashes, return_inverse=True, return_counts=True)
+    return enough[count[which] > 1]
 
 
 def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
     """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
+    if not len(starts):
+        return starts, starts
     # Big-endian bytes compare as the numbers do.
     text = ids.astype(">u4").tobytes()
     pieces = [text[4 * start : 4 * (start + size)] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
@@ -92,25 +105,6 @@ def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[I
     first = np.minimum.reduceat(np.where(unlike, within, len(ids)), offsets)
     common: IntArray = np.append(0, np.minimum(first, compared))
     return order, common
-
-
-def cut(ranges: Ranges, tokens: int) -> Ranges:
-    """Return the first `tokens` tokens of ranges that have as many."""
-    kept: list[tuple[int, int]] = []
-    for first, end in ranges:
-        kept.append((first, min(end, first + tokens)))
-        tokens -= kept[-1][1] - first
-        if not tokens:
-            break
-    return tuple(kept)
-
-
-def _followed(ranges: Ranges, first: int, end: int) -> Ranges:
-    if first == end:
-        return ranges
-    if ranges and ranges[-1][1] == first:
-        return (*ranges[:-1], (ranges[-1][0], end))
-    return (*ranges, (first, end))
 
 
 class Scored(NamedTuple):
@@ -132,16 +126,16 @@ def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> Scored:
         ids: (document_tokens,).
         labels: (document_tokens,), `IGNORE_INDEX` where no loss is counted and at the first token of each document.
     """
-    counted = (labels[1:] != IGNORE_INDEX).nonzero()[0] + 1
-    tokens, before = row.token_of[counted], row.token_of[counted - 1]
+    counted = labels != IGNORE_INDEX
     # A token of the row follows one other: its copies with the same label are one position.
-    usual = labels[counted] == ids[counted]
-    weights = np.bincount(tokens[usual], minlength=len(row.first_of))
+    others = (counted & (labels != ids)).nonzero()[0]
+    counted[others] = False
+    weights = np.bincount(row.token_of, counted, len(row.source_of))
     targets = weights.nonzero()[0]
-    first = row.first_of[targets]
-    positions, others = row.token_of[first - 1], ~usual
-    return Scored(
-        np.concatenate([positions, before[others]]),
-        np.concatenate([ids[first], labels[counted[others]]], dtype=np.int64, casting="same_kind"),
-        np.concatenate([weights[targets], np.ones(int(others.sum()))]).astype(np.float32),
-    )
+    source = row.source_of[targets]
+    found = row.token_of[source - 1], ids[source], weights[targets]
+    if len(others):  # labels that are not the tokens count by themselves
+        more = row.token_of[others - 1], labels[others], np.ones(len(others))
+        found = tuple(map(np.concatenate, zip(found, more, strict=True)))
+    positions, next_tokens, counts = found
+    return Scored(positions, next_tokens.astype(np.int64, copy=False), counts.astype(np.float32))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,25 +18,27 @@ Ranges = tuple[tuple[int, int], ...]
 """Tokens of a row, first and end of each run: ``((0, 2), (5, 9))``."""
 
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedKeys:
     """The keys of segments that go on from tokens which lie elsewhere in the row.
 
     Segments of 4 and 1 tokens, of which the second goes on from the first two tokens of the first:
-    ``prefixes=((), ((0, 2),))``, ``key_index=[0, 1, 2, 3, 0, 1, 4]``, ``cu_seqlens_k=[0, 4, 7]``, ``max_seqlen_k=4``.
+    ``prefix_lengths=(0, 2)``, ``key_index=[0, 1, 2, 3, 0, 1, 4]``, ``cu_seqlens_k=[0, 4, 7]``, ``max_seqlen_k=4``.
 
     Query ``i`` of a segment is ``len(keys) - len(segment) + i``-th of its keys, so causality is aligned bottom-right,
     and distances between queries and keys are those of the documents.
 
     Attributes:
-        prefixes: on the host, for each segment of `PackedBatch.cu_seqlens` the tokens of the row before its own that it
-            attends to, in the order of the document.
+        prefix_lengths: on the host, for each segment of `PackedBatch.cu_seqlens` the keys before its own tokens.
         key_index: (total_keys,) int64, the tokens of each segment's keys: its prefix, then its own.
         cu_seqlens_k: (num_segments + 1,) int32, in keys.
         max_seqlen_k: keys of the segment that has most, a host int.
     """
 
-    prefixes: tuple[Ranges, ...]
+    prefix_lengths: tuple[int, ...]
     key_index: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_k: int
@@ -58,29 +60,31 @@ class SharedKeys:
         last_run = np.cumsum([len(prefix) + 1 for prefix in prefixes]) - 1
         cu_seqlens_k: NDArray[np.int64] = np.append(0, (before + sizes)[last_run])
         return cls(
-            prefixes=tuple(prefixes),
+            prefix_lengths=tuple(sum(end - first for first, end in ranges) for ranges in prefixes),
             key_index=torch.from_numpy(index),
             cu_seqlens_k=torch.from_numpy(cu_seqlens_k.astype(np.int32)),
             max_seqlen_k=int(np.diff(cu_seqlens_k).max()),
         )
 
     @classmethod
+    def found(cls, lengths: Ints, prefix_lengths: Ints, index: Ints) -> SharedKeys:
+        """Return the keys of segments whose tokens are known already."""
+        keys = lengths + prefix_lengths
+        ends: NDArray[np.int32] = np.append(0, keys.cumsum()).astype(np.int32)
+        return cls(tuple(prefix_lengths.tolist()), torch.from_numpy(index), torch.from_numpy(ends), int(keys.max()))
+
+    @classmethod
     def own(cls, cu_seqlens: Tensor, lengths: Sequence[int]) -> SharedKeys:
         """Return the keys of segments without a prefix, on the device of their `cu_seqlens`."""
         index = torch.arange(sum(lengths), device=cu_seqlens.device)
-        return cls(((),) * len(lengths), index, cu_seqlens, max(lengths))
-
-    @property
-    def prefix_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment's prefix."""
-        return tuple(sum(end - first for first, end in ranges) for ranges in self.prefixes)
+        return cls((0,) * len(lengths), index, cu_seqlens, max(lengths))
 
     def without_tail(self, num_padding: int) -> SharedKeys:
         """Return the keys without those of the padding, which is the last segment of a row and has no prefix."""
         if not num_padding:
             return self
         return replace(
-            self, prefixes=self.prefixes[:-1], key_index=self.key_index[:-num_padding],
+            self, prefix_lengths=self.prefix_lengths[:-1], key_index=self.key_index[:-num_padding],
             cu_seqlens_k=self.cu_seqlens_k[:-1],
         )  # fmt: skip
 
@@ -99,6 +103,7 @@ class Documents:
         lengths: tokens of each document, on the host.
         token_of: (document_tokens,) int64, the token of the row of each token of theirs.
         loss_weights: (num_loss_positions,) fp32, how many documents count each of `PackedBatch.loss_positions`.
+        copies: (row_tokens,) fp32, how many documents have each token of the row; 0 for padding.
         loss_tokens: their sum, on the host.
         capacity: tokens of the row that it would be without sharing, padding included.
         parts: document tokens of each part of a merged row; empty for a row by itself.
@@ -107,6 +112,7 @@ class Documents:
     lengths: tuple[int, ...]
     token_of: Tensor
     loss_weights: Tensor
+    copies: Tensor
     loss_tokens: int
     capacity: int
     parts: tuple[int, ...] = ()
@@ -115,17 +121,13 @@ class Documents:
     def own(cls, lengths: Sequence[int], loss_positions: Tensor, capacity: int) -> Documents:
         """Return those of a row in which nothing is shared, on its device."""
         token_of = torch.arange(sum(lengths), device=loss_positions.device)
-        weights = torch.ones(loss_positions.numel(), device=loss_positions.device)
-        return cls(tuple(lengths), token_of, weights, loss_positions.numel(), capacity)
-
-    def copies(self, row_tokens: int) -> Tensor:
-        """Return (row_tokens,) fp32, how many documents have each token of the row; 0 for padding."""
-        copies = torch.zeros(row_tokens, dtype=torch.float32, device=self.token_of.device)
-        return copies.index_add_(0, self.token_of, torch.ones_like(self.token_of, dtype=torch.float32))
+        weights, copies = (token_of.new_ones(n, dtype=torch.float32) for n in (loss_positions.numel(), len(token_of)))
+        return cls(tuple(lengths), token_of, weights, copies, loss_positions.numel(), capacity)
 
     def map(self, convert: Callable[[Tensor], Tensor]) -> Documents:
         """Return a copy whose tensors are what `convert` makes of them."""
-        return replace(self, token_of=convert(self.token_of), loss_weights=convert(self.loss_weights))
+        tensors = {name: convert(getattr(self, name)) for name in ("token_of", "loss_weights", "copies")}
+        return replace(self, **tensors)
 
 
 class Tree(NamedTuple):
@@ -136,7 +138,7 @@ class Tree(NamedTuple):
     first_positions: tuple[int, ...]
     """Position of the first token of each segment in its document."""
     prefixes: tuple[Ranges, ...]
-    """See `SharedKeys`."""
+    """Tokens of the row before its own that each segment attends to, in the order of the document."""
 
 
 def join_pieces(lengths: Sequence[int], parents: Sequence[int]) -> Tree:
@@ -190,16 +192,15 @@ def _followed(ranges: Ranges, last: tuple[int, int]) -> Ranges:
 
 def merge_keys(rows: Sequence[SharedKeys], tokens: Sequence[int]) -> SharedKeys:
     """Return the keys of rows that are laid one after the other, on their device; `tokens` are their lengths."""
-    prefixes: list[Ranges] = []
     index: list[Tensor] = []
     ends = [rows[0].cu_seqlens_k[:1]]
     start = keys = 0
     for row, count in zip(rows, tokens, strict=True):
-        prefixes += [tuple((first + start, end + start) for first, end in ranges) for ranges in row.prefixes]
         index.append(row.key_index + start)
         ends.append(row.cu_seqlens_k[1:] + keys)
         start, keys = start + count, keys + row.key_index.numel()
-    return SharedKeys(tuple(prefixes), torch.cat(index), torch.cat(ends), max(row.max_seqlen_k for row in rows))
+    prefixes = tuple(length for row in rows for length in row.prefix_lengths)
+    return SharedKeys(prefixes, torch.cat(index), torch.cat(ends), max(row.max_seqlen_k for row in rows))
 
 
 def merge_documents(rows: Sequence[Documents], tokens: Sequence[int]) -> Documents:
@@ -209,6 +210,7 @@ def merge_documents(rows: Sequence[Documents], tokens: Sequence[int]) -> Documen
         lengths=tuple(length for row in rows for length in row.lengths),
         token_of=torch.cat([row.token_of + start for row, start in zip(rows, starts, strict=True)]),
         loss_weights=torch.cat([row.loss_weights for row in rows]),
+        copies=torch.cat([row.copies[:count] for row, count in zip(rows, tokens, strict=True)]),
         loss_tokens=sum(row.loss_tokens for row in rows),
         capacity=sum(row.capacity for row in rows),
         parts=tuple(sum(row.lengths) for row in rows),

@@ -1,88 +1,90 @@
-"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) over a packed row, and what Kimi's shares with it."""
+"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid): the products of a chunk, and their gradients."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fastpack_trl.packing.chunks import Chunks
-from fastpack_trl.recurrent.decay import log_decay, masked_exp
-from fastpack_trl.recurrent.state_scan import goes_one_by_one, scan_states, unit_lower_inverse
+from fastpack_trl.recurrent.decay import differences, log_decay, log_decay_gradient, masked_exp
+from fastpack_trl.recurrent.precision import tensor_cores
+from fastpack_trl.recurrent.products import Products
 
 
-def packed_delta(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """Return ``o_t = q_t S_t``, ``S_t = e^(g_t) S_(t-1) + beta_t k_t (v_t - k_t e^(g_t) S_(t-1))``.
-
-    The state is 0 at the start of each document.
-
-    Args:
-        query, key: (total_tokens, key heads, key size), normalised and scaled; fp32 or wider.
-        value: (total_tokens, heads, value size); a key head serves ``heads / key heads`` heads in a row.
-        g: (total_tokens, heads), the logarithm of the decay.
-        beta: (total_tokens, heads).
-        chunks: of the row.
-
-    Returns:
-        (total_tokens, heads, value size) in the dtype of `query`.
-    """
-    dtype, groups = query.dtype, key.shape[1]
-    per_group = value.shape[1] // groups
-    # (chunks, key heads, 1 or heads per key head, CHUNK, size)
-    q, k = (chunks.split(tensor, dtype)[:, :, None] for tensor in (query, key))
-    v = chunks.split(value, dtype).unflatten(1, (groups, per_group))
-    factor = chunks.split(beta[..., None], dtype).unflatten(1, (groups, per_group))
-    sums = log_decay(chunks.split(g[..., None], dtype)[..., 0], chunks).unflatten(1, (groups, per_group))
-    between = masked_exp(sums[..., :, None] - sums[..., None, :], chunks.causal[:, None, None], dtype)
-    to_end = masked_exp(sums[..., -1:] - sums, chunks.to_end[:, None, None], dtype)[..., None]
-    carried = masked_exp(sums, chunks.carry_in[:, None, None], dtype)[..., None]
-    return delta_rule(
-        Products(
-            weights=((k @ k.mT) * between * factor).flatten(1, 2),
-            scores=((q @ k.mT) * between).flatten(1, 2),
-            erase=(k * (carried * factor)).flatten(1, 2),
-            write=(v * factor).flatten(1, 2),
-            read=(q * carried).flatten(1, 2),
-            kept=(k * to_end).flatten(1, 2),
-            # Of the last token: what is carried in and reaches the end.
-            through=carried[..., -1:, :].flatten(1, 2),
-        ),
-        chunks,
-    )
-
-
-class Products(NamedTuple):
-    """What the delta rule needs of each chunk, (chunks, heads, CHUNK, ...).
+class Tokens(NamedTuple):
+    """What a delta rule is given, or the gradients of that.
 
     Attributes:
-        weights: ``beta_i k_i k_j`` with the decay from j to i, in (CHUNK, CHUNK); read below the diagonal.
-        scores: ``q_i k_j`` with the decay from j to i, 0 above the diagonal.
-        erase: ``beta k`` with the decay since the chunk began, of the document carried in.
-        write: ``beta v``.
-        read: ``q`` with the decay since the chunk began, of the document carried in.
-        kept: ``k`` with the decay up to the end of the chunk, of the document that it ends with.
-        through: (chunks, heads, 1 or key size, 1): the decay over the chunk of a document that goes on through it.
+        query, key: (chunks, key heads, CHUNK, key size), normalised and scaled; fp32 or wider.
+        value: (chunks, heads, CHUNK, value size); a key head serves ``heads / key heads`` heads in a row.
+        g: (total_tokens, heads), the logarithm of the decay; with a decay per channel (total_tokens, heads, key size).
+        beta: (chunks, heads, CHUNK, 1).
     """
 
-    weights: Tensor
-    scores: Tensor
-    erase: Tensor
-    write: Tensor
-    read: Tensor
-    kept: Tensor
-    through: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    g: Tensor
+    beta: Tensor
 
 
-def delta_rule(products: Products, chunks: Chunks) -> Tensor:
-    """Return the output, (total_tokens, heads, value size): all chunks at once, then the states that enter them."""
-    weights, scores, erase, write, read, kept, through = products
-    size = erase.shape[-1]
-    inverse = unit_lower_inverse(weights.tril(-1))
-    solved = inverse @ torch.cat([erase, write], dim=-1)
-    inside, state = scores @ solved, kept.mT @ solved
-    # Of a state S that enters, (read - inside) S is read, and (through - state) S reaches the end.
-    eye = torch.eye(size, dtype=erase.dtype, device=erase.device)
-    decay = through * eye - state[..., :size]
-    entering = scan_states(decay, state[..., size:], chunks.levels, goes_one_by_one(erase))
-    return chunks.join(inside[..., size:] + (read - inside[..., :size]) @ entering)
+class ScalarDecay:
+    """The products of a rule with one decay per head.
+
+    Attributes:
+        products: see `Products`.
+    """
+
+    def __init__(self, tokens: Tokens, chunks: Chunks, tf32: bool) -> None:
+        self._chunks, self._tf32 = chunks, tf32
+        dtype, groups = tokens.query.dtype, tokens.key.shape[1]
+        # (chunks, key heads, 1 or heads per key head, CHUNK, size)
+        self._q, self._k = tokens.query[:, :, None], tokens.key[:, :, None]
+        self._v, self._beta = tokens.value, tokens.beta.unflatten(1, (groups, -1))
+        sums = log_decay(tokens.g, chunks).unflatten(1, (groups, -1))
+        self._between = differences(sums, chunks.causal[:, None, None], dtype)
+        self._to_end = masked_exp(sums[..., -1:] - sums, chunks.to_end[:, None, None], dtype)[..., None]
+        self._carried = masked_exp(sums, chunks.carry_in[:, None, None], dtype)[..., None]
+        self._erasing = self._carried * -self._beta
+        with tensor_cores(tf32):
+            self._like, self._asked = self._k @ self._k.mT, self._q @ self._k.mT
+        self.products = Products(
+            weights=(self._like * self._between).mul_(self._beta).flatten(1, 2),
+            scores=(self._asked * self._between).flatten(1, 2),
+            erase=(self._k * self._erasing).flatten(1, 2), write=self._v * tokens.beta,
+            read=(self._q * self._carried).flatten(1, 2), kept=(self._k * self._to_end).flatten(1, 2),
+            # Of the last token: what is carried in and reaches the end.
+            through=self._carried[..., -1:, :].flatten(1, 2),
+        )  # fmt: skip
+
+    def gradients(self, grad: Products) -> Tokens:
+        """Return the gradients of the tokens."""
+        groups = self._q.shape[1]
+        weights, scores, erase, read, kept = (
+            part.unflatten(1, (groups, -1)) for part in (grad.weights, grad.scores, grad.erase, grad.read, grad.kept)
+        )
+        # Logarithms of decays: what a product has as value times its gradient, plus at i and minus at j.
+        of_scores = self._asked * scores.mul_(self._between)
+        of_weights = self._like * weights.mul_(self._between)
+        beta = of_weights.sum(-1, keepdim=True)
+        of_both = of_scores.addcmul_(of_weights, self._beta)
+        of_both.diagonal(dim1=-2, dim2=-1).zero_()  # it would cancel, but for rounding
+        logs = of_both.sum(-1) - of_both.sum(-2)
+        erased = (erase * self._k).sum(-1, keepdim=True).mul_(self._carried)
+        beta -= erased
+        ended = (kept * self._k).sum(-1, keepdim=True).mul_(self._to_end)[..., 0]
+        logs -= ended
+        read_out = (read * self._q).sum(-1, keepdim=True).mul_(self._carried)
+        logs += read_out.addcmul_(erased, self._beta, value=-1)[..., 0]
+        through = grad.through.sum(-2).unflatten(1, (groups, -1)) * self._carried[..., -1, :]
+        logs[..., -1] += ended.sum(-1) + through[..., 0]
+        with tensor_cores(self._tf32):
+            to_scores, to_weights = scores.sum(2), weights.mul_(self._beta).sum(2)
+            q, k = self._q[:, :, 0], self._k[:, :, 0]
+            query = (to_scores @ k).add_(read.mul_(self._carried).sum(2))
+            key = (to_scores.mT @ q).add_((to_weights + to_weights.mT) @ k)
+            key += kept.mul_(self._to_end).addcmul_(erase, self._erasing).sum(2)
+        beta = beta.flatten(1, 2).add_((grad.write * self._v).sum(-1, keepdim=True))
+        value = grad.write * self._beta.flatten(1, 2)
+        return Tokens(query, key, value, log_decay_gradient(logs.flatten(1, 2), self._chunks), beta)

@@ -12,7 +12,6 @@ from functools import partial, update_wrapper
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -22,13 +21,11 @@ from fastpack_trl.model.mixers import CONV, FUNCTIONS, FUSED, mixers
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
-from fastpack_trl.recurrent.delta import packed_delta
-from fastpack_trl.recurrent.kimi import packed_kimi
+from fastpack_trl.recurrent.rules import packed_delta
 from fastpack_trl.recurrent.ssd import packed_ssd
 
 KEYWORD = "packed_chunks"
 """Of the model's forward, with the `Chunks` of its row."""
-_EPSILON = 1e-6  # of the norm of query and key, in stock's functions
 
 
 @contextlib.contextmanager
@@ -80,24 +77,14 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _delta_rule(
-    rule: Callable[..., Tensor], chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Run the delta rule of a family; as stock's function in all that it takes and returns but a state."""
     _check(query.shape[0], query.shape[1], chunks, initial_state is not None or output_final_state)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    # Products of a state are rounded again in each chunk: in fp32, as stock's.
-    with torch.autocast(query.device.type, enabled=False):
-        wide_query, wide_key = query[0].to(dtype), key[0].to(dtype)
-        if use_qk_l2norm_in_kernel:
-            wide_query, wide_key = _normalised(wide_query), _normalised(wide_key)
-        scaled = wide_query * query.shape[-1] ** -0.5
-        return rule(scaled, wide_key, value[0], g[0], beta[0], chunks)[None].to(query.dtype), None
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON)
+    row = (query[0], key[0], value[0], g[0], beta[0])
+    return packed_delta(*row, chunks, normalise=use_qk_l2norm_in_kernel)[None], None
 
 
 def _mamba2(
@@ -108,13 +95,9 @@ def _mamba2(
 ) -> Tensor:  # fmt: skip
     """Run the scan of Mamba-2; as stock's function in all that it takes and returns but a state."""
     _check(hidden_states.shape[0], hidden_states.shape[1], chunks, initial_states is not None or return_final_states)
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)[0].to(dtype)
-        x = hidden_states[0].to(dtype)
-        out = packed_ssd(x * step[..., None], A.to(dtype) * step, B[0], C[0], chunks)
-        return (out if D is None else out + D[..., None] * x)[None]
+    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    return packed_ssd(hidden_states[0], step[0], A, B[0], C[0], chunks, skip=D)[None]
 
 
 def _not_fused(_chunks: Chunks, *_args: Any, **_kwargs: Any) -> None:
@@ -132,8 +115,8 @@ def _check(rows: int, tokens: int, chunks: Chunks, has_state: bool = False) -> N
 
 OURS: dict[str, Callable[..., Any]] = {
     CONV: _conv,
-    "torch_chunk_gated_delta_rule": partial(_delta_rule, packed_delta),
-    "chunk_kimi_delta_attention": partial(_delta_rule, packed_kimi),
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     FUSED: _not_fused,
 }

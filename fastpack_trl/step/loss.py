@@ -191,7 +191,7 @@ def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
         length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
         parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
         count, by_itself = len(parts), not batch.parts
-    copies = None if batch.documents is None else batch.documents.copies(outputs.last_hidden_state.shape[1])
+    copies = None if batch.documents is None else batch.documents.copies
     losses = load_balancing_losses(outputs.router_logits, top_k, parts, copies)
     if losses is None:  # this model records no router logits
         losses = torch.zeros(count, dtype=torch.float32, device=outputs.last_hidden_state.device)

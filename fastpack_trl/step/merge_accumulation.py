@@ -33,12 +33,9 @@ eight times as many the longer row has left the cache, and they take 1.3 to 1.8 
 @contextlib.contextmanager
 def merge_accumulation(run: Run) -> Iterator[None]:
     """Run the micro-batches of an optimizer step as fewer, longer rows; after `sync_free`, whose losses it needs."""
-    if not run.training:
-        yield
-        return
     setting = run.settings.merge_accumulation
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
-    why = run.ranks.first_reason(lambda: _why_not(run))
+    why = run.ranks.first_reason(lambda: first_reason(_reasons(run)))
     if why:
         run.say(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
         yield
@@ -62,12 +59,8 @@ def _row_tokens(run: Run) -> int:
     return {"cuda": MERGED_ROW_TOKENS, "cpu": CPU_ROW_NUMBERS // hidden}.get(run.device.type, 0)
 
 
-def _why_not(run: Run) -> str:
-    """Return why micro-batches run one by one in this run; empty if they need not."""
-    return first_reason(_reasons(run))
-
-
 def _reasons(run: Run) -> Iterator[object]:
+    """Yield why micro-batches run one by one in this run."""
     trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
     args, device = run.args, run.device.type
     yield setting == "off" and "switched off"

@@ -96,9 +96,10 @@ class _Split:
     def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
         self.sizes: list[int] = []
         self.counted: list[int] = []
-        self._members = self._mask = None
+        self._members = self._counts = None
         if batch is not None and batch.part_bounds is not None:
-            bounds, positions, self._mask = batch.part_bounds[:, None], batch.loss_positions, batch.loss_mask
+            bounds, positions = batch.part_bounds[:, None], batch.loss_positions
+            self._counts = batch.loss_mask if outputs.weights is None else outputs.weights
             self.is_one = bounds.numel() == 2
             if not self.is_one:
                 self._members = (bounds[:-1] <= positions) & (positions < bounds[1:])
@@ -120,7 +121,7 @@ class _Split:
 
     def count(self) -> Tensor | int:
         """Return the positions that the loss counts in the whole row, at least 1."""
-        return max(1, sum(self.counted)) if self._mask is None else self._mask.sum().clamp(min=1)
+        return max(1, sum(self.counted)) if self._counts is None else self._counts.sum().clamp(min=1)
 
     def sums(self, figures: Tensor) -> Tensor:
         """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself.

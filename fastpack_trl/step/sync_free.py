@@ -90,7 +90,8 @@ class SyncFreeStep:
             batch: the plain one that was copied into the static one.
         """
         size = batch.loss_positions.numel() if batch.loss_positions is not None else 0
-        loss_tokens = [part.loss_tokens for part in batch.parts] or [size]
+        size = size if batch.documents is None else batch.documents.loss_tokens
+        loss_tokens = [part.counted or part.loss_tokens for part in batch.parts] or [size]
         self.metrics.keep(trainer, "train" if trainer.model.training else "eval", table, loss_tokens, row_tokens(batch))
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import found, lacks
 from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
@@ -37,15 +37,25 @@ class Rows:
 
     Attributes:
         entropy_has_gradient: a loss reads the entropy, not only a metric.
+<<<<<<< HEAD
         head_trains: the policy's head does. A reference is scored as the policy is: equal models have equal figures.
+=======
+        replay: returns the hidden states of a row from a recorded backbone, or None where it is called as it is.
+>>>>>>> main
         ran: forwards that ran on a row.
         missed: forwards over other tokens than those of a known row.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[AsMade, Families]] = []
+<<<<<<< HEAD
         self.entropy_has_gradient = self.head_trains = False
         self.ran = self.missed = 0
+=======
+        self.entropy_has_gradient = False
+        self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
+        self.ran = 0
+>>>>>>> main
 
     @contextmanager
     def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
@@ -112,12 +122,17 @@ class RowForward:
         return self.missing or (head if isinstance(head, str) else "")
 
 
-def _run_backbone(backbone: Callable[..., Any], families: Families, ids: Tensor, given: dict[str, Any]) -> Any:
-    """Return the outputs of a backbone over the row of a padded batch."""
-    batch = families.batch
+def _run_backbone(rows: Rows, backbone: Callable[..., Any], families: Families, ids: Tensor, given: Any) -> Any:
+    """Return the outputs of a backbone over the row of a padded batch; their hidden states may have a longer tail."""
+    batch, tokens = families.batch, families.row(ids)
     own = {name: value for name, value in given.items() if name not in _PADDED}
+    hidden = rows.replay(backbone, batch, tokens, own) if rows.replay is not None else None
+    if hidden is not None:
+        return types.SimpleNamespace(
+            last_hidden_state=hidden, past_key_values=None, hidden_states=None, attentions=None
+        )
     keywords = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}
-    return backbone(input_ids=families.row(ids), **keywords, **own)
+    return backbone(input_ids=tokens, **keywords, **own)
 
 
 def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model: Any) -> Callable[..., Any]:
@@ -130,7 +145,7 @@ def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model:
         if families is None:
             return stock(self, *args, **kwargs)
         rows.ran += 1
-        outputs = _run_backbone(getattr(self, prefix), families, ids, kwargs)
+        outputs = _run_backbone(rows, getattr(self, prefix), families, ids, kwargs)
         logits = self.score(outputs.last_hidden_state[0].index_select(0, families.positions))
         return found("transformers.modeling_outputs.SequenceClassifierOutputWithPast")(
             logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -161,7 +176,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
-        outputs = _run_backbone(getattr(self, backbone_attr), families, ids, kwargs)
+        outputs = _run_backbone(rows, getattr(self, backbone_attr), families, ids, kwargs)
         head = head_of(self)
         assert not isinstance(head, str), head  # looked at when the run began
         weight, bias = map(whole, head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.capture.feature import row_graphs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
@@ -22,6 +24,7 @@ from fastpack_trl.model.patches import attribute_set, attributes_kept
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound
 from fastpack_trl.packing.batching import BatchPlan, plan_families
+from fastpack_trl.packing.buckets import RowSize
 from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
 from fastpack_trl.run import Run
 from fastpack_trl.step.token_logps import RowForward, Rows
@@ -30,6 +33,8 @@ from fastpack_trl.trainers.featured import FeaturedTrainer
 logger = get_logger(__name__)
 
 FEATURE = "share_prefixes"
+_DRAWN = 32
+"""Batches that are drawn to know the sizes of rows: a few milliseconds each."""
 _HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
 
 
@@ -91,6 +96,7 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(forward.running())
             stack.enter_context(self._fastpack_reference())
         stack.enter_context(_plan_kept(self._fastpack_stock))
+        stack.enter_context(row_graphs(run, self._fastpack_rows, _dropout(run.model), self._fastpack_draw))
 
     @contextlib.contextmanager
     def _fastpack_reference(self) -> Iterator[None]:
@@ -153,6 +159,17 @@ class PackedTrainer(FeaturedTrainer):
         with attribute_set(self, "data_collator", collator):
             yield
 
+    def _fastpack_draw(self) -> list[RowSize]:
+        """Return the sizes of some rows as they will come; none without a collator, or from a stream."""
+        loader: Any = self.callback_handler.train_dataloader
+        data, collate = loader.dataset, loader.collate_fn
+        if not isinstance(collate, FamiliesCollator) or not hasattr(data, "__getitem__"):
+            return []
+        drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
+        batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
+        rows = [families for batch in batches for families in batch[KEY].values()]
+        return [RowSize.of_row(families.batch) for families in rows if not isinstance(families, str)]
+
     def _fastpack_find(self) -> Callable[..., Families | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""
         return None
@@ -192,7 +209,7 @@ class PackedTrainer(FeaturedTrainer):
 def _model_settings(args: Any, training: bool) -> Settings:
     """Return ours of a trainer's arguments; the parts of SFT's step are off."""
     found = Settings.of(args, training)
-    return replace(found, sync_free="off", merge_accumulation="off", cuda_graph="off")
+    return replace(found, sync_free="off", merge_accumulation="off")
 
 
 @contextlib.contextmanager

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import random
-import types
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
+from shared_material import prefixed
 from torch import Tensor
 from trainer_material import assert_same_log, both, build, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import share_prefixes as feature
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.packing.batching import packing_collator
 from fastpack_trl.packing.collator import PackingCollator
@@ -27,28 +23,6 @@ from fastpack_trl.testing import tiny_model
 
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 10, "max_grad_norm": 0.0}
 PACKED = {"packing": True, "max_length": 120, "per_device_train_batch_size": 1, "eval_strategy": "no"}
-
-
-@cache
-def prefixed(*, labels: bool = False, count: int = 60) -> Dataset:
-    """Documents that begin with one of two prompts, some of which go on alike; equal ones, and one inside another."""
-    draw = random.Random(0)
-
-    def tokens(number: int) -> list[int]:
-        return [draw.randrange(5, 95) for _ in range(number)]
-
-    prompts = [tokens(24), tokens(18)]
-    longer = prompts[0] + tokens(17)
-    rows = [draw.choice([*prompts, longer]) + tokens(draw.randrange(1, 12)) for _ in range(count)]
-    rows[1], rows[3], rows[5] = rows[0], longer, prompts[1]
-    columns: dict[str, Any] = {"input_ids": rows}
-    if labels:  # a mask that differs from document to document, also within the prompts
-        kept = [draw.randrange(0, len(row)) for row in rows]
-        columns["labels"] = [
-            [IGNORE_INDEX if place < keep else token for place, token in enumerate(row)]
-            for row, keep in zip(rows, kept, strict=True)
-        ]
-    return Dataset.from_dict(columns)
 
 
 def changes(trainer: Any, before: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -221,26 +195,3 @@ def test_rows_have_fewer_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, **PACKED, max_steps=3)
     assert len(seen) >= 3
     assert all(row < 0.8 * whole for row, whole in seen)
-
-
-@pytest.mark.parametrize(
-    ("setting", "cuda_graph", "parameters", "reason"),
-    [
-        ("auto", "auto", 0.6e9, "captured steps may gain more"),
-        ("auto", "auto", 8e9, ""),
-        ("auto", "off", 0.6e9, ""),
-        ("on", "auto", 0.6e9, ""),
-    ],
-)
-def test_on_a_gpu_small_models_are_captured_unless_sharing_is_asked_for(
-    setting: str, cuda_graph: str, parameters: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast = {"share_prefixes": setting, "cuda_graph": cuda_graph}
-    trainer = build(FastSFTTrainer, tmp_path, packing=True, fast=fast)
-    run = trainer.fastpack_run
-    run.loss_is_ours = True
-    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
-    size = types.SimpleNamespace(numel=lambda: int(parameters))
-    monkeypatch.setattr(trainer.model, "parameters", lambda: iter([size]))
-    found = [each for each in feature._reasons(run) if each]
-    assert [reason in str(each) for each in found] == ([True] if reason else []), found

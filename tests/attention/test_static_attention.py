@@ -10,7 +10,7 @@ import torch
 from attention_material import HEAD_DIM, HEADS, HOPPER, KV_HEADS, PLAIN, SCALE, errors, prepared, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from static_material import bucket_for, make_inputs, make_rows, to_static
+from static_material import bucket_for, make_inputs, make_rows, shared_rows, to_static
 from torch import Tensor
 
 from fastpack_trl.attention import varlen
@@ -18,7 +18,7 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import copy_into
 from fastpack_trl.testing import tiny_model
 
@@ -122,6 +122,54 @@ def test_a_prepared_layer_attends_to_the_documents_of_the_row_that_is_copied_in(
         for grad, other in zip(found[1:], expected[1:], strict=True):
             assert torch.equal(grad[:, :, :tokens], other)
             assert not grad[:, :, tokens:].any()
+
+
+def assert_as_plain(static: Any, inputs: Any, kind: str, name: str, *, device: str = "cpu", dtype: Any = None) -> None:
+    """Output and gradients of a row with shared prefixes in its static form, whose tail has no loss, as in its own."""
+    plain, how, tokens = inputs["packed_batch"], KINDS[kind], sum(inputs["packed_batch"].seq_lengths)
+    row = max(static.bucket.tokens, plain.total_tokens)
+    windows = [how["window"]] if "window" in how else []
+    layer, alone = (prepared(name, batch, *windows, device=device) for batch in (static.batch, plain))
+    tensors = tensors_of(row, sinks="sinks" in how, dtype=dtype or torch.float64)
+    tensors = [tensor.detach().to(device).requires_grad_() for tensor in tensors]
+    upstream = torch.zeros(1, row, HEADS, HEAD_DIM, dtype=tensors[0].dtype, device=device)
+    draw = torch.Generator().manual_seed(1)
+    upstream[:, :tokens] = torch.randn(1, tokens, HEADS, HEAD_DIM, generator=draw).to(upstream)
+    found = []
+    for one, row in ((layer, static.bucket.tokens), *[(alone, plain.total_tokens)] * 2):
+        cut = [t.detach()[:, :, :row].requires_grad_() if t.dim() == 4 else t for t in tensors]
+        sinks = cut[3] if len(cut) > 3 else None
+        out = one.attend(AttentionCall(*cut[:3], SCALE, how.get("window"), sinks=sinks))
+        grads = torch.autograd.grad(out, cut, upstream[:, :row].contiguous())
+        assert all(grad.isfinite().all() for grad in grads)
+        assert all(not grad[:, :, tokens:].any() for grad in grads[:3])
+        found.append([out[:, :tokens], *(grad[:, :, :tokens] if grad.dim() == 4 else grad for grad in grads)])
+    for ours, once, again in zip(*found, strict=True):
+        # Where two plain calls differ, by the order of atomic additions, so may this one.
+        budget = 2 * (again - once).norm() + 4 * torch.finfo(once.dtype).eps * (1 + once.norm())
+        assert (ours - once).norm() <= budget
+
+
+@settings(max_examples=30, deadline=None)
+@given(shared_rows, shared_rows, st.integers(1, 30), st.integers(0, 60), st.sampled_from(sorted(KINDS)))
+@pytest.mark.parametrize("name", ["varlen", "flash_attention_4"])
+def test_keys_that_are_left_over_change_nothing(
+    name: str, first: Any, second: Any, tail: int, keys: int, kind: str
+) -> None:
+    static = to_static(second, bucket_for(second, tail=tail, keys=keys, segments=2, keyed=True))
+    assert_as_plain(static, second, kind, name)
+    if static.bucket.holds(RowSize.of(first["packed_batch"])):
+        copy_into(static, first)
+        assert_as_plain(static, first, kind, name)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda_keys_that_are_left_over_change_nothing(kind: str) -> None:
+    for seed in range(4):
+        inputs = make_inputs([90, 130, 60, 200, 40], seed=seed, shared=True).to("cuda")
+        static = to_static(inputs, bucket_for(inputs, tail=37, keys=150, segments=3))
+        assert_as_plain(static, inputs, kind, "varlen", device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("lengths", [(8192,), (4096, 4200)])

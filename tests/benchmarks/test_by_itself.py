@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import by_itself, by_itself_metadata, by_itself_routing
+from benchmarks import by_itself_metadata, by_itself_routing
 from benchmarks.arithmetic import (
     Saved,
     metadata_saved,
@@ -17,7 +17,6 @@ from benchmarks.arithmetic import (
 )
 from benchmarks.by_itself import COMMAND, OPTIMISATIONS, PUBLISHED, ROWS, table
 from benchmarks.by_itself_row import Pass, row_of
-from fastpack_trl.errors import UserError
 from fastpack_trl.measure.timing import WallClock
 
 
@@ -114,11 +113,3 @@ def test_on_a_gpu_every_row_has_its_sides_and_its_memory(name: str) -> None:
 
 def test_a_rebuild_is_timed_over_the_documents_of_the_rows() -> None:
     assert by_itself_metadata.rebuild_seconds([[3, 2], [5]], "cpu", WallClock()) > 0
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UserError, match="there is no 'metdata'; did you mean"):
-        COMMAND.main(["metdata"])
-    with pytest.raises(UserError, match="there is no row 'qwen3'"):
-        COMMAND.main(["metadata", "--rows", "qwen3"])
-    assert by_itself.tokens_of(by_itself_metadata.ROWS["qwen3-0.6b"]) == 2048

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fp8_steps
-from benchmarks.training_rows import SMALL
+from benchmarks.training_rows import Row
 from benchmarks.training_side import OURS, OURS_FP8, SIDES, train_side
 from fastpack_trl.lora import frozen_base
 
@@ -46,7 +46,7 @@ def test_a_side_that_failed_is_named_and_nothing_decided() -> None:
 def test_the_side_trains_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
     watched = {"warmup": 2, "longest_warmup": 4, "timed": 4}
-    trainer, watch = train_side(SMALL, SIDES[OURS_FP8], 0, watched, logging_steps=2)
+    trainer, watch = train_side(Row("tiny-qwen3", 256, "lora"), SIDES[OURS_FP8], 0, watched, logging_steps=2)
     found = watch.figures(trainer)
     assert "LoRA bases multiply in FP8" in found["report"]["features"]["frozen_base"]["reason"]
     assert len(found["step_seconds"]) == 4

@@ -12,7 +12,7 @@ def test_a_miniature_run_times_both_sides(monkeypatch: pytest.MonkeyPatch) -> No
     family, fields = hybrid.MODELS["delta"]
     small = {**fields, "hidden_size": 32, "intermediate_size": 32, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     monkeypatch.setitem(hybrid.MODELS, "delta", (family, small))
-    record = hybrid.measure(Run(rounds=2), {"tiny": ("delta", (70, 9))}, compiled=False)
+    record = hybrid.measure(Run(rounds=2), {"tiny": ("delta", (70, 9))})
     (row,) = record["rows"]
     assert not row["failed"]
     assert set(row["sides"]) == {hybrid.STOCK, hybrid.OURS}

@@ -23,6 +23,7 @@ OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
         ("benchmarks --case lorra", "there is no case 'lorra'; did you mean 'lora'?"),
         ("benchmarks.side_by_side --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.side_by_side --sides unsloth --unsloth /nosuch/python", "'/nosuch/python' is no program"),
+        ("benchmarks.by_itself metdata", "there is no 'metdata'; did you mean"),
         ("benchmarks.by_itself reload --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.by_itself reload --report /nosuch.json", "'/nosuch.json' cannot be read"),
         ("benchmarks.row_profile --rows nosuch", "there is no row 'nosuch'"),

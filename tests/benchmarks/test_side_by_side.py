@@ -66,6 +66,7 @@ def measured(trained: dict[str, tuple[Any, RunWatch]]) -> dict[str, Any]:
     return {side: watch.figures(trainer) for side, (trainer, watch) in trained.items()}
 
 
+@pytest.mark.slow
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
     stock, ours = measured["stock"], measured["fastpack"]
     assert stock["timed_tokens"] == ours["timed_tokens"] > 0
@@ -79,6 +80,7 @@ def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]
     assert ours["report"]["features"]["packed_attention"]["path"] == "per_document"
 
 
+@pytest.mark.slow
 def test_a_profile_has_a_kind_for_nearly_all_time_and_counts_the_products_of_the_model(
     trained: dict[str, tuple[Any, RunWatch]],
 ) -> None:
@@ -138,6 +140,7 @@ def test_times_are_believed_where_losses_are_stocks_and_where_stock_leaks() -> N
     assert "| qwen3 | stock + Liger | ImportError: no Liger |" in text
 
 
+@pytest.mark.slow
 def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
     tmp_path: Path, measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
 from fastpack_trl.attention import varlen
 from fastpack_trl.bench.compare import compare, table
-from fastpack_trl.capture import graphs
+from fastpack_trl.capture import decision, graphs
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import tiny_model
 
@@ -30,7 +30,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, fam
     ours, eager = both(tmp_path, devices, family=family, lora=lora)
     (device,) = devices.made
     assert device.log.count("record") >= 1
-    assert device.log.count("replay") >= STEPS - graphs.EAGER_STEPS - 2 * graphs.WARM_ROWS - 1, device.log
+    assert device.log.count("replay") >= STEPS - decision.EAGER_STEPS - 2 * decision.WARM_ROWS - 1, device.log
     assert device.log[0] == "apart"
     assert device.log[-1] == "forget"
     assert device.log.count("reset") == device.log.count("record")

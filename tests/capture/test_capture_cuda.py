@@ -13,6 +13,7 @@ from datasets import Dataset
 from out_of_memory import calling_in_backward
 from peft import LoraConfig
 from quantised_material import quantised
+from shared_material import prefixed
 from trainer_material import build, make_dataset
 from transformers import TrainerCallback
 
@@ -154,6 +155,19 @@ def test_merged_rows_are_captured(tmp_path: Path) -> None:
     assert merged[2].path == "captured", merged[2]
     plain = run(tmp_path / "b", "qwen3", "lora", gradient_accumulation_steps=4, fast={"cuda_graph": "off"})
     assert distance(merged, plain)[0] < 2e-2
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
+def test_rows_with_shared_prefixes_are_captured(tmp_path: Path, family: str, kind: str) -> None:
+    options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
+    captured = run(tmp_path / "a", family, kind, fast={"share_prefixes": "on"}, **options)
+    assert captured[2].path == "captured", captured[2]
+    eager = {"share_prefixes": "on", "cuda_graph": "off"}
+    first, second = (run(tmp_path / name, family, kind, fast=eager, **options) for name in "bc")
+    budget, found = distance(first, second), distance(captured, first)
+    assert found[0] <= 2 * budget[0] + 2e-3, (found, budget)
+    assert found[1] <= 2 * budget[1] + 2e-2, (found, budget)
 
 
 def test_a_layer_that_waits_for_the_device_is_named_and_training_goes_on(tmp_path: Path) -> None:

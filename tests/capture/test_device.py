@@ -134,7 +134,7 @@ def test_after_a_failed_recording_the_allocator_and_the_generator_are_as_before(
 
 def test_a_pool_that_is_not_left_is_noticed(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above shows something: without `_leave_pool` an invalid recording stays open in the allocator."""
-    monkeypatch.setattr(CudaGraphs, "_leave_pool", lambda self, index: None)
+    monkeypatch.setattr(CudaGraphs, "_leave_pool", lambda self, index, pool: None)
     graphs = CudaGraphs(torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="operation failed"):
         graphs.record(partial(waits, allocator))

@@ -13,7 +13,7 @@ from replayed_graphs import TapeDevice
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import graphs
+from fastpack_trl.capture import decision
 from fastpack_trl.capture.times import LEAST_PAIRS, MOST_PAIRS, MOST_STEPS, StepTurns, Verdict, judge, least_gain
 from fastpack_trl.testing import tiny_model
 
@@ -241,7 +241,7 @@ def test_a_run_keeps_graphs_or_holds_nothing(tmp_path: Path, devices: Any, row: 
     assert line.status == ("on" if pays else "off"), line
     assert "pairs in turn, gain" in line.reason
     if pays:
-        assert log.count("replay") >= 60 - graphs.EAGER_STEPS - 3 - 1 - 2 * MOST_PAIRS
+        assert log.count("replay") >= 60 - decision.EAGER_STEPS - 3 - 1 - 2 * MOST_PAIRS
         assert "of rows fit" in line.reason
     else:
         last = len(log) - 1 - log[::-1].index("replay")
@@ -265,7 +265,7 @@ def test_one_step_records_all_buckets_of_a_row_length(tmp_path: Path, devices: A
     trainer.train()
     log = devices.made[0].log
     assert log.count("record") >= 2, "rows of this data set need two buckets"
-    assert kinds[: graphs.EAGER_STEPS] == ["eager"] * graphs.EAGER_STEPS
+    assert kinds[: decision.EAGER_STEPS] == ["eager"] * decision.EAGER_STEPS
     assert kinds.count("record") == log.count("prepare") == 1, kinds
     eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=12)
     eager.train()
@@ -275,7 +275,7 @@ def test_one_step_records_all_buckets_of_a_row_length(tmp_path: Path, devices: A
 def test_kept_graphs_are_compared_again_when_the_run_has_settled(
     tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "COMPARE_AGAIN", 10)
+    monkeypatch.setattr(decision, "COMPARE_AGAIN", 10)
 
     class Slower(Clock):
         """Graphs gain at first, while the host is cold; then nothing."""

@@ -72,6 +72,7 @@ def run(folder: Path, *, accumulate: int = 1, **fast: Any) -> tuple[Any, list[in
     return trainer, kept.steps
 
 
+@pytest.mark.slow
 def test_before_layers_are_compiled_they_keep_their_inputs_alone(tmp_path: Path, timed: list[list[str]]) -> None:
     planned, kept = run(tmp_path / "auto", activation_memory_gib=1.0)
     assert planned.fastpack_report["activation_memory"].path == "keep"
@@ -96,6 +97,7 @@ class Measured(Merging):
         self.memory: Any = SimpleNamespace(tokens=math.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["nothing is compiled", "merged rows are measured"])
 def test_a_first_step_that_says_what_later_ones_take_keeps_what_they_keep(
     tmp_path: Path, timed: list[list[str]], why: str, monkeypatch: pytest.MonkeyPatch

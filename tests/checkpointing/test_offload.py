@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
-from peft import LoraConfig, get_peft_model
+from quantised_material import quantised
 from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -63,17 +63,7 @@ def selective() -> Any:
 
 
 def four_bit() -> Any:
-    bnb = pytest.importorskip("bitsandbytes")
-    model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128)
-    for layer in model.model.layers:
-        for parent in (layer.self_attn, layer.mlp):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, quant_type="nf4")
-                    packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
-                    setattr(parent, name, packed.to("cpu"))
-    torch.manual_seed(3)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model = quantised("nf4", num_hidden_layers=LAYERS)
     model.enable_input_require_grads()
     return enable(model)
 

@@ -116,6 +116,7 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     assert torch.load(material.out / "training_args.bin", weights_only=False).world_size == 2
 
 
+@pytest.mark.slow
 def test_launch_options_start_the_command_by_accelerate(material: Material, capfd: pytest.CaptureFixture[str]) -> None:
     from fastpack_trl.cli.main import main
 

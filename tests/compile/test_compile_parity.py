@@ -27,6 +27,9 @@ from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import gradients
 
+pytestmark = pytest.mark.slow
+"""Whole models are traced, and some partitioned."""
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traced_and_partitioned_within_twice_the_error_of_eager(family: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compile_material import Counting
 from fp8_checkpoint_material import LAYERS, SHAPE, dense_twin, fp8_checkpoint, weight_of, with_lora
 from fp8_values import matrix
 from frozen_base_material import At, logged, lora_layers, made
@@ -16,6 +18,8 @@ from lora_material import compiled_projection, functions_for_every_size  # noqa:
 from torch import Tensor
 
 from fastpack_trl import apply_lora
+from fastpack_trl.compile import layer_compile as feature
+from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.kernels.fp8 import LARGEST, LEAST, padded, quantise_rows_torch
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight, _multiplies_blocks, reason_against_layout
@@ -101,8 +105,15 @@ def test_rows_are_padded_to_what_the_device_reads_at_once(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("on_any_device")
-@pytest.mark.parametrize(("family", "layer_compile"), [("qwen3", "off"), ("qwen3", "on"), ("qwen2", "off")])
-def test_a_run_learns_as_one_over_the_dequantised_base(tmp_path: Path, family: str, layer_compile: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layer_compile"),
+    [("qwen3", "off"), pytest.param("qwen3", "on", marks=pytest.mark.slow), ("qwen2", "off")],
+)
+def test_a_run_learns_as_one_over_the_dequantised_base(
+    tmp_path: Path, family: str, layer_compile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Counting(differentiate=True)
+    monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=graphs))
     base = fp8_checkpoint(family)
     twin, model = with_lora(dense_twin(base)), with_lora(base)
     before = {name: value.clone() for name, value in base.state_dict().items() if "lora_" not in name}
@@ -116,6 +127,7 @@ def test_a_run_learns_as_one_over_the_dequantised_base(tmp_path: Path, family: s
     ours = made(tmp_path / "fp8", model, [looked], layer_compile=layer_compile, cache_dequantized="on")
     ours.train()
     assert looked.found == ([True] * LAYERS, [None] * LAYERS)
+    assert bool(graphs.graphs) == (layer_compile == "on")
     reason = ours.fastpack_report["frozen_base"].reason
     assert f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward" in reason
     assert f"{LAYERS} with the values and block scales of the checkpoint, not quantised again" in reason

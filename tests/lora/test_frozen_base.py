@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("on_any_device")
 BY_DEVICE = frozen_base._refused_by_device
 
 
-@pytest.mark.parametrize("layer_compile", ["off", "on"])
+@pytest.mark.parametrize("layer_compile", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,15 +66,6 @@ def test_projection_equals_the_reference_in_float64(bias: bool, dropped: bool, s
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_projection_takes_an_input_that_is_not_contiguous() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, 12, 6).transpose(1, 2).requires_grad_()
-    a, b, base = torch.randn(3, 12), torch.randn(7, 3), BaseWeight(torch.randn(7, 12))
-    out = lora_projection(x, base, a, b)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, reference_projection(x, base, a, b))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_peft_over_20_steps_in_fp32(family: str) -> None:
     models = [adapted(family), adapted(family)]

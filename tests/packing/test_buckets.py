@@ -88,6 +88,26 @@ def test_packed_rows_are_served_at_the_cost_of_their_fill(row: int, mean: int) -
     assert len(buckets) <= 3
 
 
+@pytest.mark.parametrize(("prefix", "own"), [(1000, 200), (300, 300), (40, 30)])
+def test_rows_with_shared_prefixes_are_served(prefix: int, own: int) -> None:
+    draw, rows = random.Random(0), []
+    for _ in range(300):
+        lengths: list[int] = []
+        while sum(lengths) + len(lengths) * prefix < 8192 - prefix - own:
+            lengths.append(max(4, int(draw.lognormvariate(0, 0.5) * own)))
+        tokens, longest = prefix + sum(lengths), prefix + max(lengths)
+        keys = len(lengths) * prefix + sum(lengths)
+        rows.append(RowSize(tokens, len(lengths), prefix + lengths[0], tokens - 1, 1, keys, longest))
+    alone = RowSize(rows[0].tokens, 3, 900, rows[0].tokens - 3, 1)
+    buckets = choose_buckets([*rows, alone])
+    held = serving(buckets, [*rows, alone])
+    assert len(held) >= 0.97 * len(rows)
+    assert all(bucket.holds(size) for size, bucket in held)
+    assert all(bucket.keys for bucket in buckets), "a row that shares nothing needs no bucket of its own"
+    assert surplus(held, "tokens") <= 0.08
+    assert surplus([(size.keyed, bucket) for size, bucket in held], "keys") <= 0.15
+
+
 def test_padding_that_costs_more_than_it_saves_is_not_chosen() -> None:
     rows = [RowSize(tokens, 1, tokens, tokens - 1, 1) for tokens in (500, 900, 4000)] * 20
     busy, idle = (choose_buckets(rows, at_most=1, eager_cost=cost) for cost in (0.1, 3.0))

@@ -178,7 +178,7 @@ def compare(place: Any, edit: Edit, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "edit"),
-    [("packed", replaced), ("packed", in_place), ("padding_free", replaced), ("merged", in_place)],
+    [("packed", replaced), ("padding_free", replaced), ("merged", in_place)],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)

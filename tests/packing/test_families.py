@@ -47,11 +47,10 @@ def seen(families: Families, position: int) -> list[int]:
     ends = torch.tensor(batch.segment_lengths).cumsum(0)
     segment = int((ends <= position).sum())
     start = int(ends[segment]) - batch.segment_lengths[segment]
-    before = [
-        index
-        for first, last in (batch.shared.prefixes[segment] if batch.shared else ())
-        for index in range(first, last)
-    ]
+    before: list[int] = []
+    if batch.shared is not None:
+        first = int(batch.shared.cu_seqlens_k[segment])
+        before = batch.shared.key_index[first : first + batch.shared.prefix_lengths[segment]].tolist()
     return families.tokens[[*before, *range(start, position + 1)]].tolist()
 
 

@@ -22,6 +22,7 @@ from fastpack_trl.packing.collator import PackingCollator, unshared
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, merge_batches
 from fastpack_trl.packing.prefix_order import pack_by_prefix
 from fastpack_trl.packing.prefixes import share
+from fastpack_trl.packing.shared_keys import SharedKeys
 
 documents = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=7)
 """Of three kinds of token: many are equal, contained in others, or begin alike."""
@@ -36,6 +37,11 @@ def labelled(drawn: list[list[int]], data: st.DataObject) -> list[list[int]]:
     ]
 
 
+def keys_before(keys: SharedKeys, segment: int) -> list[int]:
+    first = int(keys.cu_seqlens_k[segment])
+    return keys.key_index[first : first + keys.prefix_lengths[segment]].tolist()
+
+
 def alike(first: list[int], second: list[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
@@ -48,15 +54,18 @@ def test_the_row_has_every_document_and_nothing_twice(drawn: list[list[int]], le
     if row is None:
         assert all(alike(*pair) < least for pair in combinations(drawn, 2))
         return
-    in_row = ids[row.first_of]
+    in_row = ids[row.source_of]
+    assert row.token_of[row.source_of].tolist() == list(range(len(in_row)))
     assert in_row[row.token_of].tolist() == ids.tolist()
     starts = [0, *accumulate(map(len, drawn))]
     paths = [row.token_of[start:end].tolist() for start, end in pairwise(starts)]
-    ends = row.lengths.cumsum()
-    for end, own, prefix, position in zip(ends, row.lengths, row.prefixes, row.first_positions, strict=True):
-        path = [token for run in prefix for token in range(*run)] + list(range(end - own, end))
+    ends, before = row.lengths.cumsum(), 0
+    for end, own, position in zip(ends, row.lengths, row.first_positions, strict=True):
+        path = row.key_index[before : before + position + own].tolist()
+        before += len(path)
+        assert path[position:] == list(range(end - own, end))
         assert path in paths, "a segment ends with a document"
-        assert position == len(path) - own
+    assert before == len(row.key_index)
     if least == 1:
         # As few tokens as a tree of the documents has nodes.
         assert len(in_row) == len(
@@ -93,7 +102,7 @@ def test_a_collated_row_counts_what_the_plain_row_counts(
         batch.loss_positions.tolist(), batch.loss_labels.tolist(), batch.documents.loss_weights.tolist(), strict=True
     ):
         segment = int(batch.seq_idx[0, position])
-        prefix = [token for run in (keys.prefixes[segment] if keys else ()) for token in range(*run)]
+        prefix = keys_before(keys, segment) if keys else []
         seen = ids[prefix + list(range(ends[segment], position + 1))].tolist()
         assert int(batch.position_ids[0, position]) == len(seen) - 1
         found[(*seen, label)] += int(weight)
@@ -103,8 +112,8 @@ def test_a_collated_row_counts_what_the_plain_row_counts(
         expected[(*plain["input_ids"][0, first : position + 1].tolist(), label)] += 1
     assert found == expected
     assert batch.documents.loss_tokens == sum(expected.values())
-    copies = batch.documents.copies(batch.total_tokens)
-    assert int(copies.sum()) == tokens
+    copies = batch.documents.copies
+    assert copies.tolist() == [int(n) for n in batch.documents.token_of.bincount(minlength=batch.total_tokens)]
     again = unshared(inputs)
     assert torch.equal(again["input_ids"], plain["input_ids"][:, :tokens])
     assert torch.equal(again["position_ids"], plain["position_ids"][:, :tokens])

@@ -50,9 +50,9 @@ def test_positions_and_keys_agree_with_a_loop_over_tokens(tree: tuple[list[int],
         assert shared.cu_seqlens_k.dtype == torch.int32
         assert shared.key_index.dtype == torch.int64
         assert shared.max_seqlen_k == max(map(len, keys))
-        listed = [[token for run in ranges for token in range(*run)] for ranges in shared.prefixes]
-        assert listed == [seen[:-own] for own, seen in zip(batch.segment_lengths, keys, strict=True)]
-        assert shared.prefix_lengths == tuple(map(len, listed))
+        assert shared.prefix_lengths == tuple(
+            len(seen) - own for own, seen in zip(batch.segment_lengths, keys, strict=True)
+        )
 
 
 def test_a_family_is_the_worked_example() -> None:
@@ -60,7 +60,7 @@ def test_a_family_is_the_worked_example() -> None:
     assert batch.seq_lengths == (4, 1)
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
     assert batch.shared is not None
-    assert batch.shared.prefixes == ((), ((0, 2),))
+    assert batch.shared.prefix_lengths == (0, 2)
     assert batch.shared.key_index.tolist() == [0, 1, 2, 3, 0, 1, 4]
     assert batch.shared.cu_seqlens_k.tolist() == [0, 4, 7]
     assert batch.shared.max_seqlen_k == 4
@@ -97,7 +97,7 @@ def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], 
     assert keys_of(merged) == keys_of(expected)
     assert (merged.shared is None) == (expected.shared is None)
     if merged.shared is not None and expected.shared is not None:
-        assert merged.shared.prefixes == expected.shared.prefixes
+        assert merged.shared.prefix_lengths == expected.shared.prefix_lengths
         assert merged.shared.max_seqlen_k == expected.shared.max_seqlen_k
 
 
@@ -105,7 +105,7 @@ def test_keys_travel_with_the_batch() -> None:
     batch = PackedBatch.from_segments((2, 2, 1), (-1, 0, 0), num_padding=1)
     assert batch.shared is not None
     for moved in (batch.to("cpu"), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
-        assert moved.shared.prefixes == batch.shared.prefixes
+        assert moved.shared.prefix_lengths == batch.shared.prefix_lengths
         assert torch.equal(moved.shared.key_index, batch.shared.key_index)
     moved = batch.to("meta")
     assert moved.shared is not None
@@ -124,7 +124,7 @@ def test_keys_lie_in_the_block_of_the_batch() -> None:
         host[name][:] = getattr(batch, name).reshape(-1).numpy()
     for copied in (inputs, pickle.loads(pickle.dumps(inputs)), inputs.copy(), inputs.to("meta")):
         keys = copied["packed_batch"].shared
-        assert keys.prefixes == batch.shared.prefixes
+        assert keys.prefix_lengths == batch.shared.prefix_lengths
         assert keys.max_seqlen_k == batch.shared.max_seqlen_k
         assert keys.key_index.untyped_storage()._cdata == copied["position_ids"].untyped_storage()._cdata
         if keys.key_index.device.type != "meta":

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from static_material import bucket_for, make_inputs, make_rows, rows, surplus, to_static
+from static_material import bucket_for, make_inputs, make_rows, rows, shared_rows, surplus, to_static
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket, RowSize, with_keys
+from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, NOT_ON_HOST, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.prefixes import share
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.testing import count_host_syncs
 
@@ -25,7 +31,7 @@ def assert_says_the_same(static: StaticInputs, inputs: Any) -> None:
     """Everything of the plain form is recovered, exactly, from the static tensors; what is beyond it is harmless."""
     plain, batch, bucket = inputs["packed_batch"], static.batch, static.bucket
     tokens, documents, counted = sum(plain.seq_lengths), len(plain.seq_lengths), plain.loss_positions.numel()
-    for name in ("input_ids", "labels", "position_ids"):
+    for name in ("input_ids", "position_ids") if bucket.keys else ("input_ids", "labels", "position_ids"):
         assert torch.equal(static.keywords[name][:, :tokens], inputs[name][:, :tokens]), name
     assert torch.equal(batch.seq_idx[:, :tokens], plain.seq_idx[:, :tokens])
     assert torch.equal(batch.cu_seqlens[: documents + 1], plain.cu_seqlens[: documents + 1])
@@ -45,16 +51,41 @@ def assert_says_the_same(static: StaticInputs, inputs: Any) -> None:
         batch.seq_idx[0],
         torch.arange(bucket.segments, dtype=torch.int32, device=lengths.device).repeat_interleave(lengths.long()),
     )
-    assert (static.keywords["labels"][:, tokens:] == IGNORE_INDEX).all()
+    assert (static.keywords["labels"][:, 0 if bucket.keys else tokens :] == IGNORE_INDEX).all()
     ids = static.keywords["input_ids"][0]
     assert torch.equal(ids, ids[:tokens].repeat(bucket.tokens // tokens + 1)[: bucket.tokens])
-    assert 0 <= batch.position_ids.min() <= batch.position_ids.max() < max(plain.seq_lengths)
+    longest = max(plain.documents.lengths if plain.documents else plain.seq_lengths)
+    assert 0 <= batch.position_ids.min() <= batch.position_ids.max() < longest
+    assert (batch.shared is None) == (batch.documents is None) == (not bucket.keys)
+    if bucket.keys:
+        assert_same_keys(static, plain)
     for values, end in (
         (batch.loss_positions, bucket.tokens),
         (batch.loss_labels, 96),
         (static.keywords["input_ids"], 96),
     ):
         assert ((values >= 0) & (values < end)).all()
+
+
+def assert_same_keys(static: StaticInputs, plain: PackedBatch) -> None:
+    """Each document sees what it sees in the row, the tail what is left and itself; a token counts as often."""
+    bucket, shared, documents = static.bucket, static.batch.shared, static.batch.documents
+    tokens, segments, counted = sum(plain.seq_lengths), len(plain.seq_lengths), plain.loss_positions.numel()
+    queries, ends = static.batch.cu_seqlens.tolist(), shared.cu_seqlens_k.tolist()
+    index = shared.key_index.tolist()
+    assert ((shared.key_index >= 0) & (shared.key_index < bucket.tokens)).all()
+    own = plain.shared or SharedKeys.own(plain.cu_seqlens, plain.segment_lengths)
+    own = own.without_tail(plain.num_padding)
+    assert index[: own.key_index.numel()] == own.key_index.tolist()
+    assert ends[: segments + 1] == own.cu_seqlens_k.tolist()[: segments + 1]
+    assert ends[-1] == bucket.keys
+    for (first, end), (start, stop) in zip(pairwise(queries), pairwise(ends), strict=True):
+        assert stop - start <= bucket.max_seqlen_k
+        assert index[start:stop][len(range(start, stop)) - (end - first) :] == list(range(first, end)), "itself, last"
+        assert end > first or stop == start, "no key without a query"
+    expected = plain.documents or Documents.own(plain.seq_lengths, plain.loss_positions, 0)
+    assert documents.loss_weights.tolist() == [*expected.loss_weights.tolist(), *[0] * (bucket.loss_tokens - counted)]
+    assert documents.copies.tolist() == [*expected.copies[:tokens].tolist(), *[0] * (bucket.tokens - tokens)]
 
 
 def assert_shapes(static: StaticInputs) -> None:
@@ -71,7 +102,7 @@ def assert_shapes(static: StaticInputs) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows, surplus)
+@given(rows | shared_rows, surplus)
 def test_the_static_form_says_the_same(inputs: Any, more: dict[str, int]) -> None:
     static = to_static(inputs, bucket_for(inputs, **more))
     assert_shapes(static)
@@ -79,17 +110,20 @@ def test_the_static_form_says_the_same(inputs: Any, more: dict[str, int]) -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, rows, surplus)
+@given(rows | shared_rows, rows | shared_rows, surplus)
 def test_the_same_tensors_say_the_same_of_one_row_after_the_other(
     first: Any, second: Any, more: dict[str, int]
 ) -> None:
-    sizes = [RowSize.of(inputs["packed_batch"]) for inputs in (first, second)]
+    sizes = with_keys([RowSize.of(inputs["packed_batch"]) for inputs in (first, second)])
     largest = Bucket(*map(max, zip(*sizes, strict=True)))
-    more = more | {"segments": max(largest.segments_of(size) for size in sizes) + more["segments"]}
-    bucket = Bucket(
-        largest.tokens + more["tail"], more["segments"] + more["tail"], largest.max_seqlen + more["longer"],
-        largest.loss_tokens + more["loss"], largest.parts + more["parts"],
+    bucket = largest._replace(
+        tokens=largest.tokens + more["tail"] + 1, max_seqlen=largest.max_seqlen + more["longer"],
+        loss_tokens=largest.loss_tokens + more["loss"], parts=largest.parts + more["parts"],
     )  # fmt: skip
+    if bucket.keys:
+        keys = max(size.keys + bucket.tokens - size.tokens for size in sizes) + more["keys"]
+        bucket = bucket._replace(keys=keys, max_seqlen_k=max(largest.max_seqlen_k, keys - min(s.keys for s in sizes)))
+    bucket = bucket._replace(segments=max(bucket.segments_of(size) for size in sizes) + more["segments"])
     static = to_static(first, bucket)
     before = {
         name: (value, value._version) for name, value in static.keywords.items() if isinstance(value, torch.Tensor)
@@ -145,7 +179,7 @@ def test_a_row_without_a_loss_is_all_masked() -> None:
 @pytest.mark.parametrize("name", Bucket._fields)
 def test_a_row_that_does_not_fit_is_refused_by_name(name: str) -> None:
     inputs = make_rows([[3, 2], [4]])
-    bucket = bucket_for(inputs)
+    bucket = bucket_for(inputs, keyed=name in ("keys", "max_seqlen_k"))
     small = bucket._replace(**{name: getattr(bucket, name) - 1})
     with pytest.raises(ValueError, match=r"does not fit into Bucket\(.*ask Bucket.holds before"):
         to_static(inputs, small)
@@ -178,6 +212,33 @@ def test_a_row_that_was_changed_is_refused() -> None:
     inputs = make_inputs([3, 2])
     inputs["input_ids"][0, 0] = 9  # tokens may be others: nothing was made from them
     assert to_static(inputs, bucket).keywords["input_ids"][0, 0] == 9
+
+
+def test_keys_that_are_left_over_need_a_tail_that_sees_them() -> None:
+    inputs = make_inputs([9, 9, 9], shared=True)
+    size = RowSize.of(inputs["packed_batch"])
+    assert size.keys > size.tokens, "documents that share see more keys than the row has tokens"
+    full = bucket_for(inputs)
+    assert full.holds(size)
+    assert not full._replace(keys=full.keys + 5, segments=9).holds(size), "no token is there to see them"
+    assert full._replace(keys=full.keys + 5, tokens=full.tokens + 1, segments=9).holds(size)
+    assert not full._replace(keys=full.keys + 5, tokens=full.tokens + 6, segments=9).holds(size), "nor a key for each"
+    assert not full._replace(keys=0).holds(size)
+
+
+def test_equal_documents_alone_need_a_bucket_with_weights() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastpack_trl.packing.collator.share", partial(share, least=1))
+        row = {"input_ids": np.tile(np.arange(5), 3), "seq_lengths": np.array([5, 5, 5])}
+        inputs = PackingCollator(pad_token_id=0, share_prefixes=True)([row])
+    batch = inputs["packed_batch"]
+    assert batch.shared is None
+    size = RowSize.of(batch)
+    assert (size.keys, size.max_seqlen_k) == (5, 5)
+    assert not bucket_for(inputs)._replace(keys=0, max_seqlen_k=0).holds(size), "its loss would count each once"
+    static = to_static(inputs, bucket_for(inputs, tail=3, keys=2))
+    assert static.batch.documents.loss_weights.tolist() == [3.0] * 4
+    assert_says_the_same(static, inputs)
 
 
 def test_moving_keeps_what_a_static_batch_has() -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from config_memory import SHAPES, static_memory
 from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
 
-from benchmarks.model_shapes import build_model
+from benchmarks.model_shapes import MODELS, ModelShape, build_model
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
@@ -43,8 +42,28 @@ FAMILIES = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mixtral", "mixtral-8x7b"),
     "moonshotai/Moonlight-16B-A3B-Instruct": ("deepseek_v3", "moonlight-16b-a3b"),
 }
-"""Hub name -> transformers' model type, and its shape in `config_memory.SHAPES`."""
+"""Hub name -> transformers' model type, and its shape in `SHAPES`."""
 
+SHAPES = MODELS | {
+    "mixtral-8x7b": ModelShape(
+        "mixtral",
+        {
+            "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+    ),
+    "moonlight-16b-a3b": ModelShape(
+        "deepseek_v3",
+        {
+            "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+        },
+    ),
+}  # fmt: skip
+"""Public shapes of the models, those of the benchmarks and two more."""
 OVERRIDES = {
     # bitsandbytes packs blocks of 64 numbers, and on a CPU evaluates with 32 rows of a weight at a time.
     "qwen3": {"head_dim": 16, "intermediate_size": 64},
@@ -264,49 +283,49 @@ def arguments_of(name: str) -> Arguments:
     return parse(["--config", str(FILES[name]), "--use_cpu"], method(name))
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])
-def test_the_memory_in_the_head_of_a_config_is_that_of_the_public_shape(name: str) -> None:
-    head = FILES[name].read_text(encoding="utf-8").split("\n\n", 1)[0]
-    shape = FAMILIES[read(name)["model_name_or_path"]][1]
-    assert shape is not None
-    static = static_memory(shape, arguments_of(name))
-    (stated,) = re.findall(r"Memory before activations: ([\d.]+) GiB \((.*)\)", head)
-    assert float(stated[0]) == pytest.approx(static.total, abs=0.06)
-    parts = re.findall(r"weights ([\d.]+), adapters with gradients and AdamW ([\d.]+)", stated[1])
-    for frozen, trained in parts:
-        assert float(frozen) == pytest.approx(static.frozen, abs=0.06)
-        assert float(trained) == pytest.approx(static.trained, abs=0.06)
-    assert bool(parts) == bool(read(name).get("use_peft"))
-    for dense in re.findall(r"([\d.]+) GiB of free host memory while the model is loaded", head):
-        bf16 = arguments_of(name)
-        bf16.training.moe_quantize_experts = "off"
-        assert float(dense) == pytest.approx(static_memory(shape, bf16).frozen, abs=0.06)
-    for offloaded in re.findall(r"Host memory of the offload: ([\d.]+) GiB", head):
-        training, fields = arguments_of(name).training, SHAPES[shape].fields
-        inputs = fields["num_hidden_layers"] - training.keep_last_layers
-        tokens = training.per_device_train_batch_size * training.max_length
-        assert float(offloaded) == pytest.approx(inputs * tokens * fields["hidden_size"] * 2 / 2**30, abs=0.06)
-        assert training.offload_budget_gib > float(offloaded)
+def shape_of(name: str) -> ModelShape:
+    return SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3-8b-lora-8k.yaml", "qwen3-14b-qlora.yaml", "qwen3-0.6b-full.yaml", "gpt-oss-20b-lora.yaml",
-        "mixtral-8x7b-expert-qlora.yaml",
-    ],
-)  # fmt: skip
-def test_the_forecast_of_doctor_is_that_memory(name: str, tmp_path: Path) -> None:
-    key = str(FAMILIES[read(name)["model_name_or_path"]][1])
-    shape, arguments = SHAPES[key], arguments_of(name)
+def held(name: str, folder: Path, **changed: Any) -> dict[str, Any]:
+    """What a config holds before its activations, by the forecast of ``doctor`` for its model's public shape."""
+    shape = shape_of(name)
     config = build_model(shape.cut_to(2), positions=4096, seed=0, device="meta").config
     config.num_hidden_layers = layers = int(shape.fields["num_hidden_layers"])
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types * layers)[:layers]
-    config.save_pretrained(tmp_path)
-    arguments.model.model_name_or_path = str(tmp_path)
-    found = forecast(arguments, [GPUS["H100"], GPUS["T4"]])
-    assert found["total_gib"] == pytest.approx(static_memory(key, arguments_of(name)).total, abs=0.01)
+    config.save_pretrained(folder)
+    arguments = arguments_of(name)
+    arguments.model.model_name_or_path = str(folder)
+    for field, value in changed.items():
+        setattr(arguments.training, field, value)
+    return forecast(arguments, [GPUS["H100"], GPUS["T4"]])
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])
+def test_the_memory_in_the_head_of_a_config_is_the_forecast_of_doctor(name: str, tmp_path: Path) -> None:
+    head = FILES[name].read_text(encoding="utf-8").split("\n\n", 1)[0]
+    found = held(name, tmp_path)
+    total, frozen = found["total_gib"], found["parts_gib"]["frozen weights"]
+    (stated,) = re.findall(r"Memory before activations: ([\d.]+) GiB \((.*)\)", head)
+    assert float(stated[0]) == pytest.approx(total, abs=0.06)
+    parts = re.findall(r"weights ([\d.]+), adapters with gradients and AdamW ([\d.]+)", stated[1])
+    for weights, trained in parts:
+        assert float(weights) == pytest.approx(frozen, abs=0.06)
+        assert float(trained) == pytest.approx(total - frozen, abs=0.06)
+    assert bool(parts) == bool(read(name).get("use_peft"))
+    for dense in re.findall(r"([\d.]+) GiB of free host memory while the model is loaded", head):
+        bf16 = held(name, tmp_path, moe_quantize_experts="off")["parts_gib"]["frozen weights"]
+        assert float(dense) == pytest.approx(bf16, abs=0.06)
+    for offloaded in re.findall(r"Host memory of the offload: ([\d.]+) GiB", head):
+        training, fields = (
+            arguments_of(name).training,
+            SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])].fields,
+        )
+        inputs = fields["num_hidden_layers"] - training.keep_last_layers
+        tokens = training.per_device_train_batch_size * training.max_length
+        assert float(offloaded) == pytest.approx(inputs * tokens * fields["hidden_size"] * 2 / 2**30, abs=0.06)
+        assert training.offload_budget_gib > float(offloaded)
     assert found["gpus"]["H100"]["attention"] == "varlen"
     assert found["gpus"]["T4"]["attention"] == "per_document", "torch's kernel needs sm80"
 

@@ -115,6 +115,7 @@ def test_two_runs_in_one_folder_are_refused_and_the_folder_is_free_again(
     assert not any(file.name.startswith(".") for file in material.out.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_a_home_that_cannot_be_written_names_the_variable(material: Material) -> None:
     variables = {"HOME": "/proc/none", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     ran = subprocess.run(

@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hybrid_material import INSIDE
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
+from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
 from fastpack_trl.recurrent.seams import OURS
-from fastpack_trl.recurrent.state_scan import chunk_inverse, merged_inverse, scan_states, state_scan
 
 LENGTHS = (
     (1,), (2,), (CHUNK,), (CHUNK, CHUNK), (5, 1, 1, 1, 1, 1), (70, 58), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30),
@@ -74,7 +76,7 @@ A = -torch.rand(HEADS, generator=torch.Generator().manual_seed(3)) * 4
 
 def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
     rows = (tensor[None] for tensor in (x, dt))
-    heads = A.to(x.dtype)
+    heads = A.to(x)
     skip, bias = heads + 2, heads / 8
     out: Tensor = function(
         *rows, heads, b[None], c[None], chunk_size=32, D=skip, dt_bias=bias, dt_softplus=True, dt_limit=(0.01, 2.0)
@@ -83,7 +85,7 @@ def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Ten
 
 
 def mamba_exact(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    heads = A.to(x.dtype)
+    heads = A.to(x)
     step = F.softplus(dt + heads / 8).clamp(0.01, 2.0)
     return ssd_reference(x * step[..., None], heads * step, repeated(b), repeated(c)) + (heads + 2)[:, None] * x
 
@@ -97,12 +99,12 @@ WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(4))
 
 
 def conv(function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x.dtype)
+    weight = WEIGHT.to(x)
     return function(x.T[None], weight=weight, bias=weight[:, 0], activation="silu")[0].T
 
 
 def conv_exact(x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x.dtype)
+    weight = WEIGHT.to(x)
     return F.silu(conv_reference(x, weight, weight[:, 0]))
 
 
@@ -123,8 +125,16 @@ def results(function: Callable[..., Tensor], arguments: list[Tensor], dtype: tor
     """The output and the gradient of each argument."""
     leaves = [argument.to(dtype).requires_grad_() for argument in arguments]
     out = function(*leaves)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, direction)]
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, leaves, direction.to(out))]
+
+
+def stock_of(name: str, lengths: tuple[int, ...], *tokens: Tensor) -> Tensor:
+    """What stock's function returns for the documents one by one."""
+    case = CASES[name]
+    if name == "torch_chunk_gated_delta_rule":  # transformers 5.17 repeats the heads of the key in the layer
+        tokens = (*map(repeated, tokens[:2]), *tokens[2:])
+    return by_document(partial(case.ours, case.stock), lengths, *tokens)
 
 
 def distance(actual: Tensor, exact: Tensor) -> float:
@@ -142,12 +152,7 @@ def test_packed_equals_separate_documents_token_by_token(name: str, lengths: tup
     in_double = results(ours, arguments, torch.float64)
     assert max(map(distance, in_double, exact)) <= 1e-11
 
-    def separately(*tokens: Tensor) -> Tensor:
-        if name == "torch_chunk_gated_delta_rule":  # transformers 5.17 repeats the heads of the key in the layer
-            tokens = (*map(repeated, tokens[:2]), *tokens[2:])
-        return by_document(partial(case.ours, case.stock), lengths, *tokens)
-
-    stock = results(separately, arguments, torch.float32)
+    stock = results(partial(stock_of, name, lengths), arguments, torch.float32)
     for own, theirs, right in zip(results(ours, arguments, torch.float32), stock, exact, strict=True):
         assert distance(own, right) <= 2 * distance(theirs, right) + 3e-7
 
@@ -175,31 +180,6 @@ def test_a_state_across_documents_that_decays_by_a_hundred_orders_stays_finite()
     assert all(bool(torch.isfinite(x).all()) for x in (out, *torch.autograd.grad(out.sum(), leaves)))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("longest", [1, 3, 5])
-def test_doubling_is_the_loop(longest: int, reverse: bool) -> None:
-    """Over documents that enter `longest` chunks, in seven chunks."""
-    torch.manual_seed(0)
-    decay, added = torch.randn(7, 2, 6, 6, dtype=torch.float64) / 3, torch.randn(7, 2, 6, 4, dtype=torch.float64)
-    decay[[5 - longest + 1, 6] if reverse else [0, longest]] = 0.0
-    if longest == 1:
-        decay[:] = 0.0
-    levels = max(1, (longest - 1).bit_length())
-    loop = state_scan(decay, added, 7, reverse, True)
-    torch.testing.assert_close(state_scan(decay, added, levels, reverse, False), loop)
-    torch.library.opcheck(torch.ops.fastpack.state_scan.default, (decay, added, levels, reverse, False))
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_gradients_of_the_scan_and_of_the_inverse(loop: bool) -> None:
-    torch.manual_seed(0)
-    decay, added = (torch.randn(5, 2, 3, n, dtype=torch.float64, requires_grad=True) for n in (3, 2))
-    assert torch.autograd.gradcheck(lambda a, b: scan_states(a, b, 3, loop), (decay, added))
-    lower = torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
-    inverse = torch.ops.fastpack.chunk_inverse_with_gradient.default
-    assert torch.autograd.gradcheck(lambda x: inverse(x.tril(-1)), (lower,))
-
-
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_merged_blocks_invert_keys_that_are_all_alike(size: int) -> None:
     """The product of powers over a whole chunk is off by eight orders there."""
@@ -222,8 +202,81 @@ def test_a_state_or_another_row_is_refused_by_name() -> None:
         rule(*(tensor[:, :4] for tensor in arguments))
 
 
-def test_the_inverse_has_the_strides_of_its_fake_kernel() -> None:
-    """A compiled layer is generated for them, and stops at others."""
-    lower = torch.randn(3, 2, 64, 64, generator=torch.Generator().manual_seed(0)).tril(-1) * 0.1
-    torch.library.opcheck(torch.ops.fastpack.chunk_inverse.default, (lower,), test_utils="test_faketensor")
-    assert torch.ops.fastpack.chunk_inverse(lower).stride() == lower.stride()
+@pytest.mark.parametrize("name", [name for name in CASES if name != "causal_conv1d_fn"])
+def test_what_is_kept_for_backward_is_what_the_layer_gave(name: str) -> None:
+    """Not a tenth of what autograd would keep: the masks of a row belong to the row, all else is made again."""
+    torch.manual_seed(0)
+    case, chunks = CASES[name], chunks_of(PackedBatch.from_lengths((200, 56)))
+    leaves = [argument.requires_grad_() for argument in case.arguments(chunks.total_tokens)]
+    masks, kept = {part.data_ptr() for part in chunks}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in masks:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        case.ours(partial(OURS[name], chunks), *leaves)
+    given = sum(leaf.nbytes for leaf in leaves)
+    # Time steps go through a bias, a softplus and their bounds, by autograd.
+    assert sum(kept.values()) <= given + (5 * leaves[1].nbytes if name == "mamba2_chunk_scan" else 0)
+
+
+def rounded_to_tf32(tensor: Tensor) -> Tensor:
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+class Tf32(TorchDispatchMode):
+    """Products of fp32 matrices as on tensor cores, where `tensor_cores` allows them: what they multiply is rounded."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("fastpack::"):
+            with self:
+                return INSIDE[func._schema.name](*args, **(kwargs or {}))
+        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+            with self:
+                if (found := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return found
+            if "mm" in func._schema.name:
+                first = 1 if "baddbmm" in func._schema.name else 0
+                args = (*args[:first], *(rounded_to_tf32(matrix) for matrix in args[first:]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "causal_conv1d_fn"])
+def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str) -> None:
+    """The device's rounding, simulated; outside of 16-bit layers nothing is rounded."""
+    torch.manual_seed(0)
+    case, lengths = CASES[name], (70, 1, 200, 58, 64)
+    arguments = [argument.bfloat16().float() for argument in case.arguments(sum(lengths))]
+    ours = partial(case.ours, partial(OURS[name], chunks_of(PackedBatch.from_lengths(lengths))))
+    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
+    stock = results(partial(stock_of, name, lengths), arguments, torch.bfloat16)
+    plain = results(ours, arguments, torch.bfloat16)
+    with Tf32():
+        rounded = results(ours, arguments, torch.bfloat16)
+        in_fp32 = results(ours, arguments, torch.float32)
+    assert any(not torch.equal(one, other) for one, other in zip(plain, rounded, strict=True)), "it rounds"
+    assert max(map(distance, in_fp32, exact)) <= 1e-4
+    for own, theirs, right in zip(rounded, stock, exact, strict=True):
+        assert distance(own, right) <= 2 * distance(theirs, right) + 1e-3
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 700), (63, 1, 64, 65, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_device_is_as_exact_as_stocks_functions(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    arguments = [argument.to(dtype).float() for argument in case.arguments(sum(lengths))]
+    on_device = [argument.cuda() for argument in arguments]
+    chunks = chunks_of(PackedBatch.from_lengths(lengths).to("cuda"))
+    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
+    stock = results(partial(stock_of, name, lengths), on_device, dtype)
+    ours = results(partial(case.ours, partial(OURS[name], chunks)), on_device, dtype)
+    floor = 1e-6 if dtype == torch.float32 else 1e-3
+    for own, theirs, right in zip(ours, stock, exact, strict=True):
+        assert distance(own.cpu(), right) <= 2 * distance(theirs.cpu(), right) + floor

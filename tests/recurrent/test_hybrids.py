@@ -10,30 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, hybrid_model
+from hybrid_material import HYBRIDS, hybrid_model, reached
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.errors import PackingError
+from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.mixers import FUNCTIONS, mixers
+from fastpack_trl.model.mixers import FUNCTIONS
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients, tiny_model
 
 LENGTHS = (150, 1, 14, 64, 66)
 """A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
-# In transformers 5.17 they hand the documents to their convolution as `seq_idx` alone.
-HAND_ON = {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"}
-
-
-def reached(family: str) -> bool:
-    """Whether the installed transformers has the family, in a form that packs."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers has no {family}")
-    model = hybrid_model(family)
-    return not (family in HAND_ON and not mixers(model))
 
 
 def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, PackedBatch]:
@@ -212,3 +201,54 @@ def test_shared_prefixes_are_refused_by_name() -> None:
     batch = PackedBatch.from_segments((4, 3, 3), (-1, 0, 0))
     with packed_attention(model), pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
         model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
+
+
+def test_weights_that_are_nan_are_named_and_stay_nan() -> None:
+    model, (ids, batch) = hybrid_model("qwen3_next"), make_row()
+    with torch.no_grad():
+        model.model.layers[0].linear_attn.A_log.fill_(torch.nan)
+    with packed_attention(model):
+        assert packed(model, ids, batch).isnan()
+    with pytest.raises(NonFiniteError, match=r"linear_attn\.A_log"):
+        verify_packing(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype) -> None:
+    model, (ids, batch) = hybrid_model(family), make_row()
+    exact = separate(model, ids, LENGTHS)[0]
+    model = model.to(dtype)
+    stock = separate(model, ids, LENGTHS)[0]
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert abs(loss.item() - exact) <= 2 * abs(stock - exact) + 4 * torch.finfo(dtype).eps
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
+
+
+def test_the_text_of_a_composite_model_packs() -> None:
+    """Its positions are expanded to four rows, of which the rotary embedding reads three."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {
+        **hybrid_model("qwen3_5_text").config.to_dict(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0],
+                            "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).float().train()
+    ids, batch = make_row()
+    expected, stock = separate(model, ids, LENGTHS)
+    model.zero_grad()
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert abs(loss.item() - expected) <= 1e-5
+    assert gradients(model).keys() == stock.keys()
+    for name, gradient in gradients(model).items():
+        assert float((gradient - stock[name]).norm()) <= 1e-4 * float(stock[name].norm()) + 1e-7, name
+    assert verify_packing(model).proven

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compile_material import Counting, loss_of, one_step
 from datasets import Dataset
-from hybrid_material import hybrid_model
+from hybrid_material import hybrid_model, reached
 from torch import Tensor
 from trainer_material import assert_same_log, both, sentences, train
 
@@ -48,11 +48,13 @@ def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> 
     assert report["packed_attention"] == ("on", "per_document")
     assert report["verify_packing"] == ("on", "proof")
     assert report["merge_accumulation"][0] == "on"
-    assert_same_log(ours, stock, rtol=2e-4, atol=2e-5)
+    assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
 def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp_path: Path) -> None:
+    if not reached(family):
+        pytest.skip("in padded rows with this transformers")
     trainer = train(
         FastSFTTrainer, tmp_path, model=hybrid_model(family), data=documents(), packing=True, max_length=512,
         eval_strategy="no", logging_steps=4,
@@ -69,10 +71,15 @@ def row(lengths: tuple[int, ...]) -> tuple[Tensor, PackedBatch]:
     return ids, PackedBatch.from_lengths(lengths, labels=ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3"])
 def test_rows_of_other_lengths_share_a_few_graphs(family: str) -> None:
     """No break inside of a layer, and at most three graphs for a kind of layer."""
+    if not reached(family):
+        pytest.skip("in padded rows with this transformers")
     model, backend = hybrid_model(family), Counting(differentiate=True)
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation("batched_mm")  # grouped products of 5.17 have no gradient in a graph on a CPU
     with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
         for lengths in ((150, 3, 40), (70, 58, 1), (64, 64), (300, 9), (20, 11, 5), (129, 127)):
             one_step(model, *row(lengths))

@@ -27,6 +27,7 @@ from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 MERGED = {"merge_accumulation": "on"}
 ONE_BY_ONE = {"merge_accumulation": "off"}
 # Rows of 48 tokens, four micro-batches of one row each per optimizer step.
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 SMALL = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 
 
@@ -188,31 +189,24 @@ def test_eight_micro_batches_of_512_tokens_take_four_times_fewer_kernels(tmp_pat
         ("need sync_free", {"sync_free": "off"}, {}),
         ("need sync_free", {"packed_attention": "off"}, {}),
         ("padded_rows pads", {"packed_attention": "padded_rows"}, {}),
+        (
+            "padded_rows pads",
+            {"packed_attention": "padded_rows", "padded_rows_limit": 50},
+            {"family": "granitemoehybrid"},
+        ),
         ("dense mask of sdpa", {"packed_attention": "sdpa"}, {}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
+        ("longest document", {}, {"model": {"rope_parameters": DYNAMIC}}),
         ("two rows are more than", {"sync_free": "auto"}, {"max_length": 2100}),
     ],
 )
 def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], options: dict[str, Any]) -> None:
+    if "model" in options:
+        options = {"model": tiny_model("llama", **options["model"])}
     trainer = train(FastSFTTrainer, tmp_path, fast=fast, **(SMALL | {"max_steps": 1, "eval_strategy": "no"} | options))
     line = trainer.fastpack_report["merge_accumulation"]
     assert (line.status, reason in line.reason) == ("off", True), line
     assert trainer.fastpack_run.part(Merging) is None
-
-
-def test_stateful_models_in_padded_rows_keep_their_micro_batches(tmp_path: Path) -> None:
-    options = SMALL | {"max_steps": 1, "eval_strategy": "no", "family": "granitemoehybrid"}
-    fast = {"packed_attention": "padded_rows", "padded_rows_limit": 50, "router_aux_loss_coef": 0.0}
-    trainer = train(FastSFTTrainer, tmp_path, fast=fast, **options)
-    assert trainer.fastpack_report["merge_accumulation"].status == "off"
-
-
-def test_a_rotary_embedding_that_follows_the_longest_document_is_off(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = tiny_model("llama", rope_parameters=scaling)
-    options = SMALL | {"max_steps": 1, "eval_strategy": "no"}
-    trainer = train(FastSFTTrainer, tmp_path, model=model, **options)
-    assert "longest document" in trainer.fastpack_report["merge_accumulation"].reason
 
 
 class _OwnStep(FastSFTTrainer):
@@ -386,15 +380,6 @@ def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
     alone = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
     assert len(rows) > 4
     assert_same_log(ours, alone, rtol=2e-5, atol=1e-5)
-
-
-def test_the_step_between_two_logs_still_asks_nothing(tmp_path: Path) -> None:
-    from step_material import ONE_LOG, BetweenLogs
-
-    counted = BetweenLogs()
-    train(FastSFTTrainer, tmp_path, fast=MERGED, trainer={"callbacks": [counted]}, **(ONE_LOG | SMALL))
-    assert counted.syncs is not None
-    assert not counted.syncs.of("sync"), counted.syncs
 
 
 @pytest.mark.cuda

@@ -25,10 +25,10 @@ APART = {"merge_accumulation": "off"}  # these tests do something in each micro-
 
 
 class Poison(TrainerCallback):
-    """One weight of the head is `value` during the given micro-batches; weights as before after each step."""
+    """One weight of the head is NaN during the given micro-batches; weights as before after each step."""
 
-    def __init__(self, value: float, steps: dict[int, tuple[int, ...]]) -> None:
-        self.value, self.steps = value, steps
+    def __init__(self, steps: dict[int, tuple[int, ...]]) -> None:
+        self.steps = steps
         self.micro = 0
         self.filter_seen: list[bool] = []
 
@@ -37,7 +37,7 @@ class Poison(TrainerCallback):
         with torch.no_grad():
             weight.copy_(self.clean)
             if self.micro in self.steps.get(step, ()):
-                weight[3] = self.value
+                weight[3] = torch.nan
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -68,13 +68,12 @@ def assert_rows_equal(ours: list[dict[str, float]], stock: list[dict[str, float]
             assert row[name] == pytest.approx(figure, rel=1e-5, abs=2e-6, nan_ok=True), (name, row, expected)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("filters", [True, False], ids=["filtered", "unfiltered"])
-def test_a_loss_that_is_not_finite_is_logged_as_in_stock(value: float, filters: bool, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_logged_as_in_stock(filters: bool, tmp_path: Path) -> None:
     logs = []
     for cls in BOTH:
         model = tiny_model("qwen3", tie_word_embeddings=False)
-        poison = Poison(value, {1: (1,), 2: (0, 1), 4: (0,)})
+        poison = Poison({1: (1,), 2: (0, 1), 4: (0,)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         trainer = train(

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from static_material import bucket_for, make_inputs, make_rows, rows, surplus, to_static
+from static_material import bucket_for, make_inputs, make_rows, rows, shared_rows, surplus, to_static
 from torch import Tensor
 from trainer_material import build, make_dataset
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -25,6 +25,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into
 from fastpack_trl.step.step_loss import StepLoss, step_loss
 from fastpack_trl.step.sync_free import SyncFreeStep
@@ -120,8 +121,10 @@ def in_dtype(trainer: FastSFTTrainer, dtype: torch.dtype) -> Any:
 def document_by_document(trainer: FastSFTTrainer, model: Any, inputs: Any, items: int, loss_type: str) -> Figures:
     """The same in plain torch, every document by itself, the full logits, transformers' own balancing loss."""
     batch, config = inputs["packed_batch"], model.config
-    labels = inputs["labels"][0]
-    ends = torch.tensor([part.tokens for part in batch.parts] or [sum(batch.seq_lengths)]).cumsum(0).tolist()
+    parts = batch.documents.parts if batch.documents else [part.tokens for part in batch.parts]
+    inputs = unshared(inputs)
+    batch, labels = inputs["packed_batch"], inputs["labels"][0]
+    ends = torch.tensor(list(parts) or [sum(batch.seq_lengths)]).cumsum(0).tolist()
     counts_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     model.zero_grad()
     table, loss, start, router = [], 0.0, 0, []
@@ -165,13 +168,13 @@ def assert_within_twice_of_stock(found: Figures, stock: Figures, exact: Figures)
     pairs = [(found.loss, stock.loss, exact.loss), (found.table[:parts], stock.table, exact.table)]
     pairs += [tuple(vector(figures.gradients) for figures in (found, stock, exact))]
     for ours, theirs, right in pairs:
-        budget = 2 * (theirs.double() - right.double()).norm() + 16 * eps * right.double().norm()
+        budget = 2 * (theirs.double() - right.double()).norm() + 32 * eps * right.double().norm()
         assert (ours.double() - right.double()).norm() <= budget
     assert not found.table[parts:, :2].any(), "surplus parts count nothing"
 
 
 @few
-@given(rows, surplus, st.sampled_from(["nll", "dft"]))
+@given(rows | shared_rows, surplus, st.sampled_from(["nll", "dft"]))
 def test_loss_figures_and_gradients_within_twice_the_error_of_stock(
     trainer: FastSFTTrainer, inputs: Any, more: dict[str, int], loss_type: str
 ) -> None:
@@ -207,12 +210,15 @@ def nan_in_new_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_stands_in_the_tail_and_in_unread_memory_changes_no_bit(trainer: FastSFTTrainer) -> None:
-    inputs = make_rows([[5, 9], [3, 1]], ignored=0.3)
-    static = to_static(inputs, ROOMY)
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_what_stands_in_the_tail_and_in_unread_memory_changes_no_bit(trainer: FastSFTTrainer, shared: bool) -> None:
+    inputs = make_rows([[5, 9, 9], [3, 1]] if shared else [[5, 9], [3, 1]], ignored=0.3, shared=shared)
+    assert inputs["packed_batch"].shares == shared
+    tokens = sum(inputs["packed_batch"].seq_lengths)
+    static = to_static(inputs, ROOMY._replace(keys=150, max_seqlen_k=40) if shared else ROOMY)
     first = stepped(trainer, static)
     for seed in (1, 2):
-        put_in_tail(static, 18, seed)
+        put_in_tail(static, tokens, seed)
         with nan_in_new_memory():
             again = stepped(trainer, static)
         if trainer.model.config.model_type in EXPERTS:
@@ -227,12 +233,12 @@ def test_what_stands_in_the_tail_and_in_unread_memory_changes_no_bit(trainer: Fa
 
 
 @few
-@given(rows, rows)
+@given(rows | shared_rows, shared_rows)
 def test_the_same_objects_with_another_row_copied_in_give_the_other_result(
     trainer: FastSFTTrainer, first: Any, second: Any
 ) -> None:
     """As a replay: tensors are overwritten, everything else stays as the first row left it."""
-    roomy = Bucket(tokens=220, segments=80, max_seqlen=20, loss_tokens=220, parts=4)
+    roomy = Bucket(tokens=240, segments=80, max_seqlen=20, loss_tokens=220, parts=4, keys=600, max_seqlen_k=60)
     static = to_static(first, roomy)
     items, steps = torch.tensor(50.0), torch.tensor(float(STEPS))
     before = stepped(trainer, static, items, steps)

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counted(TorchDispatchMode):
-    """Counts the calls for which ``asked(name, args)`` is true; `name` as in ``mm``, without overload and namespace."""
+    """Adds up ``asked(name, args)`` of every call; `name` as in ``mm``, without overload and namespace."""
 
-    def __init__(self, asked: Callable[[str, Any], bool]) -> None:
+    def __init__(self, asked: Callable[[str, Any], int]) -> None:
         super().__init__()
         self.asked, self.count = asked, 0
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from transformers import CONFIG_MAPPING
+
+from fastpack_trl.model.mixers import mixers
+from fastpack_trl.recurrent import rules, ssd
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,6 +64,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Fields of the config by model type."""
 
 
+INSIDE = {
+    "fastpack::delta_rule_forward": rules.delta_rule_forward,
+    "fastpack::delta_rule_backward": rules.delta_rule_backward,
+    "fastpack::mamba2_forward": ssd.mamba2_forward, "fastpack::mamba2_backward": ssd.mamba2_backward,
+}  # fmt: skip
+"""The operators, by what runs in them."""
+
+
 def hybrid_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """Return a random fp32 causal language model of `family` in training mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,3 +84,15 @@ def hybrid_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.train()
+
+
+BY_SEQ_IDX = ("lfm2", "lfm2_moe")
+"""Families that hand the documents to their convolution as `seq_idx` alone in transformers 5.17."""
+
+
+def reached(family: str) -> bool:
+    """Whether the installed transformers has the family, in a form that packs."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {family}")
+    model = hybrid_model(family)
+    return not (family in BY_SEQ_IDX and not mixers(model))

@@ -18,9 +18,10 @@ def quantised(
     dtype: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
     seed: int = 0,
+    **more: Any,
 ) -> Any:
     """A tiny llama with LoRA, all decoder projections in bitsandbytes' format; `compute`: default that of `dtype`."""
-    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128).to(dtype)
+    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128, **more).to(dtype)
     for layer in model.model.layers:
         for block, names in (
             (layer.self_attn, "q_proj k_proj v_proj o_proj"),

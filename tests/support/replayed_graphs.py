@@ -79,7 +79,7 @@ class TapeDevice:
     def prepare(self) -> None:
         self.log.append("prepare")
 
-    def record(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[TapeGraph, tuple[Tensor, ...]]:
+    def record(self, work: Callable[[], tuple[Tensor, ...]], pool: str = "") -> tuple[TapeGraph, tuple[Tensor, ...]]:
         """Run the work to see its operations, take back what it did, and leave results that no one may read."""
         self._recorded += 1
         parameters = list(self.model.parameters())

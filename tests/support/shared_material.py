@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+from datasets import Dataset
 from hypothesis import strategies as st
+
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 
 @st.composite
@@ -17,3 +23,24 @@ def path_of(lengths: list[int], parents: list[int], piece: int) -> list[int]:
     start = sum(lengths[:piece])
     own = list(range(start, start + lengths[piece]))
     return (path_of(lengths, parents, parents[piece]) if parents[piece] >= 0 else []) + own
+
+
+def prefixed(*, labels: bool = False, count: int = 60) -> Dataset:
+    """Documents that begin with one of two prompts, some of which go on alike; equal ones, and one inside another."""
+    draw = random.Random(0)
+
+    def tokens(number: int) -> list[int]:
+        return [draw.randrange(5, 95) for _ in range(number)]
+
+    prompts = [tokens(24), tokens(18)]
+    longer = prompts[0] + tokens(17)
+    rows = [draw.choice([*prompts, longer]) + tokens(draw.randrange(1, 12)) for _ in range(count)]
+    rows[1], rows[3], rows[5] = rows[0], longer, prompts[1]
+    columns: dict[str, Any] = {"input_ids": rows}
+    if labels:  # a mask that differs from document to document, also within the prompts
+        kept = [draw.randrange(0, len(row)) for row in rows]
+        columns["labels"] = [
+            [IGNORE_INDEX if place < keep else token for place, token in enumerate(row)]
+            for row, keep in zip(rows, kept, strict=True)
+        ]
+    return Dataset.from_dict(columns)

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.prefixes import share
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into
 from fastpack_trl.step.accumulation import merge_inputs
 
 VOCABULARY = 96
 
 
-def make_inputs(lengths: list[int], *, seed: int = 0, ignored: float = 0.0, pad_to: int | None = None) -> Any:
-    """A micro-batch as the collator makes it, of random tokens, of which a share of labels is ignored."""
+def make_inputs(
+    lengths: list[int], *, seed: int = 0, ignored: float = 0.0, pad_to: int | None = None, shared: bool = False
+) -> Any:
+    """A micro-batch as the collator makes it, of random tokens, of which a share of labels is ignored.
+
+    `shared`: documents go on alike for a while, from one of two beginnings, and lie in the row once as far as they do.
+    """
     draw = np.random.default_rng(seed)
     ids = draw.integers(3, VOCABULARY, sum(lengths))
+    if shared:
+        alike = [int(draw.integers(0, length + 1)) for length in lengths]
+        beginnings = draw.integers(3, VOCABULARY, (2, max(lengths)))
+        starts = np.cumsum([0, *lengths])
+        for start, count in zip(starts, alike, strict=False):
+            ids[start : start + count] = beginnings[draw.integers(2), :count]
     labels = np.where(draw.random(len(ids)) < ignored, IGNORE_INDEX, ids)
     row = {"input_ids": ids, "labels": labels, "seq_lengths": np.array(lengths)}
-    return PackingCollator(pad_token_id=0, pad_to_multiple_of=pad_to)([row])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastpack_trl.packing.collator.share", partial(share, least=1))
+        return PackingCollator(pad_token_id=0, pad_to_multiple_of=pad_to, share_prefixes=shared)([row])
 
 
 def make_rows(parts: list[list[int]], *, device: str = "cpu", **options: Any) -> Any:
@@ -32,18 +48,25 @@ def make_rows(parts: list[list[int]], *, device: str = "cpu", **options: Any) ->
 
 
 def bucket_for(
-    inputs: Any, *, tail: int = 0, segments: int = 0, longer: int = 0, loss: int = 0, parts: int = 0
-) -> Bucket:
-    """The smallest bucket of a row, and so much more of each."""
+    inputs: Any, *, tail: int = 0, segments: int = 0, longer: int = 0, loss: int = 0, parts: int = 0, keys: int = 0,
+    keyed: bool = False,
+) -> Bucket:  # fmt: skip
+    """The smallest bucket of a row, and so much more of each; `keyed`: with keys though nothing is shared."""
     size = RowSize.of(inputs["packed_batch"])
-    longest = size.max_seqlen + longer
-    return Bucket(
+    size, longest = size.keyed if keyed else size, size.max_seqlen + longer
+    bucket = Bucket(
         tokens=size.tokens + tail,
-        segments=size.segments + -(-tail // longest) + segments,
+        segments=size.segments + segments,
         max_seqlen=longest,
         loss_tokens=size.loss_tokens + loss,
         parts=size.parts + parts,
     )
+    if size.keys:
+        keys = size.keys + tail + (keys if tail else 0)
+        pieces = max(1, min(tail, -(-tail // longest)))
+        most = max(size.max_seqlen_k, -(-(keys - size.keys) // pieces))
+        bucket = bucket._replace(keys=keys, max_seqlen_k=most)
+    return bucket._replace(segments=bucket.segments + bucket.pieces_of(size))
 
 
 def to_static(inputs: Any, bucket: Bucket) -> StaticInputs:
@@ -58,7 +81,12 @@ rows = st.builds(
     make_rows, st.lists(documents, min_size=1, max_size=3), ignored=st.sampled_from([0.0, 0.5, 1.0]),
     pad_to=st.sampled_from([None, 8]),
 )  # fmt: skip
+shared_rows = st.builds(
+    make_rows, st.lists(documents, min_size=1, max_size=3), ignored=st.sampled_from([0.0, 0.5, 1.0]),
+    pad_to=st.sampled_from([None, 8]), shared=st.just(True),
+)  # fmt: skip
+"""Some of them have nothing in common after all."""
 surplus = st.fixed_dictionaries(
     {"tail": st.integers(0, 30), "segments": st.integers(0, 6), "longer": st.integers(0, 9), "loss": st.integers(0, 40),
-     "parts": st.integers(0, 3)}
+     "parts": st.integers(0, 3), "keys": st.integers(0, 50), "keyed": st.booleans()}
 )  # fmt: skip

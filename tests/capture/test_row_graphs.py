@@ -1,0 +1,139 @@
+"""Trainers that score completions, their layers captured: equal to the same runs without, and what makes them eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from preference_material import assert_same, build, trained
+from transformers import TrainerCallback
+
+import fastpack_trl
+from fastpack_trl.capture.rows import RowGraphs
+
+STEPS = {"GRPO": 26, "RLOO": 26}
+"""Rows of the online ones are not known before they come."""
+CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
+
+
+def run(name: str, folder: Path, devices: Any, **options: Any) -> Any:
+    """A finished run of ours; the graphs of its device are in ``devices.made``."""
+    steps = STEPS.get(name, 8)
+    settings = {"max_steps": steps, "eval_steps": steps, "gradient_checkpointing": False, **CAPTURED, **options}
+    config = getattr(fastpack_trl, f"Fast{name}Config")
+    made = build(name, folder, fast=True, config=config, **settings)
+    devices.options["model"] = made.model
+    made.train()
+    return made
+
+
+def both(name: str, folder: Path, devices: Any, **options: Any) -> tuple[Any, Any]:
+    return (
+        run(name, folder / "on", devices, **options),
+        run(name, folder / "off", devices, **options | {"cuda_graph": "off"}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("DPO", True),
+        ("DPO", False),
+        ("KTO", True),
+        ("Reward", True),
+        ("Reward", False),
+        ("GRPO", True),
+        ("RLOO", False),
+    ],
+)
+def test_captured_runs_equal_eager_ones(name: str, lora: bool, tmp_path: Path, devices: Any) -> None:
+    ours, eager = both(name, tmp_path, devices, lora=lora)
+    assert "replay" in devices.made[0].log
+    report = ours.fastpack_report
+    assert (report["cuda_graph"].path, report["share_prefixes"].path) == ("captured", "prompts once")
+    assert_same(ours, eager)
+    expected = trained(eager.model)
+    for key, value in trained(ours.model).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
+    ],
+)
+def test_settings_of_a_run(options: dict[str, Any], tmp_path: Path, devices: Any) -> None:
+    ours, eager = both("DPO", tmp_path, devices, **options)
+    assert "replay" in devices.made[0].log
+    assert_same(ours, eager)
+
+
+def test_reference_and_policy_have_graphs_of_their_own(tmp_path: Path, devices: Any) -> None:
+    made = run("DPO", tmp_path, devices)
+    assert devices.made[0].log.count("record") >= 3  # forward and backward of the policy, forward of the reference
+    assert made.fastpack_run.part(RowGraphs) is None
+
+
+def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:
+    class Hooks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                layers = kwargs["model"].get_base_model().model.layers
+                layers[0].mlp.register_forward_hook(lambda *_: seen.append(state.global_step))
+
+    seen: list[int] = []
+    ours = run("DPO", tmp_path, devices, trainer={"callbacks": [Hooks()]})
+    assert seen, "the hook runs for each forward"
+    line = ours.fastpack_report["cuda_graph"]
+    assert line.status == "off"
+    assert "does not run in a replay: remove it" in line.reason
+
+
+def test_memory_is_given_back_between_a_forward_and_its_backward(
+    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the reference runs out of memory: the open row still has its backward."""
+    stock = RowGraphs.hidden
+
+    def hidden(self: RowGraphs, *args: Any) -> Any:
+        if not torch.is_grad_enabled() and self._steps_done == 5 and self.graphs:
+            dropped.append(self.graphs)
+            self.reclaim()
+        return stock(self, *args)
+
+    dropped: list[int] = []
+    eager = run("DPO", tmp_path / "off", devices, cuda_graph="off")
+    monkeypatch.setattr(RowGraphs, "hidden", hidden)
+    ours = run("DPO", tmp_path / "on", devices)
+    assert dropped
+    assert dropped[0] >= 3
+    assert "ran out of memory" in ours.fastpack_report["cuda_graph"].reason
+    assert_same(ours, eager)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora": False, "fp16": True}, "fp16"),
+        ({"disable_dropout": False, "dropout": 0.1}, "lora_dropout"),
+        ({"cuda_graph": "off"}, "switched off"),
+    ],
+    ids=["fp16", "dropout", "off"],
+)
+def test_what_excludes_it_is_said(options: dict[str, Any], reason: str, tmp_path: Path, devices: Any) -> None:
+    given: dict[str, Any] = {"cuda_graph": "auto", **options}
+    if rate := given.pop("dropout", 0.0):
+        adapters = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=rate)
+        given["trainer"] = {"peft_config": adapters}
+    config = fastpack_trl.FastDPOConfig
+    made = build("DPO", tmp_path, fast=True, config=config, max_steps=1, packed_attention="varlen", **given)
+    devices.options["model"] = made.model
+    with made._fastpack_features(announce=True):
+        line = made.fastpack_report["cuda_graph"]
+    assert line.status == "off"
+    assert reason in line.reason
