@@ -37,25 +37,17 @@ class Rows:
 
     Attributes:
         entropy_has_gradient: a loss reads the entropy, not only a metric.
-<<<<<<< HEAD
         head_trains: the policy's head does. A reference is scored as the policy is: equal models have equal figures.
-=======
         replay: returns the hidden states of a row from a recorded backbone, or None where it is called as it is.
->>>>>>> main
         ran: forwards that ran on a row.
         missed: forwards over other tokens than those of a known row.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[AsMade, Families]] = []
-<<<<<<< HEAD
         self.entropy_has_gradient = self.head_trains = False
-        self.ran = self.missed = 0
-=======
-        self.entropy_has_gradient = False
         self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
-        self.ran = 0
->>>>>>> main
+        self.ran = self.missed = 0
 
     @contextmanager
     def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
