@@ -110,18 +110,8 @@ class Probe:
         if text_model(self.model).can_generate():
             logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
             return logits
-        backbone, table = backbones(self.model)[0], token_table(self.model).weight
-        if not units(self.model):
-            hidden: Tensor = backbone(use_cache=False, **kwargs).last_hidden_state[0]
-            return hidden @ table.to(hidden.dtype).T
-        seen: list[Tensor] = []  # the outermost unit gathers what the embedding needs: only a call of it does
-        handle = backbone.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state[0]))
-        try:
-            self.model(use_cache=False, **kwargs)
-        finally:
-            handle.remove()
-        whole: Callable[[], Tensor] | None = getattr(table, "full_tensor", None)
-        return seen[0] @ (table if whole is None else whole()).detach().to(seen[0].dtype).T
+        hidden: Tensor = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        return hidden @ token_table(self.model).weight.to(hidden.dtype).T
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""
