@@ -42,6 +42,7 @@ COMMANDS = {
     "fp8_steps": "whole trainings over a base in FP8",
     "several_gpus": "stock and fastpack under accelerate launch, DDP and FSDP 2",
     "preference": "optimizer steps of the five trainers that score completions beside TRL's",
+    "shared_prefixes": "optimizer steps on packed rows whose documents begin alike, each prefix once and whole",
     "row_profile": "device time of a step by kind of kernel, beside its bound",
     "by_itself": "one optimisation on against off: metadata, reload or routing",
     "hybrid": "hybrid models: packed rows beside stock's padded batch, eager and compiled",

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cuda_tests, equal_memory, fp8_accuracy, fp8_products, fp8_steps, row_profile, side_table
+from benchmarks import (
+    cuda_tests,
+    equal_memory,
+    fp8_accuracy,
+    fp8_products,
+    fp8_steps,
+    row_profile,
+    shared_prefixes,
+    side_table,
+)
 from benchmarks.arithmetic import SOUND, apart, published_checks
 from benchmarks.by_itself import GUIDE, PUBLISHED, ROWS, step_gain
 from benchmarks.by_itself import table as by_itself_table
@@ -151,6 +160,7 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "moe": moe_table,
     "host_overhead": host_overhead_table,
     "collator": collator_table,
+    "shared_prefixes": _made(shared_prefixes.markdown),
     "cuda_tests": cuda_tests.said,
 }
 

@@ -75,6 +75,13 @@ def _side_by_side(record: Record) -> str:
     return f"--rows {_rows(record)} --sides {_sides(record)} --rounds {rounds}"
 
 
+def _shared_prefixes(record: Record) -> str:
+    settings = record["settings"]
+    more = f"--of {settings['model']} --tokens {settings['tokens']}" + " --lora" * settings["lora"]
+    sides = _listed(f'"{side}"' for row in record["rows"] for side in row.get("sides", ()))
+    return f"--rows {_rows(record)} --sides {sides} {more} --rounds {settings['rounds']}"
+
+
 def _seconds(record: Record) -> str:
     seconds = record["settings"].get("seconds")
     return "" if seconds in (None, "inf") else f" --seconds {seconds:g}"
@@ -95,6 +102,7 @@ _OPTIONS: dict[str, Callable[[Record], str]] = {
     "fp8_steps": lambda record: f"--rows {_rows(record)}",
     "fp8_accuracy": lambda record: f"--pretrain-seconds {record['settings'].get('pretrain_seconds', 60):g}",
     "side_by_side": _side_by_side,
+    "shared_prefixes": _shared_prefixes,
     "row_profile": lambda record: f"--rows {_rows(record)} --sides {_sides(record)}{_seconds(record)}",
 }
 """Options by case, beside the file."""

@@ -26,7 +26,7 @@ TRAINING = (
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
 _TRAININGS = (
     "captured", "equal_memory", "everyday", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead",
-    "lora", "memory_caps", "packed_attention", "row_profile", "several_gpus", "side_by_side",
+    "lora", "memory_caps", "packed_attention", "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
 )  # fmt: skip
 ROOMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_TRAININGS, TRAINING),

@@ -50,19 +50,19 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3900,
+    "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1550,
     "checkpointing": 2250,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1550,
+    "kernels": 1750,
     "lora": 2000,
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 3050,
+    "packing": 3100,
     "quickstart": 950,
     "recurrent": 1000,
     "recipe": 2700,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 950,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 34900, "benchmarks": 8750, "tests": 37400}
+TOTALS = {"fastpack_trl": 35300, "benchmarks": 8950, "tests": 37650}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -31,6 +31,8 @@ def _row_lines(row: Mapping[str, Any]) -> list[str]:
     out = [*_setting(row), *aligned(_side_cells(row, names, good))]
     out += ["", "tokens per second (loss: those that are learned; capacity: every position, padding included)"]
     out += lines(["loss", "non-padding", "capacity"], _rates)
+    computed = [(names[name], side.get("computed", 1)) for name, side in good.items()]  # older records do not say
+    out += [f"{name}: tokens computed: {share:.0%} of the documents' tokens" for name, share in computed if share < 1]
     out += ["", "where a step goes (median ms)"]
     out += lines(phases, lambda side: [f"{side['phases'].get(each, 0) * 1000:,.1f}" for each in phases])
     out += ["", "what it costs (kernels per step; host syncs per micro-step without a log; -: none or unknown)"]

@@ -76,7 +76,10 @@ def _figures(
         del spent["captured"]
     rates: dict[str, dict[str, float] | None] = {}
     for name in RATES:
+        # What lies in a row once counts for each document that has it.
+        spared = [step.tokens["spared"] if name == "capacity" else 0 for step in steps]
         counts = [step.tokens[name] for step in steps]
+        counts = counts if None in counts else [sum(pair) for pair in zip(counts, spared, strict=True)]
         per_second = [n / s for n, s in zip(counts, seconds, strict=True)] if None not in counts else []
         rates[name] = median_interval(per_second).to_dict() if per_second else None
     busy = None if profile is None else profile["busy_seconds"]
@@ -86,6 +89,8 @@ def _figures(
         "phase_seconds": {name: summary(values) for name, values in spent.items()},
         "tokens_per_second": rates["capacity"],
         "token_rates": rates,
+        "computed": sum(step.tokens["nonpad"] - step.tokens["spared"] for step in steps)
+        / max(1, sum(step.tokens["nonpad"] for step in steps)),
         **_utilisation(steps, flops, peak),
         "memory": max((step.memory for step in steps if step.memory), key=lambda m: m["peak_bytes"], default=None),
         "idle_share": None if busy is None else max(0.0, 1 - busy / median(seconds)),
@@ -103,7 +108,7 @@ def _utilisation(steps: Sequence[StepFigures], flops: ModelFlops | None, peak: f
     for step in steps:
         tokens, available = step.tokens, step.seconds * peak
         pairs, scored = tokens["pairs"], tokens["scored"]
-        model.append(flops.count(tokens["nonpad"], pairs, scored).model / available)
+        model.append(flops.count(tokens["nonpad"] - tokens["spared"], pairs, scored).model / available)
         done = flops.count(tokens["capacity"], pairs, scored, twice=scored - tokens["scored_once"])
         hardware.append(done.hardware / available)
     return {"mfu": median(model), "hfu": median(hardware)}

@@ -18,6 +18,7 @@ from fastpack_trl.bench.gaps import LABEL
 from fastpack_trl.measure.timing import Clock
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 PHASES = ("data", "forward", "backward", "captured", "optimizer", "other")
@@ -197,9 +198,11 @@ class StepWatch(TrainerCallback):
 def documents_of(inputs: Mapping[str, Any], pad_token_id: int | None = None) -> tuple[Tensor, list[int]]:
     """Return the tokens of a batch in order, (n,) int64 on the CPU, and how many each document has.
 
-    Whatever the collator put around them is left out: by the `PackedBatch`, by an ``attention_mask`` of shape (rows,
-    tokens), or, where neither says what is padding, by `pad_token_id` at the end.
+    Whatever the collator put around them is left out, and what lies in a row once is there for each document: by the
+    `PackedBatch`, by an ``attention_mask`` of shape (rows, tokens), or, where neither says what is padding, by
+    `pad_token_id` at the end.
     """
+    inputs = unshared(inputs)
     ids: Tensor = inputs["input_ids"]
     batch, mask, positions = inputs.get("packed_batch"), inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(batch, PackedBatch):

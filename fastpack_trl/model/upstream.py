@@ -171,6 +171,10 @@ TABLE: tuple[Upstream, ...] = (
     _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),
     _used("torch.nn.parallel.DistributedDataParallel: _set_params_and_buffers_to_ignore_for_model", "recipe",
         "`ignore_bias_buffers` of `dpo` stops with an error"),
+    _used("peft.tuners.tuners_utils: BaseTunerLayer; peft.tuners.lora.layer: LoraLayer; peft.utils.other: "
+        "AuxiliaryTrainingWrapper; peft.tuners.tuners_utils.BaseTunerLayer: _disable_adapters; peft.PeftModel: "
+        "_adapters_disabled; transformers.Trainer: _clip_grad_norm _get_grad_norm", "trainers",
+        "adapters are switched off for a reference by PEFT's own walks over the model"),
     _used("transformers.Trainer: _move_model_to_device", "trainers",
         "expert stacks are quantised after the model has moved to the device"),
     _used("trl.SFTTrainer: _metrics _total_train_tokens _tp_size", "checkpointing step",

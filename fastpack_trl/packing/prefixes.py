@@ -54,7 +54,7 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
     ends = sizes.cumsum()
     starts = ends - sizes
     alike = _with_company(ids, starts, sizes, least)
-    order, common = _neighbours(ids, starts[alike], sizes[alike])
+    order, common = neighbours(ids, starts[alike], sizes[alike])
     common[common < least] = 0
     if not common.any():
         return None
@@ -82,14 +82,19 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
 
 def _with_company(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> IntArray:
     """Return the documents whose first tokens another one has too, and by chance others: the rest need no sorting."""
-    least = min(least, len(_FACTORS))
-    enough = (sizes >= least).nonzero()[0]
-    hashes = ids[starts[enough, None] + np.arange(least)].astype(np.int64) @ _FACTORS[:least]
+    enough, hashes = first_hashes(ids, starts, sizes, least)
     _, which, count = np.unique(hashes, return_inverse=True, return_counts=True)
     return enough[count[which] > 1]
 
 
-def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+def first_hashes(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> tuple[IntArray, IntArray]:
+    """Return the documents of at least `least` tokens, and a hash of the first tokens of each."""
+    least = min(least, len(_FACTORS))
+    enough = (sizes >= least).nonzero()[0]
+    return enough, ids[starts[enough, None] + np.arange(least)].astype(np.int64) @ _FACTORS[:least]
+
+
+def neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
     """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
     if not len(starts):
         return starts, starts

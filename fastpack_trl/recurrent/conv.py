@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.kernels.operators import differentiable, operator
+from fastpack_trl.kernels.short_conv import short_conv, short_conv_backward
 from fastpack_trl.packing.chunks import Chunks
 
 
-def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> Tensor:
+def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks, *, silu: bool = False) -> Tensor:
     """Return ``y_t = bias + sum over s of weight_s x_(t-s)``, of those ``t-s`` that are in the document of ``t``.
 
     Computed in fp32 or more; what is kept for backward is `x` as it is.
@@ -21,59 +23,52 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks) 
         weight: (channels, width); its last column is for the token itself.
         bias: (channels,).
         chunks: of the row.
+        silu: of the sum.
 
     Returns:
-        As `x`, in fp32 or `weight`'s dtype if that is wider.
+        As `x`, with the channels of a token beside each other.
     """
-    out: Tensor = _Conv.apply(x, weight, bias, chunks.positions)
-    return out
+    out: Tensor = _conv(x[0].T, weight, bias, chunks.positions, silu)
+    return out.T[None]
+
+
+def _like_x(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_all(_grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    to_bias = weight.new_empty(weight.shape[0]) if bias is None else torch.empty_like(bias)
+    return _like_x(x), _like_x(weight), to_bias
+
+
+def _flops(x: Tensor, weight: Tensor, *_: Any, **_keywords: Any) -> int:
+    return int(2 * x.numel() * weight.shape[1])
+
+
+def _backward_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
+    return 3 * _flops(*arguments)  # once to make the sum again
+
+
+_forward = operator(short_conv, fake=_like_x, flops=_flops)
+_backward = operator(short_conv_backward, fake=_like_all, flops=_backward_flops)
 
 
 class _Conv(torch.autograd.Function):
-    """By hand: autograd would keep a masked copy of `x` for each column of the weight."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, positions)
-        ctx.bias = None if bias is None else bias.dtype
-        wide, columns = _widened(x, weight), _columns(weight)
-        out = wide * columns[0] if bias is None else torch.addcmul(bias.to(wide.dtype)[:, None], wide, columns[0])
-        tokens = x.shape[-1]
-        for back, column in enumerate(columns[1:], 1):
-            if back < tokens:
-                earlier = _where(positions[back:] >= back, wide[..., : tokens - back])
-                out[..., back:].addcmul_(earlier, column)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, positions)
+        ctx.silu = silu
+        out: Tensor = _forward(x, weight, bias, positions, silu)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, positions = ctx.saved_tensors
-        wide, columns = _widened(x, weight), _columns(weight)
-        tokens = x.shape[-1]
-        to_x = grad * columns[0]
-        to_weight = [(grad * wide).sum((0, 2))]
-        for back, column in enumerate(columns[1:], 1):
-            if back >= tokens:
-                to_weight.append(torch.zeros_like(to_weight[0]))
-                continue
-            later = _where(positions[back:] >= back, grad[..., back:])
-            to_x[..., : tokens - back].addcmul_(later, column)
-            to_weight.append((later * wide[..., : tokens - back]).sum((0, 2)))
-        to_bias = None if ctx.bias is None else grad.sum((0, 2)).to(ctx.bias)
-        return to_x.to(x.dtype), torch.stack(to_weight[::-1], 1).to(weight.dtype), to_bias, None
+        saved = ctx.saved_tensors
+        to_x, to_weight, to_bias = _backward(grad, *saved, ctx.silu)
+        return to_x, to_weight, None if saved[2] is None else to_bias, None, None
 
 
-def _widened(x: Tensor, weight: Tensor) -> Tensor:
-    return x.to(torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32))
-
-
-def _columns(weight: Tensor) -> list[Tensor]:
-    """Return the columns of the weight, (channels, 1), that of the token itself first."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return list(wide[..., None].unbind(1))[::-1]
-
-
-def _where(condition: Tensor, values: Tensor) -> Tensor:
-    # Not a product with a mask: NaN of another document would go past it.
-    return torch.where(condition, values, 0.0)
+_conv = differentiable(
+    "packed_conv", "(Tensor x, Tensor weight, Tensor? bias, Tensor positions, bool silu) -> Tensor", _Conv
+)

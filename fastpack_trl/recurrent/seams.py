@@ -63,10 +63,9 @@ def _conv(
     **_ignored: Any,
 ) -> Tensor:  # fmt: skip
     _check(hidden_states.shape[0], hidden_states.shape[2], chunks)
-    out = packed_conv(hidden_states, weight, bias, chunks)
-    if activation is not None:
-        out = F.silu(out) if activation in ("silu", "swish") else _activation(activation)(out)
-    return out.to(hidden_states.dtype)
+    silu = activation in ("silu", "swish")
+    out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
+    return out if silu or activation is None else _activation(activation)(out)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

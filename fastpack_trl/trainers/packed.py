@@ -20,6 +20,7 @@ from fastpack_trl.capture.feature import row_graphs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
+from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.patches import attribute_set, attributes_kept
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound
@@ -29,6 +30,7 @@ from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
 from fastpack_trl.run import Run
 from fastpack_trl.step.token_logps import RowForward, Rows
 from fastpack_trl.trainers.featured import FeaturedTrainer
+from fastpack_trl.trainers.host_work import HostWork
 
 logger = get_logger(__name__)
 
@@ -56,6 +58,7 @@ class PackedTrainer(FeaturedTrainer):
         run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
         self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
         self._fastpack_repeated: dict[bool, str] = {}
+        self._fastpack_host = HostWork()
         self._fastpack_by_name = isinstance(given.get("model"), str)
         self._fastpack_chosen = False
         if self._fastpack_disabled:
@@ -96,6 +99,8 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(forward.running())
             stack.enter_context(self._fastpack_reference())
         stack.enter_context(_plan_kept(self._fastpack_stock))
+        if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
+            stack.enter_context(self._fastpack_host.running(self))
         stack.enter_context(row_graphs(run, self._fastpack_rows, _dropout(run.model), self._fastpack_draw))
 
     @contextlib.contextmanager
@@ -197,6 +202,27 @@ class PackedTrainer(FeaturedTrainer):
             self.fastpack_report.remark(
                 "batches", "as stock pads them where a model gets other tokens than a batch has"
             )
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count operations as stock does, without its walk over all parameters."""
+        if not self._fastpack_host.active:
+            return int(super().floating_point_ops(inputs))
+        return self._fastpack_host.flops.count(self, inputs, super().floating_point_ops)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(self._fastpack_with_gradients(model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(
+            self._fastpack_with_gradients(model) if grad_norm is None else model, grad_norm=grad_norm
+        )
+
+    def _fastpack_with_gradients(self, model: Any) -> Any:
+        """Return what stands for `model` where stock reads its gradients only; `model` where somebody else may."""
+        replaced = is_users(self._fastpack_stock._clip_grad_norm) or is_users(self._fastpack_stock._get_grad_norm)
+        if not self._fastpack_host.active or replaced or model is not self.model:
+            return model
+        return self._fastpack_host.reset.listed(model, self.optimizer)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from shared_material import prefixed
 from torch import Tensor
 from trainer_material import assert_same_log, both, build, train
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention import share_prefixes as feature
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.packing.batching import packing_collator
 from fastpack_trl.packing.collator import PackingCollator
@@ -29,8 +33,21 @@ def changes(trainer: Any, before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of two sets of weights, relative to the second."""
+    first, second = (torch.cat([each[name].double().flatten() for name in other]) for each in (one, other))
+    return float((first - second).norm() / second.norm())
+
+
 def line(trainer: Any) -> Any:
     return trainer.fastpack_report["share_prefixes"]
+
+
+def hooked() -> Any:
+    """A model of which a hook looks at the positions."""
+    model = tiny_model("qwen3")
+    model.get_decoder().register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    return model
 
 
 def assert_shared(trainer: Any) -> None:
@@ -49,6 +66,7 @@ def assert_same_training(folder: Path, *, family: str = "qwen3", shared: bool = 
     assert abs(losses[-1] - losses[0]) > 0.01 * losses[0], "the rate moves the loss"
     mine, theirs = changes(ours, before), changes(stock, before)
     assert mine.keys() == theirs.keys()
+    assert distance(mine, theirs) <= 1e-5, "of all weights together"
     for name, change in theirs.items():
         assert (mine[name] - change).norm() <= 1e-4 * change.norm() + 1e-7, name
     if shared:
@@ -59,6 +77,22 @@ def assert_same_training(folder: Path, *, family: str = "qwen3", shared: bool = 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gemma2", "qwen3_moe", "deepseek_v3"])
 def test_families_train_as_stock(family: str, tmp_path: Path) -> None:
     assert_same_training(tmp_path, family=family)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
+def test_the_weights_are_as_near_to_float64_as_those_of_stock(family: str, tmp_path: Path) -> None:
+    """What is left between both is rounding: single small weights of stock itself are 1e-4 away."""
+    model, found = tiny_model(family), {}
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    for dtype in (torch.float32, torch.float64):
+        ours, stock = both(
+            tmp_path, model=copy.deepcopy(model).to(dtype), data=prefixed(), fast={}, **SGD, **PACKED
+        )  # fmt: skip
+        assert_shared(ours)
+        found["ours", dtype], found["stock", dtype] = changes(ours, before), changes(stock, before)
+    exact = found["stock", torch.float64]
+    assert distance(found["ours", torch.float64], exact) <= 1e-5, "the head computes in fp32 on both sides"
+    assert distance(found["ours", torch.float32], exact) <= 1.5 * distance(found["stock", torch.float32], exact) + 1e-6
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt"])
@@ -158,6 +192,9 @@ def test_little_in_common_stays_as_it_is(tmp_path: Path) -> None:
         ({"fast": {"packed_attention": "padded_rows"}}, "padded_rows has no form"),
         ({"neftune_noise_alpha": 5.0}, "NEFTune"),
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+        ({"data": prefixed().to_iterable_dataset()}, "a stream has no sample"),
+        ({"trainer": {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.mean()}}, "compute_loss_func"),
+        ({"model": hooked()}, "may expect whole documents"),
         ({"family": "granitemoehybrid"}, ""),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -167,6 +204,47 @@ def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_pa
     found = line(ours)
     assert found.status == "off"
     assert reason in found.reason
+
+
+def test_a_stream_shares_where_it_is_asked_to(tmp_path: Path) -> None:
+    ours = assert_same_training(
+        tmp_path, data=prefixed().to_iterable_dataset(), fast={"share_prefixes": "on"}, shared=False
+    )  # fmt: skip
+    assert (line(ours).status, "not known of a stream" in line(ours).reason) == ("on", True)
+
+
+def test_a_run_that_is_resumed_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
+    options = {"data": prefixed(), "fast": {"packing_order": "prefix"}, **SGD, **PACKED}
+    whole = train(FastSFTTrainer, tmp_path / "whole", save_strategy="steps", save_steps=4, **options)
+    assert_shared(whole)
+    again = build(FastSFTTrainer, tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(next((tmp_path / "whole").rglob("checkpoint-4"))))
+    assert_shared(again)
+    for name, weight in whole.model.named_parameters():
+        torch.testing.assert_close(dict(again.model.named_parameters())[name], weight, msg=name)
+
+
+def test_the_banner_says_what_another_order_and_no_dropout_would_save(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    turns = [[[draw.randrange(5, 95) for _ in range(20)] for _ in range(6)] for _ in range(30)]
+    split = [[*chain(*talk[: turn + 1])] for talk in turns for turn in range(6)]
+    options: dict[str, Any] = {
+        "data": Dataset.from_dict({"input_ids": split}), "packing": True, "max_length": 420, "max_steps": 1,
+        "per_device_train_batch_size": 1, "eval_strategy": "no",
+    }  # fmt: skip
+    said = train(FastSFTTrainer, tmp_path, fast={}, **options).fastpack_report
+    assert "packing_order='prefix'" in said.banner()
+    promised = int(said.facts[feature.FACT].rpartition("computed: ")[2].partition("%")[0])
+    there = train(FastSFTTrainer, tmp_path, fast={"packing_order": "prefix"}, **options)
+    assert feature.FACT not in there.fastpack_report.facts
+    assert abs(promised / 100 - feature.computed_share(there)) < 0.03
+    config = LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear")
+    dropped = train(
+        FastSFTTrainer, tmp_path, fast={}, trainer={"peft_config": config}, **{**options, "data": prefixed()}
+    )  # fmt: skip
+    assert "off: dropout 0.05" in dropped.fastpack_report.facts[feature.FACT]
+    little = train(FastSFTTrainer, tmp_path, fast={}, **{**options, "data": "ids"})
+    assert feature.FACT not in little.fastpack_report.facts
 
 
 def test_on_by_name_stops_where_it_cannot_be_had(tmp_path: Path) -> None:

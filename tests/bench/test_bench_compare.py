@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_material import prefixed
 from torch import nn
 from trainer_material import make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
@@ -28,7 +29,9 @@ from fastpack_trl.testing import tiny_model
 Build = Callable[..., Any]
 
 
-def _build(folder: Path, change: Callable[[Any], None] = lambda trainer: None, **more: Any) -> Build:
+def _build(
+    folder: Path, change: Callable[[Any], None] = lambda trainer: None, data: Any = "text", **more: Any
+) -> Build:  # fmt: skip
     """Packed rows, two micro-batches of one row per step."""
     own = settings(folder, packing=True, gradient_accumulation_steps=2, per_device_train_batch_size=1) | more
     del own["eval_steps"]
@@ -37,7 +40,7 @@ def _build(folder: Path, change: Callable[[Any], None] = lambda trainer: None, *
         trainer = trainer_class(
             tiny_model("qwen3"),
             args=config_class(**(own | changes)),
-            train_dataset=make_dataset("text"),
+            train_dataset=make_dataset(data) if isinstance(data, str) else data,
             processing_class=make_tokenizer(),
         )
         change(trainer)
@@ -283,3 +286,15 @@ def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None
         assert side["profile"]["gaps"]
         assert (tmp_path / f"{name}.json").stat().st_size > 1000
     assert row["sides"]["fastpack"]["host_syncs"]["per_step"] < row["sides"]["stock"]["host_syncs"]["per_step"]
+
+
+def test_rows_with_shared_prefixes_have_the_tokens_of_stock_and_say_how_many_ran(tmp_path: Path) -> None:
+    build = _build(tmp_path, data=prefixed(), max_length=120)
+    found = compare(build, pairs=2, warmup=0, progress=False, peak_flops=1e12)
+    sides = found["rows"][0]["sides"]
+    assert sides["stock"]["computed"] == 1.0
+    assert 0.4 < sides["fastpack"]["computed"] < 0.8
+    share = f"{sides['fastpack']['computed']:.0%}"
+    assert f"fastpack: tokens computed: {share} of the documents' tokens" in table(found)
+    done = {name: side["mfu"] * side["seconds"]["median"] for name, side in sides.items()}
+    assert done["fastpack"] < 0.9 * done["stock"], "what is shared is needed once"

@@ -1,4 +1,4 @@
-"""The Triton kernels of a delta rule beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
+"""The Triton kernels of recurrent layers beside their torch twins: run by `test_triton.py`, interpreted or on CUDA."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fastpack_trl.kernels.inverse import chunk_inverse
 from fastpack_trl.kernels.inverse_triton import chunk_inverse_triton
+from fastpack_trl.kernels.short_conv import short_conv, short_conv_backward
+from fastpack_trl.kernels.short_conv_triton import short_conv_backward_triton, short_conv_triton
 from fastpack_trl.kernels.state_pass import state_pass
 from fastpack_trl.kernels.state_pass_triton import state_pass_triton
 
@@ -66,3 +68,23 @@ def test_a_device_takes_the_kernel_for_fp32_alone() -> None:
     found = state_pass(*parts, tf32=False)
     wide = state_pass(*(part.double() for part in parts))
     assert all(norm_of_difference(mine, right) <= 1e-6 for mine, right in zip(found, wide, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "silu", "width"), [(True, True, 4), (False, True, 4), (False, False, 7)])
+def test_the_convolution_and_its_gradients(dtype: torch.dtype, bias: bool, silu: bool, width: int) -> None:
+    torch.manual_seed(0)
+    lengths = (70, 1, 3, 61, 2)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    x, grad = (torch.randn(sum(lengths), 90).to(dtype)[:, 5:75] for _ in range(2))  # parts of wider rows
+    weight, offset = torch.randn(70, width).to(dtype), torch.randn(70).to(dtype) if bias else None
+    exact_of = (x.double(), weight.double(), None if offset is None else offset.double(), positions, silu)
+    exact = (short_conv(*exact_of), *short_conv_backward(grad.double(), *exact_of))
+    twins = (short_conv(x, weight, offset, positions, silu),
+             *short_conv_backward(grad, x, weight, offset, positions, silu))  # fmt: skip
+    given = [part if part is None else part.to(DEVICE) for part in (x, weight, offset, positions)]
+    found = (short_conv_triton(*given, silu), *short_conv_backward_triton(grad.to(DEVICE), *given, silu))
+    for mine, other, right in zip(found, twins, exact, strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+        floor = 2 * torch.finfo(dtype).eps
+        assert norm_of_difference(mine.cpu(), right) <= max(1.1 * norm_of_difference(other, right), floor)

@@ -53,7 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in written.read_text(encoding="utf-8").splitlines() if written.exists() else ():
         test, took = json.loads(line)
         seconds[test.rpartition(" (")[0]] += took
-    terminalreporter.write_line(f"CPU time of tests: {sum(seconds.values()) / 60:.1f} minutes")
+    if seconds:
+        terminalreporter.write_line(f"CPU time of tests: {sum(seconds.values()) / 60:.1f} minutes")
     for test, took in seconds.most_common():
         if took > MOST and test not in marked:
             terminalreporter.write_line(f"not marked slow: {took:.1f} s {test}")

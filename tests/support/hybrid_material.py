@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from fastpack_trl.kernels.short_conv import short_conv, short_conv_backward
 from fastpack_trl.model.mixers import mixers
 from fastpack_trl.recurrent import rules, ssd
 
@@ -65,6 +66,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 INSIDE = {
+    "fastpack::short_conv": short_conv,
+    "fastpack::short_conv_backward": short_conv_backward,
     "fastpack::delta_rule_forward": rules.delta_rule_forward,
     "fastpack::delta_rule_backward": rules.delta_rule_backward,
     "fastpack::mamba2_forward": ssd.mamba2_forward, "fastpack::mamba2_backward": ssd.mamba2_backward,
