@@ -280,3 +280,28 @@ def test_a_device_is_as_exact_as_stocks_functions(name: str, lengths: tuple[int,
     floor = 1e-6 if dtype == torch.float32 else 1e-3
     for own, theirs, right in zip(ours, stock, exact, strict=True):
         assert distance(own.cpu(), right) <= 2 * distance(theirs.cpu(), right) + floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*CASES, "no skip and no bias"])
+def test_the_operators_pass_torchs_own_checks(name: str, dtype: torch.dtype) -> None:
+    """Also that shapes, dtypes and strides are those of the fake kernels: a compiled layer is generated for them."""
+    torch.manual_seed(0)
+    chunks, ops = chunks_of(PackedBatch.from_lengths((70, 1, 30))), torch.ops.fastpack
+    tokens = chunks.total_tokens
+    rest: tuple[Any, ...] = tuple(chunks)
+    if name == "causal_conv1d_fn":
+        x, weight = torch.randn(tokens, 6, dtype=dtype), WEIGHT.to(dtype)
+        checked = [(ops.short_conv, (x, weight, weight[:, 0].clone(), chunks.positions, True))]
+        checked.append((ops.short_conv_backward, (torch.randn_like(x), *checked[0][1])))
+    elif name in ("mamba2_chunk_scan", "no skip and no bias"):
+        x, step, b, c = (argument.to(dtype) for argument in mamba_arguments(tokens))
+        skip = A.clone() if name == "mamba2_chunk_scan" else None
+        checked = [(ops.mamba2_forward, (x, step.abs(), A, b, c, skip, *rest))]
+        checked.append((ops.mamba2_backward, (torch.randn(x.shape), *checked[0][1])))
+    else:
+        row = [argument.to(dtype) for argument in delta_arguments(tokens, kimi="kimi" in name)]
+        checked = [(ops.delta_rule_forward, (*row, True, *rest))]
+        checked.append((ops.delta_rule_backward, (torch.randn_like(row[2]), *checked[0][1])))
+    for operator, arguments in checked:
+        torch.library.opcheck(operator.default, arguments)
