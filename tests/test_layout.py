@@ -68,7 +68,7 @@ BUDGETS = {
     "recipe": 2700,
     "run": 400,
     "step": 2450,
-    "trainers": 950,
+    "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 35300, "benchmarks": 8950, "tests": 37650}
