@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "fp8_products": ("kernels", "measure"),
     "moe": ("attention", "kernels", "model", "moe", "packing"),
     "nf4": ("kernels",),
+    "preparation": ("packing",),
 }
 """Rooms of the package by case; a case that is not here uses all."""
 OPTIMISATIONS = {

@@ -84,7 +84,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             return super()._prepare_dataset(*given)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count, by_prefix=by_prefix)
+        stock = super()._prepare_dataset
+        prepared, facts = prepare_in_two_passes(stock, *given, trainer=self, count=count, by_prefix=by_prefix)
         if facts is not None:
             run.facts = facts
         return prepared

@@ -39,7 +39,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "*": "`patches`, and the property of `checkpoint_seam` that stands for an attribute of the layer",
         "reduceOp": "of options made there",
     },
-    "packing": {"max_length": "of a copy of the arguments", "shuffle_dataset": "of a copy of the arguments"},
+    "packing": {
+        name: "of a copy of the arguments" for name in ("max_length", "shuffle_dataset", "dataset_num_proc")
+    },
     "quickstart": {
         "pre_tokenizer": "of a tokenizer made there",
         "decoder": "of a tokenizer made there",

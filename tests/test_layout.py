@@ -62,16 +62,16 @@ BUDGETS = {
     "measure": 1450,
     "model": 2100,
     "moe": 1500,
-    "packing": 3100,
+    "packing": 3500,
     "quickstart": 950,
     "recurrent": 1000,
     "recipe": 2700,
     "run": 400,
-    "step": 2450,
+    "step": 2500,
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 35300, "benchmarks": 8950, "tests": 37650}
+TOTALS = {"fastpack_trl": 35700, "benchmarks": 9150, "tests": 38000}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

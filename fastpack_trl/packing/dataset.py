@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.prefix_order import pack_by_prefix
 from fastpack_trl.packing.source import check_source
+from fastpack_trl.packing.tokenized import cut, tokenized
 
 _ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
@@ -39,6 +40,7 @@ class DatasetFacts:
         rows: rows after packing; None where rows are documents.
         loss_tokens: tokens of the prepared data set that the loss counts.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None where nothing is packed.
+        row_by_row: why stock tokenized them, where batches were tried.
     """
 
     documents: int
@@ -50,6 +52,7 @@ class DatasetFacts:
     loss_tokens: int
     rows: int | None = None
     fill: float | None = None
+    row_by_row: str = ""
 
     def lines(self, max_length: int | None) -> dict[str, Any]:
         """Return the figures that a report shows of a data set whose rows hold up to `max_length` tokens."""
@@ -66,6 +69,8 @@ class DatasetFacts:
                 "packing_strategy='bfd_split' keeps them"
             )
         out["truncated tokens"] = cut
+        if self.row_by_row:
+            out["tokenized row by row"] = self.row_by_row
         if not self.loss_tokens:
             out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
@@ -78,13 +83,14 @@ def can_prepare_in_two_passes(dataset: Any) -> bool:
 
 def prepare_in_two_passes(
     stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
-    name: str, *, count: bool, by_prefix: bool = False,
+    name: str, *, trainer: Any, count: bool, by_prefix: bool = False,
 ) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
     """Tokenize, then cut and pack, each by stock's own preparation.
 
     Args:
         stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
         dataset: one that `can_prepare_in_two_passes` accepts.
+        trainer: whose template and kind of loss hold.
         count: whether the facts are wanted, and a data set of which nothing is left is an error.
         by_prefix: pack by `pack_by_prefix` instead; token lists only.
 
@@ -95,9 +101,12 @@ def prepare_in_two_passes(
         DataError: columns that cannot be read, labels of another length than the tokens, no token, or none left.
     """
     check_source(dataset, args.dataset_text_field, formatted=formatting_func is not None, name=name)
-    whole = copy.copy(args)
-    whole.max_length, whole.shuffle_dataset = None, False
-    documents = stock(dataset, processing_class, whole, False, formatting_func, name)
+    given = (dataset, processing_class, args, packing, formatting_func, name)
+    documents, why = tokenized(*given, stock=stock, trainer=trainer)
+    if documents is None:
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        documents = stock(dataset, processing_class, whole, False, formatting_func, name)
     if not is_token_lists(documents, ("input_ids", "labels")):
         return stock(documents, processing_class, args, packing, None, name), None
     _check_labels(documents, name)
@@ -109,13 +118,16 @@ def prepare_in_two_passes(
     if by_prefix and packing and args.max_length is not None:  # without it stock says what it lacks
         prepared = pack_by_prefix(documents, args.max_length, split=args.packing_strategy == "bfd_split")
         prepared = prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
+    elif packing:
+        prepared = stock(documents, processing_class, args, True, None, name)
     else:
-        prepared = stock(documents, processing_class, args, packing, None, name)
+        prepared = cut(documents, args, name, lambda rows, how: stock(rows, processing_class, how, False, None, name))
     if not count:
         return prepared, None
     if not len(prepared):
         raise DataError(_why_none_is_left(documents, args.max_length))
-    return prepared, _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
+    facts = _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
+    return prepared, replace(facts, row_by_row=why)
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:

@@ -205,7 +205,7 @@ class PackedTrainer(FeaturedTrainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count operations as stock does, without its walk over all parameters."""
-        if not self._fastpack_host.active:
+        if not self._fastpack_host.active or not isinstance(inputs, dict):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
         return self._fastpack_host.flops.count(self, inputs, super().floating_point_ops)
 
