@@ -39,9 +39,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "*": "`patches`, and the property of `checkpoint_seam` that stands for an attribute of the layer",
         "reduceOp": "of options made there",
     },
-    "packing": {
-        name: "of a copy of the arguments" for name in ("max_length", "shuffle_dataset", "dataset_num_proc")
-    },
+    "packing": dict.fromkeys(("max_length", "shuffle_dataset", "dataset_num_proc"), "of a copy of the arguments"),
     "quickstart": {
         "pre_tokenizer": "of a tokenizer made there",
         "decoder": "of a tokenizer made there",
