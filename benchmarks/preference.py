@@ -9,14 +9,19 @@ are for a GPU (``qwen3-8b`` has 12 of its layers), those of ``small`` for a CPU.
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from benchmarks.command import CaseCommand
 from benchmarks.model_shapes import build_model, shape_of
@@ -25,6 +30,7 @@ from benchmarks.training_side import SAME_MEMORY, device_here
 from benchmarks.workload import make_tokenizer
 from fastpack_trl.bench.baselines import SAME_CHECKPOINTS, SideRecipe
 from fastpack_trl.bench.result_file import RowTask
+from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.tables import aligned, fact_lines
 
 CASE = "preference"
@@ -45,12 +51,14 @@ class Row:
     """Pairs, judged completions, or generated completions of a micro-batch."""
     layers: int | None = None
     prompts: tuple[int, int] = PROMPTS
+    run: int = 0
+    """Steps of a whole run of each side, one after the other; 0: steps take turns, too few to compile or record."""
 
     @property
     def name(self) -> str:
         """Return what ``--rows`` takes: ``dpo small 4``."""
         short = " short" if self.prompts != PROMPTS else ""
-        return f"{self.trainer.lower()} {self.model} {self.examples}{short}"
+        return f"{self.trainer.lower()} {self.model} {self.examples}{short}{' run' if self.run else ''}"
 
     @property
     def is_online(self) -> bool:
@@ -66,11 +74,14 @@ ROWS = {
         Row("DPO", "small", 1, prompts=(10, 10)),
         Row("DPO", "qwen3-0.6b", 8), Row("DPO", "qwen3-8b", 4, 12), Row("Reward", "qwen3-0.6b", 8),
         Row("KTO", "qwen3-0.6b", 8), Row("GRPO", "qwen3-0.6b", 8), Row("DPO", "tiny-qwen3", 2),
+        Row("DPO", "qwen3-0.6b", 8, run=70), Row("DPO", "qwen3-8b", 4, 12, run=60), Row("DPO", "tiny-qwen3", 2, run=6),
         Row("Reward", "tiny-qwen3", 2), Row("KTO", "tiny-qwen3", 2), Row("GRPO", "tiny-qwen3", 4),
     )
 }  # fmt: skip
 ON_A_CPU = ("dpo small 4", "reward small 4", "kto small 8", "grpo small 8", "dpo small 1 short")
-ON_A_GPU = ("dpo qwen3-0.6b 8", "dpo qwen3-8b 4")
+ON_A_GPU = ("dpo qwen3-0.6b 8", "dpo qwen3-8b 4", "dpo qwen3-0.6b 8 run", "dpo qwen3-8b 4 run")
+LONG = 500
+"""Steps that a whole run is said to have, for what weighs its start-up costs; it ends when the timed ones are done."""
 GROUP, MICRO_BATCHES = 8, 4
 """Completions of a prompt, and micro-batches of a step, of GRPO and RLOO."""
 
@@ -83,7 +94,7 @@ def measure_row(row: Row, rounds: int, seed: int, _seconds: float = 0.0) -> dict
     import fastpack_trl
 
     name, device = row.trainer, device_here()
-    steps = (WARMUP + rounds + 6) * row.examples * (MICRO_BATCHES if row.is_online else 1)
+    steps = (row.run or WARMUP + rounds + 6) * row.examples * (MICRO_BATCHES if row.is_online else 1)
     given: dict[str, Any] = {
         "model": _model(row, device, seed), "processing_class": _tokenizer(_vocabulary(row)),
         "train_dataset": _documents(row, steps, seed),
@@ -98,9 +109,68 @@ def measure_row(row: Row, rounds: int, seed: int, _seconds: float = 0.0) -> dict
     stock = SideRecipe(made[0], getattr(trl, f"{name}Config"))
     ours = SideRecipe(made[1], getattr(fastpack_trl, f"Fast{name}Config"))
     sides = {STOCK: stock, OURS: ours}
+    if row.run:
+        return _whole_runs(row, sides, given, _arguments(row, device, seed))
     if device == "cuda":
         sides[SAME_MEMORY] = replace(ours, changes=SAME_CHECKPOINTS)
     return steps_in_turn(sides, given, _arguments(row, device, seed), rounds=rounds, warmup=WARMUP, seed=seed)
+
+
+def _whole_runs(
+    row: Row, sides: Mapping[str, SideRecipe], given: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return seconds of the steps in the second half of a run of each side, as of `steps_in_turn`, and first losses."""
+    found: dict[str, Any] = {}
+    for side, recipe in sides.items():
+        watch = _Watch(row.run)
+        with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+            args = recipe.config_class(
+                **arguments,
+                **recipe.changes,
+                output_dir=folder,
+                max_steps=LONG,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            )
+            trainer = recipe.trainer_class(**_copies(given), args=args, callbacks=[watch])
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[side] = {"seconds": summary(watch.seconds()), "losses": losses[:3]}
+        if torch.cuda.is_available():
+            found[side]["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated()}
+        if (report := getattr(trainer, "fastpack_report", None)) is not None:
+            found[side]["features"] = {line.feature: line.path for line in report}
+        del trainer, watch
+        gc.collect()
+        torch.cuda.empty_cache()
+    first = {side: each["losses"][0] for side, each in found.items()}
+    return {"steps": row.run, "sides": found, "loss_difference": abs(first[OURS] - first[STOCK])}
+
+
+def _copies(given: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(given) | {name: copy.deepcopy(given.get(name)) for name in ("model", "peft_config")}
+
+
+class _Watch(TrainerCallback):
+    """Ends a run after `steps`, and times each of its second half with the device's work done."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.times: list[float] = []
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.steps // 2:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+        control.should_training_stop = state.global_step >= self.steps
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each timed step."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
 
 
 def _tokenizer(vocabulary: int) -> Any:

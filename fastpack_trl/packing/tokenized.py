@@ -38,6 +38,7 @@ LEAST_ROWS = 500
 """Below, the rows to compare cost more than all."""
 ROWS_OF_A_PROCESS = 4_000
 """Conversations for which a process of its own pays: to start it takes as long as some hundred of them."""
+_LEAST_CORES = 4  # on two, the tokenizer's threads in one process took less time than two processes
 _COMPARED_ROWS = 12
 _CHARACTERS = 2_000_000  # of one call of the tokenizer, whose encodings take over a hundred bytes a token
 _TOLD_BY = ("prompt", "completion", "chosen", "rejected", "messages")  # columns by which TRL tells conversations
@@ -301,7 +302,7 @@ def _processes(conversations: int) -> int | None:
         return None  # others would import a script without a guard anew
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = min(cores, conversations // ROWS_OF_A_PROCESS)
-    return count if count > 1 else None
+    return count if cores >= _LEAST_CORES and count > 1 else None
 
 
 def cut(documents: Dataset, args: Any, name: str, stock: Callable[[Dataset, Any], Dataset]) -> Dataset:

@@ -281,6 +281,9 @@ def test_processes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenized._processes(tokenized.ROWS_OF_A_PROCESS) is None
     assert tokenized._processes(3 * tokenized.ROWS_OF_A_PROCESS) == 3
     assert tokenized._processes(10**6) == 16
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2), raising=False)
+    assert tokenized._processes(10**6) is None
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
     monkeypatch.setattr("multiprocess.get_start_method", lambda: "spawn")
     assert tokenized._processes(10**6) is None
 
