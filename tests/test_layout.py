@@ -67,11 +67,11 @@ BUDGETS = {
     "recurrent": 1000,
     "recipe": 2700,
     "run": 400,
-    "step": 2450,
-    "trainers": 950,
+    "step": 2500,
+    "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36200, "benchmarks": 9200, "tests": 37900}
+TOTALS = {"fastpack_trl": 36350, "benchmarks": 9200, "tests": 38600}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
