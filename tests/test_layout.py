@@ -54,24 +54,24 @@ BUDGETS = {
     "bench": 3550,
     "callbacks": 550,
     "capture": 1550,
-    "checkpointing": 2250,
+    "checkpointing": 2200,
     "cli": 1250,
     "compile": 900,
     "kernels": 1750,
-    "lora": 2000,
+    "lora": 2550,
     "measure": 1450,
-    "model": 2100,
+    "model": 2150,
     "moe": 1500,
     "packing": 3500,
     "quickstart": 950,
     "recurrent": 1000,
     "recipe": 3100,
     "run": 500,
-    "step": 2450,
-    "trainers": 950,
+    "step": 2500,
+    "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36050, "benchmarks": 9200, "tests": 37450}
+TOTALS = {"fastpack_trl": 36800, "benchmarks": 9200, "tests": 38700}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

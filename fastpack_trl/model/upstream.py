@@ -171,7 +171,7 @@ TABLE: tuple[Upstream, ...] = (
         "under FSDP 2 the optimizer steps over DTensors"),
     _used("trl.DPOTrainer: _compute_loss _precompute_ref_logps; trl.KTOTrainer: _compute_kl_logps", "packing trainers",
         "a subclass that overrides its successor is not seen, and gets rows; stock's padded batches of the reference"),
-    _used("trl.GRPOTrainer: _buffered_inputs _entropy_bonus_enabled", "trainers",
+    _used("trl.GRPOTrainer: _buffered_inputs _entropy_bonus_enabled _generate_and_score_completions", "trainers",
         "GRPO and RLOO stop with an error: FASTPACK_DISABLE=1 runs stock"),
     _used("trl.trainer.utils: FusedCausalLMOutput", "step", "rows of families run as stock pads them"),
     _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),

@@ -55,7 +55,8 @@ class Families:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Families:
         """Copy to `device`, without waiting where the tensors are pinned."""
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+        pinned = non_blocking or self.tokens.is_pinned()
+        return self._map(lambda value: value.to(device, non_blocking=pinned))
 
     def pin_memory(self) -> Families:
         """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""

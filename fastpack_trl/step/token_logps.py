@@ -37,15 +37,17 @@ class Rows:
 
     Attributes:
         entropy_has_gradient: a loss reads the entropy, not only a metric.
+        head_trains: the policy's head does. A reference is scored as the policy is: equal models have equal figures.
         replay: returns the hidden states of a row from a recorded backbone, or None where it is called as it is.
         ran: forwards that ran on a row.
+        missed: forwards over other tokens than those of a known row.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[AsMade, Families]] = []
-        self.entropy_has_gradient = False
+        self.entropy_has_gradient = self.head_trains = False
         self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
-        self.ran = 0
+        self.ran = self.missed = 0
 
     @contextmanager
     def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
@@ -65,6 +67,7 @@ class Rows:
             same = isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
             if same and ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
                 return families
+        self.missed += bool(self._known)
         return None
 
 
@@ -97,6 +100,12 @@ class RowForward:
     def running(self) -> AbstractContextManager[None]:
         """Run known batches as rows until the context ends."""
         return attribute_set(self._state, "active", not self.missing)
+
+    @property
+    def head_trains(self) -> bool:
+        """Return whether a gradient reaches the head."""
+        head = "" if self.missing or hasattr(self._model, "score") else head_of(self._model)
+        return not isinstance(head, str) and any(part is not None and part.requires_grad for part in head)
 
     @property
     def why_stock(self) -> str:
@@ -172,7 +181,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
         with without_autocast:
             fields = _figures(
                 hidden.float() if in_fp32 else hidden, weight, bias, targets.clamp(min=0), constants,
-                rows.entropy_has_gradient,
+                whole_gradients=rows.entropy_has_gradient or rows.head_trains,
             )  # fmt: skip
         log_probs, *others = (_placed(field, families, counts) for field in fields)
         assert log_probs is not None
@@ -190,7 +199,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
 
 def _figures(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, constants: dict[str, Any],
-    entropy_has_gradient: bool,
+    *, whole_gradients: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return (N,) log-probabilities, entropy, ``log(sum(p^2))``, mean logits and top-1 flags, as TRL's function does.
 
@@ -200,7 +209,7 @@ def _figures(
         constants[name] for name in ("temperature", "logit_scale", "final_logit_softcapping", "outputs")
     )
     trains = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    own = not (trains or entropy_has_gradient or "log_sum_sq_probs" in outputs or missing_tile_functions())
+    own = not (trains or whole_gradients or "log_sum_sq_probs" in outputs or missing_tile_functions())
     if not own or (softcap is not None and "mean_logits" in outputs):
         figures: tuple[Tensor | None, ...] = ChunkedLogProbFunction.apply(
             hidden, weight, bias, targets, temperature, VOCABULARY_SLICE, softcap, scale, outputs

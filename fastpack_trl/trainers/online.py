@@ -7,7 +7,8 @@ them. The micro-batches of an optimizer step run forward together; TRL's loss ru
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from trl import GRPOTrainer, RLOOTrainer
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import learned_positions
+from fastpack_trl.model.hooks import replaced_methods
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.families import Families, find_families
 from fastpack_trl.trainers.packed import PackedTrainer
@@ -25,6 +28,9 @@ from fastpack_trl.trainers.packed import PackedTrainer
 logger = get_logger(__name__)
 
 MERGING = "merge_accumulation"
+ON_HOST = "fastpack_on_host"
+"""Of what was generated: (rows, 2, width) tokens and mask on the host, one read of the device for all of it."""
+_GENERATE = "_generate_and_score_completions"
 _MEMORY_SHARE = 0.7
 """Of the free device memory that the forward pass of a whole step may take by prediction."""
 _IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
@@ -37,8 +43,12 @@ class _OnlineTrainer(PackedTrainer):
     """One that generates; generation, rewards and their metrics are TRL's."""
 
     _fastpack_window: _Window | None = None
+    _fastpack_on_host: Tensor | None = None
+    """What is scored next, as `ON_HOST` has it; None where it has to be read from the device."""
+    _fastpack_regenerates = False
     _fastpack_room = True
     _fastpack_bytes_per_row = 0.0
+    _fastpack_before: int | None = None
     _fastpack_why_single = ""
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
@@ -49,7 +59,9 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         super()._fastpack_enter(stack)
         self._fastpack_rows.entropy_has_gradient = bool(getattr(self, "_entropy_bonus_enabled", False))
-        self._fastpack_window = None
+        self._fastpack_regenerates = bool(replaced_methods(self, (_GENERATE,)))  # what it edits, no copy has
+        self._fastpack_before = None
+        stack.callback(setattr, self, "_fastpack_window", None)
         self._fastpack_why_single = first_reason(self._fastpack_against_merging())
         if self.fastpack_run.training:
             why, count = self._fastpack_why_single, self.args.gradient_accumulation_steps
@@ -71,9 +83,22 @@ class _OnlineTrainer(PackedTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return stock's, which begins an optimizer step."""
+        window = self._fastpack_window
+        if window is not None and 0 < window.served < window.count:
+            raise RuntimeError(
+                f"{MERGING}: {window.served} of the {window.count} micro-batches of a step asked for figures, so no "
+                f"gradient of it arrived: set {MERGING}='off'"
+            )
         found = super().get_batch_samples(*args, **kwargs)
-        self._fastpack_window = _Window(len(found[0])) if not self._fastpack_why_single else None
+        self._fastpack_window = None if self._fastpack_why_single else _Window(len(found[0]))
         return found
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Return stock's, with a copy of tokens and masks on the host, which TRL shuffles and cuts with the others."""
+        made = super()._generate_and_score_completions(*args, **kwargs)
+        if self._fastpack_entered and self.fastpack_run.packs and not self._fastpack_regenerates:
+            made[ON_HOST] = _host_copy(*_padded([made]))
+        return made
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -82,30 +107,32 @@ class _OnlineTrainer(PackedTrainer):
         window = self._fastpack_window if self._fastpack_entered and self.model.training else None
         if window is not None and window.figures is None:
             window = self._fastpack_window = self._fastpack_open(window, model, inputs)
-        if window is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with window.serving():
+        serving = window.serving(inputs) if window is not None else contextlib.nullcontext()
+        with serving, attribute_set(self, "_fastpack_on_host", inputs.get(ON_HOST)):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _fastpack_open(self, window: _Window, model: Any, inputs: Any) -> _Window | None:
         """Run the micro-batches of a step forward; None where they are not the next of TRL's buffer, or lack room."""
         stock: Any = self
-        steps, buffered = self.args.steps_per_generation, stock._buffered_inputs
-        first = stock._step % steps
-        batches = buffered[first : first + window.count]
-        known = window.count > 1 and len(batches) == window.count and batches[0] is inputs
-        if not known or any(batch.get(name) is not None for batch in batches for name in _IMAGES):
+        first = stock._step % self.args.steps_per_generation
+        batches = stock._buffered_inputs[first : first + window.count]
+        if window.count == 1:
+            return None  # the last step of an epoch
+        if len(batches) != window.count or batches[0] is not inputs:
+            self.fastpack_report.remark(MERGING, "one by one where micro-batches are not the next of TRL's buffer")
             return None
-        rows = sum(len(batch["prompt_ids"]) for batch in batches)
-        if not self._fastpack_has_room(rows):
+        if any(batch.get(name) is not None for batch in batches for name in _IMAGES):
+            self.fastpack_report.remark(MERGING, "one by one where there are images")
             return None
-        names = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
-        ids, mask = (
-            torch.cat([torch.cat([batch[part] for part in pair], dim=1) for batch in batches]) for pair in names
-        )
+        if not self._fastpack_has_room(sum(len(batch["prompt_ids"]) for batch in batches)):
+            return None
+        on_host = [batch[ON_HOST] for batch in batches if ON_HOST in batch]
         keep = batches[0]["completion_ids"].shape[1]
-        log_probs, entropy, _ = stock._get_per_token_logps_and_entropies(model, ids, mask, keep, compute_entropy=True)
-        window.open((log_probs, entropy), [len(batch["prompt_ids"]) for batch in batches])
+        with attribute_set(self, "_fastpack_on_host", torch.cat(on_host) if on_host else None):
+            log_probs, entropy, _ = stock._get_per_token_logps_and_entropies(
+                model, *_padded(batches), keep, compute_entropy=True
+            )
+        window.open((log_probs, entropy), batches)
         return window
 
     def _fastpack_has_room(self, rows: int) -> bool:
@@ -128,86 +155,112 @@ class _OnlineTrainer(PackedTrainer):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         window = self._fastpack_window
-        if window is not None and window.is_serving:
-            return (*window.next(), None)
+        if window is not None and window.place is not None:
+            return (*window.figures_of_one(), None)
         stock: Any = super()
         known: list[tuple[Tensor, Families | str]] = []
         if self._fastpack_entered and self.fastpack_run.packs:
             known = self._fastpack_families(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
-        with self._fastpack_knowing(known), self._fastpack_measured(len(input_ids)):
+        self._fastpack_measure(len(input_ids))
+        with self._fastpack_knowing(known):
             return stock._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
 
-    @contextlib.contextmanager
-    def _fastpack_measured(self, rows: int) -> Iterator[None]:
-        """Measure the device memory that a forward pass with a backward pass to come takes, until one was."""
+    def _fastpack_measure(self, rows: int) -> None:
+        """Measure on CUDA what a micro-batch takes, forward and backward: from its first pass to that of the next."""
         device = self.args.device
         is_asked = torch.is_grad_enabled() and not (self._fastpack_why_single or self._fastpack_bytes_per_row)
         if device.type != "cuda" or not is_asked:
-            yield
             return
+        now = torch.cuda.memory_allocated(device)
+        if self._fastpack_before is not None:
+            stays = max(now, self._fastpack_before)  # gradients: there already when micro-batches are merged
+            self._fastpack_bytes_per_row = max(1, torch.cuda.max_memory_allocated(device) - stays) / rows
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield
-        self._fastpack_bytes_per_row = (torch.cuda.max_memory_allocated(device) - before) / rows
+        self._fastpack_before = now
 
     def _fastpack_families(
         self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, size: int
     ) -> list[tuple[Tensor, Families | str]]:
-        """Return the row of each `size` rows of a batch of this learner; reads its tokens and masks, in one copy."""
-        tokens, mask = torch.stack([ids, attention_mask.to(ids.dtype)]).cpu()
+        """Return the row of each `size` rows of a batch of this learner."""
+        on_host = self._fastpack_on_host
+        tokens, mask = (_host_copy(ids, attention_mask) if on_host is None else on_host).unbind(1)
         scored = mask.clone()
         scored[:, :-logits_to_keep] = 0
         share = not self._fastpack_why_repeated(self.model.training)
         parts = zip(ids.split(size), tokens.split(size), mask.split(size), scored.split(size), strict=True)
-        return [(own, find_families(*host, share=share)) for own, *host in parts]
+        found = [(own, find_families(*host, share=share)) for own, *host in parts]
+        if ids.device.type != "cuda":
+            return found
+        return [(own, each if isinstance(each, str) else each.pin_memory()) for own, each in found]
+
+
+def _padded(batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return tokens and attention mask of prompts and completions, as TRL joins them; of all `batches`."""
+    names = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+    ids, mask = (torch.cat([torch.cat([batch[part] for part in pair], dim=1) for batch in batches]) for pair in names)
+    return ids, mask
+
+
+def _host_copy(ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return (rows, 2, width) on the host: tokens and mask, in one read of the device."""
+    return torch.stack([ids, attention_mask.to(ids.dtype)], dim=1).cpu()
 
 
 class _Window:
     """The micro-batches of an optimizer step, whose figures come from one forward pass.
 
-    Each but the last gets copies, which take the gradient of its loss; backward through the last one's hands all of
-    them on at once.
+    Each but the one that comes last gets copies, which take the gradient of its loss; backward through the last one's
+    hands all of them on at once.
 
     Args:
         count: micro-batches.
+
+    Attributes:
+        place: of the micro-batch that is asked for; None where none is.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.figures: Figures | None = None
-        self.is_serving = False
+        self.place: int | None = None
+        self._batches: Sequence[Any] = ()
         self._rows: list[slice] = []
-        self._copies: list[list[Tensor]] = []
+        self._copies: dict[int, list[Tensor]] = {}
 
-    def open(self, figures: Figures, sizes: list[int]) -> None:
-        """Take the figures of all, of which each micro-batch has so many rows."""
-        ends = torch.tensor(sizes).cumsum(0).tolist()
+    def open(self, figures: Figures, batches: Sequence[Any]) -> None:
+        """Take the figures of all micro-batches."""
+        sizes = [len(batch["prompt_ids"]) for batch in batches]
+        ends = list(accumulate(sizes))
         self._rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        self.figures = figures
+        self.figures, self._batches = figures, batches
+
+    @property
+    def served(self) -> int:
+        """Return how many micro-batches had their figures."""
+        return len(self._copies)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Let `next` be asked for the figures of a micro-batch."""
-        self.is_serving = True
-        try:
+    def serving(self, inputs: Any) -> Iterator[None]:
+        """Have the figures of a micro-batch at hand, if it is one of these that had none yet."""
+        places = (place for place, batch in enumerate(self._batches) if batch is inputs and place not in self._copies)
+        with attribute_set(self, "place", next(places, None)):
             yield
-        finally:
-            self.is_serving = False
 
-    def next(self) -> Figures:
-        """Return the figures of the next micro-batch."""
+    def figures_of_one(self) -> Figures:
+        """Return the figures of the micro-batch at `place`."""
         assert self.figures is not None
-        place = len(self._copies)
-        rows = self._rows[place]
+        assert self.place is not None
+        rows = self._rows[self.place]
         trained = [figure for figure in self.figures if figure is not None and figure.requires_grad]
-        if place + 1 < self.count:
+        if self.served + 1 < self.count:
             own = [figure[rows].detach().requires_grad_() for figure in trained]
-            self._copies.append(own)
+            self._copies[self.place] = own
         else:
-            own = list(_Together.apply(self._copies, self._rows, *trained))
-            self._copies.append([])
+            others = [(self._rows[place], copies) for place, copies in self._copies.items()]
+            own = list(_Together.apply(rows, others, *trained))
+            self._copies[self.place] = []
         made = iter(own)
         log_probs, entropy = (
             next(made) if figure is not None and figure.requires_grad else None if figure is None else figure[rows]
@@ -221,17 +274,19 @@ class _Together(torch.autograd.Function):
     """The last micro-batch's rows of figures, whose backward pass is that of all micro-batches."""
 
     @staticmethod
-    def forward(ctx: Any, copies: list[list[Tensor]], rows: list[slice], *figures: Tensor) -> tuple[Tensor, ...]:
-        ctx.copies, ctx.rows, ctx.shapes = copies[:], rows, [figure.shape for figure in figures]
-        return tuple(figure[rows[-1]].clone() for figure in figures)
+    def forward(
+        ctx: Any, rows: slice, others: list[tuple[slice, list[Tensor]]], *figures: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.others, ctx.shapes = rows, others, [figure.shape for figure in figures]
+        return tuple(figure[rows].clone() for figure in figures)
 
     @staticmethod
     def backward(ctx: Any, *last: Tensor) -> tuple[Any, ...]:
         gradients = []
         for index, (own, shape) in enumerate(zip(last, ctx.shapes, strict=True)):
             whole = own.new_zeros(shape)
-            whole[ctx.rows[-1]] = own
-            for copies, rows in zip(ctx.copies, ctx.rows, strict=False):
+            whole[ctx.rows] = own
+            for rows, copies in ctx.others:
                 if (gradient := copies[index].grad) is not None:
                     whole[rows] = gradient
             gradients.append(whole)

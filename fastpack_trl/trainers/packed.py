@@ -94,7 +94,9 @@ class PackedTrainer(FeaturedTrainer):
         run = self.fastpack_run
         self._fastpack_tell_sharing()
         if run.packs:
-            stack.enter_context(self._fastpack_forwards[id(text_model(self.model))].running())
+            forward = self._fastpack_forwards[id(text_model(self.model))]
+            self._fastpack_rows.head_trains = forward.head_trains
+            stack.enter_context(forward.running())
             stack.enter_context(self._fastpack_reference())
         stack.enter_context(_plan_kept(self._fastpack_stock))
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
@@ -193,8 +195,13 @@ class PackedTrainer(FeaturedTrainer):
                 self.fastpack_report.remark("batches", f"as stock pads them where there is {families}")
             elif ids is not None:
                 known.append((ids, families))
+        missed = self._fastpack_rows.missed
         with self._fastpack_rows.of(known):
             yield
+        if self._fastpack_rows.missed > missed:
+            self.fastpack_report.remark(
+                "batches", "as stock pads them where a model gets other tokens than a batch has"
+            )
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count operations as stock does, without its walk over all parameters."""

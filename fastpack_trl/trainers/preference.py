@@ -7,37 +7,20 @@ from typing import Any
 
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
-from fastpack_trl.packing.families import Families, Pairs, completions
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.families import Families, Pairs
 from fastpack_trl.trainers.packed import PackedTrainer
+from fastpack_trl.trainers.reference import ReferencedTrainer
 
 
-class _ReferencedTrainer(PackedTrainer):
-    """One that compares with a reference."""
-
-    def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
-        """Compute stock's log-probabilities of the reference, on rows."""
-        with self._fastpack_on_rows(inputs):
-            return super().compute_ref_log_probs(model, inputs)
-
-    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._fastpack_disabled:
-            return super()._precompute_ref_logps(dataset, *args, **kwargs)
-        self._fastpack_choose()
-        with self._fastpack_features(), self._fastpack_collating(training=False):
-            return super()._precompute_ref_logps(dataset, *args, **kwargs)
-
-    def _fastpack_find(self) -> Callable[..., Families | str] | None:
-        return completions
-
-
-class FastDPOTrainer(_ReferencedTrainer, DPOTrainer):
+class FastDPOTrainer(ReferencedTrainer, DPOTrainer):
     """`trl.DPOTrainer` on rows without padding, each prompt once: same arguments, losses, log keys and files."""
 
     _fastpack_stock = DPOTrainer
     _fastpack_sequences = 2
 
 
-class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
+class FastKTOTrainer(ReferencedTrainer, KTOTrainer):
     """`trl.KTOTrainer` on rows without padding: same arguments, losses, log keys and files."""
 
     _fastpack_stock = KTOTrainer
@@ -48,6 +31,12 @@ class FastRewardTrainer(PackedTrainer, RewardTrainer):
 
     _fastpack_stock = RewardTrainer
     _fastpack_sequences = 2
+
+    def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
+        run = self.fastpack_run
+        if run.is_fsdp2 and run.settings.verify_packing != "off":
+            return BatchPlan("stock", "the proof cannot run a classifier under FSDP 2; verify_packing='off' packs")
+        return super()._fastpack_plan(trainer, path, flattens, unproven)
 
     def _fastpack_find(self) -> Callable[..., Families | str] | None:
         pad_token_id = self.model.config.get_text_config().pad_token_id

@@ -129,15 +129,32 @@ def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -
     assert [row.keys() for row in mine] == [row.keys() for row in theirs]
     for row, expected in zip(mine, theirs, strict=True):
         for name, value in expected.items():
+            if value is None:  # a reward that says nothing
+                assert row[name] is None
+                continue
             bound = atol + rtol * abs(value) + max((own for part, own in ABSOLUTE.items() if part in name), default=0.0)
             assert abs(row[name] - value) <= bound, (name, row[name], value)
 
 
-def both(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Ours and stock's after `train`, from the same weights on the same data."""
+def both(name: str, folder: Path, options: Callable[[], dict[str, Any]] | None = None, **more: Any) -> tuple[Any, Any]:
+    """Ours and stock's after `train`, from the same weights on the same data; `weights_before` are on both.
+
+    Args:
+        options: makes what each of the two has to have of its own: models, tokenizers.
+    """
     made = []
     for fast in (True, False):
-        runner = build(name, folder / str(fast), fast=fast, **options)
+        runner = build(name, folder / str(fast), fast=fast, **more | (options() if options is not None else {}))
+        runner.weights_before = trained(runner.model)
         runner.train()
         made.append(runner)
     return made[0], made[1]
+
+
+def assert_changed_alike(ours: Any, stock: Any, within: float = 1e-4) -> None:
+    """Two trainers of `both` have changed their weights, and alike."""
+    mine, theirs, before = trained(ours.model), trained(stock.model), stock.weights_before
+    changed = torch.cat([(theirs[key] - before[key]).flatten() for key in before])
+    apart = torch.cat([(mine[key] - theirs[key]).flatten() for key in before])
+    assert changed.norm() > 0
+    assert apart.norm() <= within * changed.norm(), (apart.norm(), changed.norm())

@@ -1,0 +1,404 @@
+"""What TRL's own tests of the five trainers try, on local data and tiny models: ours logs and learns what stock does.
+
+Not here: remote code, vLLM, Liger's kernels, what asks the hub, pictures of GRPO and RLOO, weights in 4 bits, and tools
+and environments of GRPO, which need jmespath. What both refuse is in `test_what_stock_refuses_is_refused_alike`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from preference_material import (
+    DATA,
+    assert_changed_alike,
+    assert_same,
+    both,
+    build,
+    classifier,
+    even_words,
+    judged,
+    name_on_disk,
+    pairs,
+    prompts,
+)  # fmt: skip
+from trainer_material import TEMPLATE, make_tokenizer
+from trl_examples import _gemma3, _gemma3_processor
+
+from fastpack_trl.testing import tiny_model
+
+STEPS = {"max_steps": 2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.3}
+RATES = {"RLOO": 0.03}
+"""Ratios of whole sequences: beyond, steps are chaotic."""
+CLOSE = {name: {"rtol": 2e-5, "atol": 2e-5} for name in ("GRPO", "RLOO")}
+Options = dict[str, Any]
+Case = Options | Callable[[], Options]
+
+SEEN = (
+    "{% for m in messages %}{{ m.role + ' ' }}{% if m.content is string %}{{ m.content + ' ' }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}{{ '<boi> ' }}{% else %}{{ part.text + ' ' }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+"""A chat template for pictures."""
+SIDES = ("chosen", "rejected")
+TOOL = {
+    "type": "function",
+    "function": {"name": "w1", "description": "w2", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def talk(data: Dataset, *, implicit: bool = False, **columns: Any) -> Dataset:
+    """Turn texts into conversations; without a column for prompts where they are `implicit`."""
+
+    def turns(row: dict[str, Any]) -> dict[str, Any]:
+        said = [{"role": "user", "content": row["prompt"]}]
+        answers = {name: row[name] for name in ("chosen", "rejected", "completion") if name in row}
+        spoken = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+        if implicit:
+            return {name: said + one for name, one in spoken.items()}
+        return {"prompt": said, **spoken}
+
+    talking = data.map(turns, remove_columns=[name for name in data.column_names if name != "label"])
+    for name, value in columns.items():
+        talking = talking.add_column(name, [value] * len(talking))
+    return talking
+
+
+def implied(data: Dataset) -> Dataset:
+    """Put the prompt in front of each answer."""
+    return data.map(lambda row: {name: row["prompt"] + row[name] for name in SIDES}, remove_columns=["prompt"])
+
+
+def templated() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if shout %}{{ 'w9 ' }}{% endif %}" + TEMPLATE
+    return tokenizer
+
+
+def adapted(name: str, family: str = "qwen3") -> Options:
+    """A model with adapters on it before the trainer has it."""
+    torch.manual_seed(0)
+    task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
+    model = get_peft_model(classifier(family) if name == "Reward" else tiny_model(family), config)
+    return {"model": model, "trainer": {"peft_config": None}}
+
+
+def on_experts(name: str) -> Options:
+    task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"], task_type=task, lora_dropout=0.0
+    )
+    return {"family": "qwen3_moe", "trainer": {"peft_config": config}}
+
+
+def streamed(name: str) -> Options:
+    return {"data": DATA[name]().to_iterable_dataset(), "eval_strategy": "no"}
+
+
+def several(name: str) -> Options:
+    data = DATA[name]
+    return {"evaluated": {"first": data(8, seed=7), "second": data(4, seed=8)}, "eval_steps": 2}
+
+
+def every(name: str) -> dict[str, Case]:
+    """Cases that TRL tries with each trainer."""
+    data = DATA[name]
+    return {
+        "conversational": {"data": talk(data()), "evaluated": talk(data(8, seed=7))},
+        "tools": {"data": talk(data(), tools=[TOOL]), "eval_strategy": "no"},
+        "template's arguments": {
+            "data": talk(data(), chat_template_kwargs={"shout": True}), "eval_strategy": "no",
+            "trainer": {"processing_class": templated()},
+        },
+        "streamed": lambda: streamed(name),
+        "several evaluations": lambda: several(name),
+        "adapters before": lambda: adapted(name),
+        "experts with adapters before": lambda: adapted(name, "qwen3_moe"),
+        "adapters on experts": lambda: on_experts(name),
+        "checkpoints, reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "no checkpoints": {"gradient_checkpointing": False},
+        "two workers": {"dataloader_num_workers": 2},
+        "padded to a multiple": {"pad_to_multiple_of": 8},
+        "gpt_oss": {"family": "gpt_oss"},
+    }  # fmt: skip
+
+
+def without(cases: dict[str, Case], *names: str) -> dict[str, Case]:
+    return {name: case for name, case in cases.items() if name not in names}
+
+
+def by_length(completions: list[Any], **kwargs: Any) -> list[float]:
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(len(text)) for text in texts]
+
+
+async def later(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def inapplicable(completions: list[str], **kwargs: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def by_column(completions: list[str], worth: list[float], **kwargs: Any) -> list[float]:
+    return [value * len(text) for text, value in zip(completions, worth, strict=True)]
+
+
+def talkative(completions: list[str], log_extra: Any = None, log_metric: Any = None, **kwargs: Any) -> list[float]:
+    log_metric("w1", float(sum(map(len, completions))))
+    return by_length(completions)
+
+
+def watching(completions: list[str], trainer_state: Any = None, **kwargs: Any) -> list[float]:
+    return [length * (1 + trainer_state.global_step) for length in by_length(completions)]
+
+
+def judge() -> Options:
+    """A reward model."""
+    return {"trainer": {"reward_funcs": [classifier("llama")], "reward_processing_classes": [make_tokenizer()]}}
+
+
+def rewarded(*functions: Any) -> Options:
+    return {"trainer": {"reward_funcs": [*functions]}}
+
+
+def worth() -> Dataset:
+    draw = random.Random(0)
+    return prompts().add_column("worth", [draw.random() for _ in range(20)])
+
+
+def online(name: str) -> dict[str, Case]:
+    """Cases of both trainers that generate."""
+    cases: dict[str, Case] = {
+        "rewards, conversational": {"data": talk(prompts()), "eval_strategy": "no", **rewarded(by_length)},
+        "rewards, several": rewarded(even_words, by_length),
+        "rewards, one later": rewarded(even_words, later),
+        "rewards, one None": rewarded(even_words, inapplicable),
+        "rewards, weighed": {**rewarded(even_words, by_length), "reward_weights": [0.7, 0.3]},
+        "rewards, by a column": {"data": worth(), "eval_strategy": "no", **rewarded(by_column)},
+        "rewards, of a state": rewarded(watching),
+        "rewards, logged": rewarded(talkative),
+        "rewards, a model's": judge,
+        "rewards, mixed": lambda: {
+            "trainer": {
+                "reward_funcs": [classifier("llama"), even_words],
+                "reward_processing_classes": [make_tokenizer(), None],
+            }
+        },
+        "evaluation first": {"eval_on_start": True, "eval_steps": 2},
+        "generations of evaluation": {"num_generations_eval": 2, "eval_steps": 2},
+        "iterations": {"num_iterations": 2},
+        "more generations than rows": {"per_device_train_batch_size": 2, "num_generations": 4},
+        "generation": {"generation_kwargs": {"do_sample": True, "length_penalty": 1.0}},
+        "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.8},
+        "truncated": {"mask_truncated_completions": True, "max_completion_length": 3, "_unmoved": True},
+        "reference": {"beta": 0.1},
+        "no reference": {"beta": 0.0},
+        "synced reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
+    }
+    for spoken in ("conversational", "template's arguments"):
+        case = every(name)[spoken]
+        assert isinstance(case, dict)
+        trainer = {**case.get("trainer", {}), "reward_funcs": [by_length]}
+        cases[spoken] = {**case, "trainer": trainer}
+    alone = {"tools", "padded to a multiple", "two workers"}
+    cases = {**without(every(name), *alone), "padded to a multiple": {"pad_to_multiple_of": 8}, **cases}
+    return {key: _two_micro_batches(case) for key, case in cases.items()}
+
+
+def _two_micro_batches(case: Case) -> Case:
+    return lambda: {"gradient_accumulation_steps": 2, **(case() if callable(case) else case)}
+
+
+def grpo(**options: Any) -> Case:
+    return _two_micro_batches(options)
+
+
+def paired(name: str) -> dict[str, Case]:
+    return {
+        "implicit prompts": {"data": implied(pairs()), "evaluated": implied(pairs(8, seed=7))},
+        "implicit prompts, conversational": {"data": talk(pairs(), implicit=True), "eval_strategy": "no"},
+    }
+
+
+CASES: dict[str, dict[str, Case]] = {
+    "DPO": {
+        **every("DPO"),
+        **paired("DPO"),
+        "completions cut off whole": {"max_length": 20},
+        "precomputed, evaluated": {"precompute_ref_log_probs": True, "eval_steps": 2},
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "auxiliary loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
+        "padding_free": {"padding_free": True},
+    },
+    "KTO": {
+        **every("KTO"),
+        "pairs": {"data": pairs(), "evaluated": pairs(8, seed=7)},
+        "completions cut off whole": {"max_length": 20},
+        "precomputed, evaluated": {"precompute_ref_log_probs": True, "eval_steps": 2},
+        "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
+        "no reference given": lambda: {"lora": False, "trainer": {"ref_model": None}, "model": on_disk()},
+        "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired"},
+        "auxiliary loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
+        "weights": {"desirable_weight": 1.5, "undesirable_weight": 0.5},
+        "two steps": {"gradient_accumulation_steps": 2},
+    },
+    "Reward": {
+        **every("Reward"),
+        **paired("Reward"),
+        "tokens": {
+            "data": implied(pairs()).map(
+                lambda row: {f"{side}_ids": make_tokenizer()(row[side])["input_ids"] for side in SIDES},
+                remove_columns=[*SIDES],
+            ),
+            "eval_strategy": "no",
+        },
+        "margins": {"data": pairs().add_column("margin", [0.1 * n for n in range(20)]), "eval_strategy": "no"},
+        "centred": {"center_rewards_coefficient": 0.1},
+        "metrics": {
+            "eval_steps": 2,
+            "trainer": {"compute_metrics": lambda seen: {"mean": float(seen.predictions[0].mean())}},
+        },
+    },
+    "GRPO": {
+        **online("GRPO"),
+        **{
+            f"loss {loss}": grpo(loss_type=loss, num_iterations=2)
+            for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+        },
+        "ratios of sequences": grpo(importance_sampling_level="sequence", num_iterations=2),
+        "delta": grpo(delta=2.0, num_iterations=2),
+        "no bias of the divergence": grpo(beta=0.1, use_bias_correction_kl=True, num_iterations=2),
+        "off-policy mask": grpo(off_policy_mask_threshold=0.5, num_iterations=2),
+        "entropy, static": grpo(entropy_coef=0.01),
+        "entropy, adaptive": grpo(entropy_coef=0.01, use_adaptive_entropy=True),
+        "entropy, the highest": grpo(top_entropy_quantile=0.2),
+        "head in fp32": grpo(cast_lm_head_to_fp32=True, lora=False),
+        "summed": grpo(multi_objective_aggregation="normalize_then_sum", **rewarded(even_words, by_length)),
+        **{f"scale {scale}": grpo(scale_rewards=scale) for scale in ("group", "batch", "none")},
+        "auxiliary loss": grpo(family="qwen3_moe", router_aux_loss_coef=0.1),
+    },
+    "RLOO": {
+        **online("RLOO"),
+        "normalised": grpo(normalize_advantages=True),
+        "clipped rewards": grpo(reward_clip_range=(-1.0, 1.0)),
+    },
+}
+
+
+def on_disk() -> Any:
+    import tempfile
+
+    model = tiny_model("qwen3")
+    name_on_disk(model, Path(tempfile.mkdtemp()))
+    return model
+
+
+CHOSEN = [pytest.param(name, key, id=f"{name}-{key}") for name, cases in CASES.items() for key in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "key"), CHOSEN)
+def test_what_trl_tries_logs_and_learns_what_stock_does(name: str, key: str, tmp_path: Path) -> None:
+    case = CASES[name][key]
+    make: Callable[[], Options] = case if callable(case) else (lambda: case)
+    given = {**STEPS, "learning_rate": RATES.get(name, 0.3)}
+    unmoved = make().pop("_unmoved", False)
+    ours, stock = both(name, tmp_path, lambda: {k: v for k, v in make().items() if k != "_unmoved"}, **given)
+    assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
+    assert ours._fastpack_rows.ran > 0
+    assert_same(ours, stock, **CLOSE.get(name, {}))
+    if not unmoved:
+        assert_changed_alike(ours, stock)
+    assert (ours.model.model_tags or []) == (stock.model.model_tags or [])
+
+
+def pictures(name: str) -> Options:
+    from PIL import Image
+
+    draw = random.Random(0)
+    images = [[Image.new("RGB", (28, 28), (draw.randrange(256), 40, 80))] for _ in range(8)]
+    data = talk(DATA[name](8))
+    data = Dataset.from_list([{**row, "images": shown} for row, shown in zip(data, images, strict=True)])
+    processor = _gemma3_processor()
+    processor.chat_template = SEEN
+    adapters = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)", lora_dropout=0.0)
+    return {
+        "model": _gemma3(), "data": data, "eval_strategy": "no", "max_length": None,
+        "trainer": {"processing_class": processor, "peft_config": adapters, "eval_dataset": None},
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_pictures_are_stocks_and_named(name: str, tmp_path: Path) -> None:
+    ours, stock = both(name, tmp_path, lambda: pictures(name), **{**STEPS, "learning_rate": 0.01})
+    assert ours._fastpack_rows.ran == 0
+    assert "vision data" in ours.fastpack_report["batches"].reason, ours.fastpack_report
+    assert_same(ours, stock)
+
+
+REFUSED: dict[str, tuple[str, Case]] = {
+    "Liger": ("DPO", {"use_liger_kernel": True}),
+    "Liger, KTO": ("KTO", {"use_liger_kernel": True}),
+    "Liger, GRPO": ("GRPO", {"use_liger_kernel": True}),
+    "adapters on the head": ("DPO", {"trainer": {"peft_config": LoraConfig(target_modules=["lm_head"])}}),
+    "no data": ("DPO", {"trainer": {"train_dataset": None}}),
+    "no data, KTO": ("KTO", {"trainer": {"train_dataset": None}}),
+    "no data, Reward": ("Reward", {"trainer": {"train_dataset": None}}),
+    "streamed, precomputed": ("DPO", lambda: {**streamed("DPO"), "precompute_ref_log_probs": True}),
+    "streamed, precomputed, KTO": ("KTO", lambda: {**streamed("KTO"), "precompute_ref_log_probs": True}),
+    "pictures without a processor": ("DPO", lambda: {"data": judged().add_column("image", [None] * 20)}),
+    "rewards and their tokenizers": (
+        "GRPO", {"trainer": {"reward_funcs": [even_words], "reward_processing_classes": [None, None]}},
+    ),
+    "no rewards": ("GRPO", {"trainer": {"reward_funcs": None}}),
+    "two scores": ("Reward", lambda: {"model": two_scores()}),
+}  # fmt: skip
+
+
+def two_scores() -> Any:
+    model = classifier()
+    model.config.num_labels = 2
+    model.score = torch.nn.Linear(model.config.hidden_size, 2, bias=False)
+    model.num_labels = 2
+    return model
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_stock_refuses_is_refused_alike(key: str, tmp_path: Path) -> None:
+    name, case = REFUSED[key]
+    said = []
+    for fast in (True, False):
+        with pytest.raises((ValueError, ImportError, TypeError, RuntimeError)) as error:
+            build(name, tmp_path / str(fast), fast=fast, **case() if callable(case) else case).train()
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_a_reference_that_was_not_kept_is_refused_alike_after_training(tmp_path: Path) -> None:
+    ours, stock = both("DPO", tmp_path, lora=False, precompute_ref_log_probs=True, max_steps=1)
+    said = []
+    for trainer in (ours, stock):
+        with pytest.raises(ValueError, match="after training has started") as error:
+            trainer.evaluate(pairs(8, seed=9))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_evaluation_of_data_that_is_passed_is_stocks(name: str, precomputed: bool, tmp_path: Path) -> None:
+    ours, stock = both(name, tmp_path, precompute_ref_log_probs=precomputed, max_steps=1)
+    data = DATA[name]
+    for given in (data(8, seed=9), {"first": data(8, seed=9), "second": data(4, seed=10)}):
+        mine, theirs = ours.evaluate(given), stock.evaluate(given)
+        assert mine.keys() == theirs.keys()
+    assert_same(ours, stock)
