@@ -207,7 +207,7 @@ class RowGraphs(GraphDecision):
                 hidden.grad_fn.metadata["fastpack_open"] = self.opened()
             return hidden
         self.replayed += 1
-        if trains:
+        if slot.backward is not None:
             found: Tensor = _Replay.apply(self._anchor, self.opened(), slot, self._buffers)
             return found
         slot.forward.replay()
@@ -244,6 +244,7 @@ class RowGraphs(GraphDecision):
         if trains:
             assert self._buffers is not None
             self._buffers.attach()
+        if hidden.requires_grad:  # not where the head alone trains
             slot.gradient = torch.zeros_like(hidden)
             backward = self._recorded(lambda: _backward(hidden, slot.gradient), slot.warm, _TRAINED)
             if backward is None:

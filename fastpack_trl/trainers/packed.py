@@ -165,10 +165,12 @@ class PackedTrainer(FeaturedTrainer):
             yield
 
     def _fastpack_draw(self) -> list[RowSize]:
-        """Return the sizes of some rows as they will come; none without a collator, or from a stream."""
+        """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
         loader: Any = self.callback_handler.train_dataloader
         data, collate = loader.dataset, loader.collate_fn
         if not isinstance(collate, FamiliesCollator) or not hasattr(data, "__getitem__"):
+            return []
+        if is_users(collate.inner):  # it may draw from a generator, or count: other batches would follow
             return []
         drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
         batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
