@@ -57,10 +57,10 @@ BUDGETS = {
     "checkpointing": 2200,
     "cli": 1250,
     "compile": 900,
-    "kernels": 1750,
-    "lora": 2550,
+    "kernels": 1500,
+    "lora": 2000,
     "measure": 1450,
-    "model": 2150,
+    "model": 2100,
     "moe": 1500,
     "packing": 3500,
     "quickstart": 950,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36810, "benchmarks": 9200, "tests": 38710}
+TOTALS = {"fastpack_trl": 35910, "benchmarks": 9200, "tests": 38060}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

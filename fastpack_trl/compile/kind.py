@@ -253,8 +253,8 @@ def _trained(layer: nn.Module) -> Iterator[Tensor]:
     parameters would go through a graph that is not this layer's, and the run still needs it.
     """
     casts = [cast for module in layer.modules() if (cast := getattr(module, "fastpack_cast", None)) is not None]
-    made = {id(parameter) for cast in casts for parameter in cast.parameters}
-    for cast in {id(cast): cast for cast in casts}.values():  # siblings have one
+    made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
+    for cast in casts:
         yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
     # A hook on a parameter would see each gradient that is asked for.
     parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import runs_triton
-
 _BLOCK = 8
 """Blocks of this size are inverted by a product of powers. Over a whole chunk that is right on paper, and off by 1e8
 where keys are alike."""
@@ -16,12 +14,8 @@ def chunk_inverse(lower: Tensor) -> Tensor:
     """Return ``(I + lower)^-1`` of strictly lower triangular matrices, (..., size, size) with size 8, 16, 32, 64, ...
 
     On the CPU by torch's solver. On other devices from the inverses of blocks on the diagonal, merged in pairs: few
-    products of many small matrices. On CUDA in fp32 by a kernel.
+    products of many small matrices.
     """
-    if runs_triton(lower) and lower.dtype == torch.float32:
-        from fastpack_trl.kernels.inverse_triton import chunk_inverse_triton
-
-        return chunk_inverse_triton(lower)
     if lower.device.type == "cpu":
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype)
         inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False, unitriangular=True)

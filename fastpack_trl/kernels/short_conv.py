@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from fastpack_trl.kernels._triton import runs_triton
-
 
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
     """Return ``y_t = bias + sum over s of weight_s x_(t-s)``, of those ``t-s`` that are in the document of ``t``.
@@ -22,10 +20,6 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor
     Returns:
         As `x`, contiguous; computed in fp32 or wider.
     """
-    if runs_triton(x, weight, bias):
-        from fastpack_trl.kernels.short_conv_triton import short_conv_triton
-
-        return short_conv_triton(x, weight, bias, positions, silu)
     out = _sum(_wide(x, weight), weight, bias, positions)
     return (F.silu(out, inplace=True) if silu else out).to(x.dtype)
 
@@ -34,10 +28,6 @@ def short_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, `weight` and a bias in the dtypes of the three; the last also without one."""
-    if runs_triton(grad, x, weight, bias):
-        from fastpack_trl.kernels.short_conv_triton import short_conv_backward_triton
-
-        return short_conv_backward_triton(grad, x, weight, bias, positions, silu)
     wide = _wide(x, weight)
     inner = grad.to(wide.dtype)
     if silu:

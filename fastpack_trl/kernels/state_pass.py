@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import runs_triton
-
 
 def state_pass(
-    base: Tensor, left: Tensor, right: Tensor, through: Tensor, added: Tensor | None = None, *, reverse: bool = False,
-    tf32: bool = False,
+    base: Tensor, left: Tensor, right: Tensor, through: Tensor, added: Tensor | None = None, *, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the state ``S_n`` that enters each chunk, and what is inside of it, ``inner_n = base_n + left_n S_n``.
 
@@ -23,16 +20,10 @@ def state_pass(
         through: (chunks, heads, 1 or k, 1).
         added: (chunks, heads, k, v).
         reverse: see above.
-        tf32: products on CUDA may round what they multiply to TF32.
 
     Returns:
         The states, (chunks, heads, k, v), and as `base`.
     """
-    if runs_triton(base, left, right, through, added) and base.dtype == torch.float32:
-        from fastpack_trl.kernels.state_pass_triton import stages, state_pass_triton
-
-        if stages(left.shape, left.device):
-            return state_pass_triton(base, left, right, through, added, reverse=reverse, tf32=tf32)
     chunks, heads, _, key = left.shape
     inner = torch.empty_like(base)
     states = base.new_zeros(chunks + 1, heads, key, base.shape[-1])  # also what leaves the last chunk

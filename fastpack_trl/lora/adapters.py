@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import has_gradient_hooks, in_backward
 
 
@@ -33,11 +34,6 @@ class CastAdapter(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the model makes its own
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters that the cast stands for."""
-        return self.made_from[:2]
 
     def serves(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> bool:
         """Return whether a cast would still give these tensors."""
@@ -80,7 +76,7 @@ def cast_together(
         modules: whose projections read the adapters.
         adapters: (A, B, scaling) of each; parameters of one device each.
         dtype: the compute dtype.
-        adds_up: the backward pass adds to the gradients that are there, as `add_up` does.
+        adds_up: the backward pass adds to the gradients that are there, as `_add_up` does.
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
@@ -130,11 +126,11 @@ class _CastTogether(torch.autograd.Function):
         if of_b:
             torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
         if ctx.adds_to:
-            add_up(ctx.adds_to, results)
+            _add_up(ctx.adds_to, results)
         return (None, None, None, None, *[results.get(index) for index in range(len(grads))])
 
 
-def add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
+def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
     """Add gradients, by the index of their parameter, to those that the parameters have, and take them out.
 
     One multi-tensor addition, of the same sums, in place of a node of autograd and a kernel per parameter. Left in are
@@ -154,6 +150,56 @@ def add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
     if added:
         held = [parameters[index].grad for index in added]
         torch._foreach_add_(held, [gradients.pop(index) for index in added])
+
+
+class CastHook:
+    """Pre-hook of the backbone: casts the adapters of all its layers together where it runs with gradients.
+
+    In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
+    earlier cast still holds.
+
+    Not where layers are checkpointed with reentry: each has a backward pass of its own then, and all of them would come
+    through the one node of the cast. It has no gradient for other layers' adapters, but autograd calls the hooks of
+    these all the same, and DDP takes a parameter whose hook was called for ready and never reduces what comes later.
+
+    Args:
+        modules: LoRA layers with the fast forward.
+        backbone: where the hook is registered.
+
+    Attributes:
+        adds_up: backward passes add all gradients that are there to by themselves: only where whoever runs them knows
+            that nobody else asks for gradients, or for the accumulation of one (`torch.autograd.grad`, DDP).
+    """
+
+    def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
+        self.modules, self.adds_up = modules, False
+        self._checkpointing = checkpointing_modules(backbone)
+
+    def __call__(self, backbone: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a model compiled as a whole fuses the casts by itself
+        if getattr(backbone, "_is_replica", False):
+            return  # of `nn.DataParallel`: its layers are not those of this list
+        if not torch.is_grad_enabled():
+            return  # casts stay: a forward before this one may wait for its backward, and for a recompute in it
+        if any(map(checkpoints_reentrantly, self._checkpointing)):
+            clear(self.modules)
+            return
+        todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
+        for module in self.modules:
+            pair = module.fastpack_active_adapter()
+            if pair is None or is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
+                continue
+            a, _, scaling = pair
+            device = a.device.type
+            dtype = torch.get_autocast_dtype(device) if autocasts(device) else a.dtype
+            if not needs_cast(a, scaling, dtype):
+                continue
+            modules, adapters = todo.setdefault((a.device, dtype), ([], []))
+            modules.append(module)
+            adapters.append(pair)
+        for (_, dtype), (modules, adapters) in todo.items():
+            cast_together(modules, adapters, dtype, adds_up=self.adds_up)
 
 
 def autocasts(device_type: str) -> bool:

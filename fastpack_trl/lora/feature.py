@@ -39,7 +39,6 @@ def lora(run: Run) -> Iterator[None]:
         with run.keeping(applied):
             yield
     finally:
-        if applied.call_by_call or applied.one_by_one:  # known only now: it depends on what the layers were given
-            path = "fast, PEFT call by call" if applied.call_by_call else "fast"
-            run.say("lora", "on", path, str(applied))
+        if applied.call_by_call:  # known only now: it depends on what the layers were given
+            run.say("lora", "on", "fast, PEFT call by call", str(applied))
         applied.revert()

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
 from fastpack_trl.errors import shown
-from fastpack_trl.lora.adapters import CastAdapter, autocasts, cast_here, is_sharded, needs_cast
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import (
     BaseWeight,
     Fp8Weight,
@@ -25,11 +25,8 @@ from fastpack_trl.lora.base_weight import (
     is_fp8_linear,
     reason_against_layout,
 )
-from fastpack_trl.lora.cast_hook import CastHook
-from fastpack_trl.lora.joined_casts import JoinedCast
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
-from fastpack_trl.lora.siblings import Siblings, find_siblings
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
@@ -47,20 +44,12 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt")
 class FastLora(HasFrozenWeight):
     """Base class put before PEFT's class of a LoRA layer. Never constructed: `apply_lora` sets a layer's class."""
 
-    fastpack_cast: CastAdapter | JoinedCast | None = None
+    fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
-    fastpack_siblings: Siblings | None = None
-    """The layers that read the input of this one, itself among them."""
-    fastpack_place = 0
-    """Of this layer among its siblings."""
     fastpack_hooked: PartsHooked
     """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fastpack_siblings is not None and not args and not kwargs:
-            joined: Tensor | None = self.fastpack_siblings.project(self, x)
-            if joined is not None:
-                return joined
         found = None if args or kwargs else self._fastpack_adapter(x)
         if found is None:
             if self.fastpack_on_host is not None:  # asked here: dynamo of torch 2.11 traces no `__dict__.pop`
@@ -81,7 +70,15 @@ class FastLora(HasFrozenWeight):
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
             return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        frozen = self._fastpack_frozen(kind, weight, dtype)
+        if self._fastpack_copy_is_good(weight, dtype):
+            frozen: Any = self.fastpack_dense
+        elif kind == "Linear4bit":
+            frozen = from_4bit(weight)
+        else:
+            if self.fastpack_on_host is not None:
+                self._fastpack_fetch_weight()
+            dense = weight if weight.dtype == dtype else weight.to(dtype)
+            frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
         if through is not None:  # as bitsandbytes and autocast round the input, and its gradient on the way back
             rows, dropped = x.to(through).to(dtype), rows if dropped is None else dropped
         out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
@@ -89,17 +86,6 @@ class FastLora(HasFrozenWeight):
             return out
         # bitsandbytes returns the dtype it was given. PEFT adds a product in the compute dtype, off CUDA in that one.
         return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
-
-    def _fastpack_frozen(self, kind: str, weight: Any, dtype: torch.dtype) -> Any:
-        """Return the frozen weight of a base of that kind, as a projection in `dtype` multiplies by it."""
-        if self._fastpack_copy_is_good(weight, dtype):
-            return self.fastpack_dense
-        if kind == "Linear4bit":
-            return from_4bit(weight)
-        if self.fastpack_on_host is not None:
-            self._fastpack_fetch_weight()
-        dense = weight if weight.dtype == dtype else weight.to(dtype)
-        return BaseWeight(dense.t() if kind == "Conv1D" else dense)
 
     def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
         """Return A, B and the scaling of the one adapter that the layer runs with; None where that is not one."""
@@ -305,21 +291,14 @@ def _apply(
     elif report.copies and cache_dequantized == "auto":
         report.copies.keep_where_free()
     has_backbone = bool(fast) and hasattr(text_model(model), "get_input_embeddings")
-    report.siblings = find_siblings(model, fast) if has_backbone else []
-    for siblings in report.siblings:
-        for place, layer in enumerate(siblings.modules):
-            layer.__dict__["fastpack_siblings"] = siblings
-            layer.__dict__["fastpack_place"] = place
     for backbone in backbones(model) if has_backbone else []:
-        report._casts.append(CastHook(fast, backbone, report.siblings))
+        report._casts.append(CastHook(fast, backbone))
         undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
 
 
 def _restore(layer: Any, stock: Any) -> None:
     layer._fastpack_drop_copy()
     layer.__dict__.pop("fastpack_cast", None)
-    layer.__dict__.pop("fastpack_siblings", None)
-    layer.__dict__.pop("fastpack_place", None)
     # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
     if type(layer) is _fast_class(stock):
         layer.__class__ = stock

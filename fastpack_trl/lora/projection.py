@@ -52,16 +52,11 @@ def lora_projection(
     """
     if torch.compiler.is_compiling():
         return _traced(x, base, a, b, bias, dropped)
-    if isinstance(base, BaseWeight) and base.absmax is None and is_small(x):
+    if isinstance(base, BaseWeight) and base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
         return _by_torch(x, base, a, b, bias, dropped)
     low = _LowRank.apply(x, dropped, a, b, bias, base)
     out: Tensor = _AddBase.apply(low, x, base)
     return out
-
-
-def is_small(x: Tensor) -> bool:
-    """Return whether a step waits for the host at an input of this size, which runs by torch's own nodes then."""
-    return x.numel() <= _SMALL[x.is_cuda]
 
 
 def _traced(

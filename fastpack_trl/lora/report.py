@@ -127,7 +127,6 @@ class LoraReport:
         copies: of frozen weights in the compute dtype.
         already: how many had the fast forward before.
         modules: the layers of `fast`.
-        siblings: groups of them that read one input, as q, k and v, and share products.
     """
 
     fast: list[str] = field(default_factory=list)
@@ -136,7 +135,6 @@ class LoraReport:
     copies: FrozenCopies = field(default_factory=FrozenCopies)
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
-    siblings: list[Any] = field(default_factory=list, repr=False)
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
     _casts: list[Any] = field(default_factory=list, repr=False)
 
@@ -156,11 +154,6 @@ class LoraReport:
                 undo.enter_context(attribute_set(hook, "adds_up", True))
             yield
 
-    @property
-    def one_by_one(self) -> dict[str, int]:
-        """Number of groups of projections that share an input but no products any more, by reason."""
-        return dict(Counter(siblings.alone for siblings in self.siblings if siblings.alone))
-
     def revert(self) -> None:
         """Give every layer its class back and drop what was kept; a second call does nothing."""
         self._undo.close()
@@ -169,9 +162,6 @@ class LoraReport:
         if not self.fast and not self.handed_over and not self.on_parameters:
             return f"{self.already} LoRA layers have the fast forward already" if self.already else "no LoRA layers"
         parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
-        if self.siblings:
-            parts.append(f"{len(self.siblings)} groups share products where no layer is recomputed")
-        parts += [f"not shared: {count} ({reason})" for reason, count in self.one_by_one.items()]
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         if self.copies.reason:

@@ -57,7 +57,7 @@ def gradients(products: Products, grad: Tensor, tf32: bool) -> Products:
         # What leaves a chunk is what enters the next: the same pass from the other end.
         leaving, to_fresh = state_pass(
             products.scores.mT @ grad, products.kept, erased, products.through, products.read.mT @ grad,
-            reverse=True, tf32=tf32,
+            reverse=True,
         )  # fmt: skip
         write = inverse.mT @ to_fresh
         return Products(
@@ -71,4 +71,4 @@ def _solved(products: Products, tf32: bool) -> tuple[Tensor, Tensor, Tensor, Ten
     inverse = chunk_inverse(products.weights.tril(-1))
     with tensor_cores(tf32):
         erased, written = inverse @ products.erase, inverse @ products.write
-        return inverse, erased, *state_pass(written, erased, products.kept, products.through, tf32=tf32)
+        return inverse, erased, *state_pass(written, erased, products.kept, products.through)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = ("triton_dequantise_cases", "triton_fp8_cases", "triton_head_cases", "triton_moe_cases", "triton_state_cases")
+CASES = ("triton_dequantise_cases", "triton_fp8_cases", "triton_head_cases", "triton_moe_cases")
 HOW = [
     pytest.param(True, id="interpreted", marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")),
     pytest.param(False, id="cuda", marks=pytest.mark.cuda),

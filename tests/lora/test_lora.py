@@ -331,9 +331,8 @@ def test_the_input_of_several_projections_is_saved_once() -> None:
     # Inputs of q/k/v, gate/up and down; that of o is the output of attention, which its backward keeps anyway.
     inputs = 2 * tokens * (256 + 256 + 768)
     thin = 2 * 8 * (7 * tokens + 3 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 768))
-    thin += 2 * 8 * (2 * (256 + 128 + 128) + 2 * 768)  # zeros beside the joined Bs of q/k/v and gate/up
     assert kept["fast"] - kept["none"] <= inputs + 1.1 * thin
-    assert kept["stock"] - kept["none"] >= 1.6 * (kept["fast"] - kept["none"])
+    assert kept["stock"] - kept["none"] >= 1.7 * (kept["fast"] - kept["none"])
 
 
 def test_recompute_of_a_checkpointed_layer_leaves_its_last_base_product_out() -> None:
@@ -465,24 +464,13 @@ def test_a_model_without_lora_is_left_alone() -> None:
         assert str(report) == "no LoRA layers"
 
 
-def test_the_flops_of_a_step_are_those_of_peft_and_of_the_zeros_in_joined_adapters() -> None:
-    totals, groups = [], []
+def test_the_flops_of_a_step_are_those_of_peft() -> None:
+    totals = []
     for fast in (False, True):
         model = adapted("llama")
-        groups += apply_lora(model).siblings if fast else []
+        if fast:
+            apply_lora(model)
         with FlopCounterMode(display=False) as counter:
             step(model, any_ids())
         totals.append(counter.get_total_flops())
-    assert len(groups) == 2 * 2
-    outs, ranks = ([[get(layer) for layer in group.modules] for group in groups] for get in (width_of, rank_of))
-    zeros = sum(sum(out) * sum(rank) - sum(map(int.__mul__, out, rank)) for out, rank in zip(outs, ranks, strict=True))
-    # They are in two products of the backward pass.
-    assert totals[1] - totals[0] == 2 * 2 * any_ids().numel() * zeros
-
-
-def width_of(layer: Any) -> int:
-    return int(layer.out_features)
-
-
-def rank_of(layer: Any) -> int:
-    return int(layer.r["default"])
+    assert totals[0] == totals[1]
