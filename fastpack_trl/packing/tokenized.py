@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset
+from multiprocess.reduction import ForkingPickler
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
 
@@ -43,6 +44,9 @@ _COMPARED_ROWS = 12
 _CHARACTERS = 2_000_000  # of one call of the tokenizer, whose encodings take over a hundred bytes a token
 _TOLD_BY = ("prompt", "completion", "chosen", "rejected", "messages")  # columns by which TRL tells conversations
 _CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+_OF_TOKENIZING = frozenset(  # keywords of a template that are not read by it, but by what tokenizes its text
+    ("max_length", "padding", "return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation")
+)
 
 Stock = Callable[..., Any]
 """`SFTTrainer._prepare_dataset`, bound."""
@@ -228,7 +232,8 @@ def tokenized(
         return None, why
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():  # the others find the cache, as in stock
-        return make(dataset, args.dataset_num_proc or (_processes(len(dataset)) if conversational else None)), ""
+        some = _processes(len(dataset), tokenizer) if conversational else None
+        return make(dataset, args.dataset_num_proc or some), ""
 
 
 def _reasons(dataset: Dataset, tokenizer: Any, formatting: Any, stock: Stock) -> Iterator[object]:
@@ -241,6 +246,10 @@ def _reasons(dataset: Dataset, tokenizer: Any, formatting: Any, stock: Stock) ->
     formatted = dataset.format["type"] is not None or set(dataset.format["columns"]) != set(dataset.column_names)
     yield formatted and "the data set is formatted: reset_format() gives it back as it is stored"
     yield "labels" in dataset.column_names and "the data set has a column 'labels' beside text: rename it"
+    keywords = dataset.features.get("chat_template_kwargs", {})
+    yield not isinstance(keywords, dict) and "chat_template_kwargs has keys of its own in each row: give all the same"
+    odd = sorted(_OF_TOKENIZING.intersection(keywords))
+    yield odd and f"chat_template_kwargs has {', '.join(odd)}, which cut or pad each row: leave it to max_length"
     first = dataset[0]
     kinds = {is_conversational({column: first[column]}) for column in _TOLD_BY if column in first}
     yield len(kinds) > 1 and "one column holds messages and another text: let all hold messages"
@@ -296,13 +305,21 @@ def _without_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _processes(conversations: int) -> int | None:
+def _processes(conversations: int, tokenizer: Any) -> int | None:
     """Return in how many processes templates are rendered, which threads of Python cannot share; None: in this one."""
     if multiprocess.get_start_method() != "fork":
         return None  # others would import a script without a guard anew
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = min(cores, conversations // ROWS_OF_A_PROCESS)
-    return count if cores >= _LEAST_CORES and count > 1 else None
+    return count if cores >= _LEAST_CORES and count > 1 and _can_be_sent(tokenizer) else None
+
+
+def _can_be_sent(tokenizer: Any) -> bool:
+    try:
+        ForkingPickler.dumps(tokenizer)
+    except Exception:  # noqa: BLE001 - a part written in Python raises what it likes
+        return False
+    return True
 
 
 def cut(documents: Dataset, args: Any, name: str, stock: Callable[[Dataset, Any], Dataset]) -> Dataset:

@@ -11,6 +11,7 @@ import datasets
 import pytest
 from datasets import Dataset
 from datasets.fingerprint import Hasher
+from tokenizers.pre_tokenizers import PreTokenizer
 from trainer_material import WORDS, make_tokenizer, sentences, settings
 from trl import SFTConfig, SFTTrainer
 
@@ -278,14 +279,45 @@ def test_one_row_without_marks_is_an_error_late(trainer: Any) -> None:
 
 def test_processes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
-    assert tokenized._processes(tokenized.ROWS_OF_A_PROCESS) is None
-    assert tokenized._processes(3 * tokenized.ROWS_OF_A_PROCESS) == 3
-    assert tokenized._processes(10**6) == 16
+    assert tokenized._processes(tokenized.ROWS_OF_A_PROCESS, None) is None
+    assert tokenized._processes(3 * tokenized.ROWS_OF_A_PROCESS, None) == 3
+    assert tokenized._processes(10**6, None) == 16
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2), raising=False)
-    assert tokenized._processes(10**6) is None
+    assert tokenized._processes(10**6, None) is None
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
     monkeypatch.setattr("multiprocess.get_start_method", lambda: "spawn")
-    assert tokenized._processes(10**6) is None
+    assert tokenized._processes(10**6, None) is None
+
+
+def test_keywords_that_cut_or_pad_tokens_are_left_to_stock(trainer: Any, batches: list[int]) -> None:
+    """In one late row alone: those that are compared first do not show it."""
+    chats = data("conversations").to_list()
+    chats[7]["messages"][0]["content"] = " ".join(WORDS[:1] * 90)
+    for keywords, masks in (({"truncation": True, "max_length": 60}, False), ({"padding": True}, True)):
+        rows = Dataset.from_list([row | {"chat_template_kwargs": keywords} for row in chats])
+        how = {"assistant_only_loss": masks, "max_length": None}
+        ours = prepared(trainer, rows, **how)
+        assert COUNT not in batches
+        assert all(word in trainer.seen.row_by_row for word in keywords)
+        assert_equal(ours, prepared(trainer, rows, stock=True, **how))
+
+
+class _Spaces:
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(lambda _, part: part.split(" ", "removed"))
+
+
+def test_a_tokenizer_that_no_process_can_get_stays_in_this_one(
+    trainer: Any, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(_Spaces())
+    monkeypatch.setattr(tokenized, "ROWS_OF_A_PROCESS", COUNT // 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
+    assert tokenized._processes(COUNT, make_tokenizer()) == 2
+    ours = prepared(trainer, data("conversations"), tokenizer=tokenizer)
+    assert COUNT in batches
+    assert_equal(ours, prepared(trainer, data("conversations"), tokenizer=tokenizer, stock=True))
 
 
 def test_pieces_end_at_the_characters() -> None:
