@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,22 @@ def test_merged_rows_are_captured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
-def test_rows_with_shared_prefixes_are_captured(tmp_path: Path, family: str, kind: str) -> None:
+def test_rows_with_shared_prefixes_are_captured(
+    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
-    captured = run(tmp_path / "a", family, kind, fast={"share_prefixes": "on"}, **options)
+    options["fast"] = {"share_prefixes": "on"}
+    captured = run(tmp_path / "a", family, kind, **options)
     assert captured[2].path == "captured", captured[2]
-    eager = {"share_prefixes": "on", "cuda_graph": "off"}
-    first, second = (run(tmp_path / name, family, kind, fast=eager, **options) for name in "bc")
-    budget, found = distance(first, second), distance(captured, first)
-    assert found[0] <= 2 * budget[0] + 2e-3, (found, budget)
-    assert found[1] <= 2 * budget[1] + 2e-2, (found, budget)
+    with monkeypatch.context() as patch:  # the same static shapes: others round otherwise, which moves routed tokens
+        patch.setattr(graphs, "WARM_ROWS", 10**9)
+        eager = [run(tmp_path / name, family, kind, **options) for name in "bcd"]
+    assert eager[0][2].path == "eager"
+    pairs = [distance(one, other) for one, other in combinations(eager, 2)]
+    losses, gradients = (max(each) for each in zip(*pairs, strict=True))
+    found = min(distance(captured, each) for each in eager)
+    assert found[0] <= 2 * losses + 2e-3, (found, pairs)
+    assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
 
 
 def test_a_layer_that_waits_for_the_device_is_named_and_training_goes_on(tmp_path: Path) -> None:
