@@ -31,7 +31,7 @@ from fastpack_trl.bench.views import device_of
 
 CASE = "row_profile"
 TIMEOUT = 240
-PROFILED = WATCHED["profiled"]
+PROFILED, TIMED = WATCHED["profiled"], 12
 _SHOWN, _NAMED = 4, 12
 """Kernels of each kind, and kernels without a kind, that a record names."""
 
@@ -41,7 +41,7 @@ def measure_side(
 ) -> dict[str, Any]:  # fmt: skip
     """Train one side in this process; return its profile (`profile_of`)."""
     fields: dict[str, Any] = {"cuda_graph": "off"} if SIDES[side].ours else {}
-    watched = {**WATCHED, "shapes": True}
+    watched = {**WATCHED, "timed": TIMED, "shapes": True}
     logged = WATCHED["multiple"]
     trainer, watch = train_side(ROWS[row["row"]], SIDES[side], seed, watched, logging_steps=logged, **fields)
     return profile_of(trainer, watch, device_here(), Device(tflops * 1e12, terabytes * 1e12))

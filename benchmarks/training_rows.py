@@ -16,7 +16,7 @@ from fastpack_trl.moe.quantised import quantize_experts
 
 LONGEST_DOCUMENT = 2048
 """Tokens; longer ones are cut, so that rows of 8,192 tokens hold several."""
-FILE_ROWS = 70
+FILE_ROWS = 80
 """Rows of long documents: more than the steps that a run of `benchmarks.side_by_side` can have."""
 
 

@@ -35,6 +35,7 @@ class Side:
 SIDES = {
     "stock": Side(),
     "stock compiled": Side(compiled=True),
+    "stock compiled, all kept": Side(fields={"gradient_checkpointing": False}, compiled=True),
     "stock + Liger": Side(fields={"use_liger_kernel": True}),
     SAME_MEMORY: Side(True, {"activation_memory": "checkpoint", "cache_dequantized": "off"}),
     OURS: Side(True),

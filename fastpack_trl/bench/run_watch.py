@@ -46,7 +46,7 @@ class RunWatch(TrainerCallback):
     ) -> None:  # fmt: skip
         self.seconds: list[float] = []
         self.first_step, self.marks = 0.0, dict.fromkeys(sorted(marks), 0.0)
-        self.warmup = 0
+        self.warmup, self.warmup_seconds = 0, 0.0
         self.events: list[Any] = []
         self._least, self._timed, self._span = warmup, timed, span
         self._profiled = profiled if torch.cuda.is_available() or shapes else 0
@@ -83,7 +83,7 @@ class RunWatch(TrainerCallback):
         now = time.perf_counter()
         self._note(step, now)
         if not self.warmup:
-            self._leave_out(step)
+            self._leave_out(step, now)
         elif step <= self.warmup + self._timed and not in_span:
             self.seconds.append((now - self._last) / self._span)
         if self.warmup and step == self.warmup + self._timed and self._profiled:
@@ -101,13 +101,13 @@ class RunWatch(TrainerCallback):
         if step == self._peaks_from and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def _leave_out(self, step: int) -> None:
+    def _leave_out(self, step: int, now: float) -> None:
         """End the warm-up where all is decided and has settled."""
         if self._decided_at is None and step >= self._least and self._ready():
             self._decided_at = step
         settled = self._decided_at is not None and step >= self._decided_at + self._settling
         if step % self._multiple == 0 and (settled or step >= self._longest):
-            self.warmup = step
+            self.warmup, self.warmup_seconds = step, now - self._begin
 
     def _end(self, control: Any) -> None:
         if self._profiled:
@@ -121,15 +121,17 @@ class RunWatch(TrainerCallback):
         """Return what the run has measured, as plain data.
 
         Returns:
-            ``step_seconds``, ``first_step_seconds``, ``warmup_steps``, ``timed_tokens`` (without padding, by TRL's
-            count; None where it has no log at one of their ends), ``losses`` by step, ``profile`` (`profile_figures`,
-            empty without one), ``peak_gib`` and ``reserved_gib``, and ``report`` of a trainer of ours.
+            ``step_seconds``, ``first_step_seconds``, ``warmup_steps``, ``warmup_seconds`` (from the begin),
+            ``timed_tokens`` (without padding, by TRL's count; None where it has no log at one of their ends),
+            ``losses`` by step, ``profile`` (`profile_figures`, empty without one), ``peak_gib`` and
+            ``reserved_gib``, and ``report`` of a trainer of ours.
         """
         logs = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
         ends = [logs.get(step, {}).get("num_tokens") for step in (self.warmup, self.warmup + self._timed)]
         report = getattr(trainer, "fastpack_report", None)
         return {
             "step_seconds": self.seconds, "first_step_seconds": self.first_step, "warmup_steps": self.warmup,
+            "warmup_seconds": self.warmup_seconds,
             "timed_tokens": None if None in ends else ends[1] - ends[0],
             "losses": {str(step): entry["loss"] for step, entry in logs.items()},
             "profile": profile_figures(self.events, self._profiled) if self.events else {},

@@ -25,7 +25,7 @@ from benchmarks.kernel_kinds import (
 from benchmarks.readme_runs import GLANCE, glance
 from benchmarks.row_profile import ENOUGH, profile_of
 from benchmarks.side_by_side import COMMAND
-from benchmarks.side_table import LOSS_BUDGET, believed, cells, slower, table, work
+from benchmarks.side_table import LOSS_BUDGET, Cell, believed, cells, slower, table, work
 from benchmarks.step_bounds import Device, products_seconds
 from benchmarks.training_rows import ROWS, SMALL, Row
 from benchmarks.training_side import SIDES, decided, train_side
@@ -66,6 +66,13 @@ def measured(trained: dict[str, tuple[Any, RunWatch]]) -> dict[str, Any]:
     return {side: watch.figures(trainer) for side, (trainer, watch) in trained.items()}
 
 
+def test_a_whole_run_counts_its_first_steps_and_the_mean_of_the_timed_for_the_rest() -> None:
+    run = entry("stock", 2.0, warmup_seconds=50.0)  # 1,200 tokens in 12 steps
+    run["step_seconds"] = [1.0, 3.0] * 6
+    assert Cell([run]).whole == pytest.approx(500 * 100 / (50 + 494 * 2.0))
+    assert Cell([entry("stock", 2.0)]).whole == 50
+
+
 @pytest.mark.slow
 def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]) -> None:
     stock, ours = measured["stock"], measured["fastpack"]
@@ -77,6 +84,7 @@ def test_sides_train_the_same_tokens_to_the_same_losses(measured: dict[str, Any]
     for found in measured.values():
         assert len(found["step_seconds"]) == 4
         assert min(found["step_seconds"]) > 0
+        assert found["warmup_seconds"] > found["first_step_seconds"] > 0
     assert ours["report"]["features"]["packed_attention"]["path"] == "per_document"
 
 
