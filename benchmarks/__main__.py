@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--case", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     add("--list", action="store_true", help="list the cases and the commands beside them, and stop")
-    add_common(parser, "models of lora, activation_memory and moe")
+    add_common(parser, "models of activation_memory and moe")
     add(
         "--report",
         metavar="FILE",
@@ -56,19 +56,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--out", metavar="DIR", help="folder of the report (default: bench-report)")
     add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
-    add("--quick", action="store_true", default=None, help="packed_attention: fewer row lengths under TRL's defaults")
-    add("--backends", metavar="NAME", nargs="+", help="attention: only these, e.g. varlen per_document sdpa flex")
     add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
-    add("--no-checkpointing", action="store_false", dest="checkpointing", help="lora: none on any side")
-    parser.set_defaults(checkpointing=None)
     add("--threads", metavar="N", type=int, help="CPU threads of torch (default: 2; moe, host_overhead, collator: 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where torch sees it")
 
 
-_OF_CASES = {
-    "rows": "--model", "tokens": "--tokens", "quick": "--quick", "backends": "--backends", "layers": "--layers",
-    "checkpointing": "--no-checkpointing",
-}  # fmt: skip
+_OF_CASES = {"rows": "--model", "tokens": "--tokens", "layers": "--layers"}
 """Options that only some cases have, by the parameter of their `measure`."""
 
 

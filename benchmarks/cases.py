@@ -16,7 +16,6 @@ from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
@@ -135,36 +134,6 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def time_calls(
-    calls: Mapping[str, Callable[[], Any]], device: str, *, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the seconds of each call, round by round in turns, and why others failed.
-
-    On CUDA a call is recorded into a graph and replayed: the device alone, no launch waits for the host. Each time has
-    the graph's own launch in it, about 5 us on an H100.
-    """
-    ready: dict[str, Callable[[], float]] = {}
-    failed: dict[str, str] = {}
-    for name, call in calls.items():
-        replay, why = attempt(partial(_replayed, call)) if device == "cuda" else (call, None)
-        if replay is None:
-            failed[name] = why or ""
-        else:
-            ready[name] = partial(seconds_of, replay, device)
-    found = take_turns(ready, rounds=rounds, warmup=1)
-    return found.results, failed | found.failed
-
-
-def _replayed(call: Callable[[], Any]) -> Callable[[], None]:
-    call()  # what is made or compared on first use is there before the recording
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 class PeakMemory:

@@ -23,9 +23,6 @@ PROG = "python -m benchmarks"
 Record = Mapping[str, Any]
 
 CASES = {
-    "packed_attention": "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows",
-    "attention": "attention alone, forward and backward: every backend that loads, on packed rows of several shapes",
-    "lora": "whole training step with LoRA or QLoRA: stock and stock compiled, the same attention, beside fastpack",
     "host_overhead": "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' loops",
     "moe": "mixture-of-experts: stock grouped_mm and PEFT beside fastpack, one block and decoders",
     "activation_memory": "layer inputs in host memory: checkpointing without, upstream's offloads and ours",
@@ -35,7 +32,6 @@ CASES = {
 COMMANDS = {
     "side_by_side": "whole trainings beside what people use, a process per side",
     "captured": "whole steps of train() captured as CUDA graphs and eager",
-    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
     "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
     "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
     "memory_caps": "the largest row and tokens/s under caps of device memory",
@@ -47,8 +43,6 @@ COMMANDS = {
     "row_profile": "device time of a step by kind of kernel, beside its bound",
     "by_itself": "one optimisation on against off: metadata, reload or routing",
     "hybrid": "hybrid models: packed rows beside stock's padded batch, eager and compiled",
-    "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
-    "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
     "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",
     "cuda_tests": "the tests marked cuda, as a record",
     "stale": "which records are of older code",

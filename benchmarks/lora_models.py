@@ -1,4 +1,4 @@
-"""Models and text of the LoRA benchmark: public shapes with random weights, LoRA on every projection, and real text."""
+"""Models and text of the training benchmarks: public shapes, random weights, LoRA on every projection, real text."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ class LoraModel:
     def dtype(self) -> torch.dtype:
         """Of what is not in four bits; 4-bit products are computed in it too."""
         return {"fp32": torch.float32, "nf4-fp16": torch.float16}.get(self.base, torch.bfloat16)
-
-
-MODELS = {
-    "qwen3-0.6b": LoraModel("qwen3-0.6b", "bf16"),
-    "qwen3-8b": LoraModel("qwen3-8b", "bf16"),
-    "qwen3-14b": LoraModel("qwen3-14b", "nf4"),
-    "small": LoraModel("small", "fp32"),
-}
-"""By the name that ``--model`` takes: the shapes and bases that the case measures."""
 
 
 def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, device: str) -> Any:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.attention import document_lengths
 from benchmarks.cases import Pass, Run, row_lengths, summaries
 from benchmarks.command import known
 from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SMALL, STOCK, make_model, routing, saved_bytes, sides
@@ -75,6 +75,15 @@ def plan(device: str, models: Sequence[str], tokens: Sequence[int], layers: int 
             for count in tokens for mode in MODES[:2] for policy in (False, True)
         ]  # fmt: skip
     return rows
+
+
+def document_lengths(tokens: int, seed: int) -> tuple[int, ...]:
+    """Draw lengths around `MEAN_DOCUMENT` (half of it off at most) that fill a row of `tokens`; the last one is cut."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, int(random.integers(MEAN_DOCUMENT // 2, MEAN_DOCUMENT * 3 // 2 + 1))))
+    return tuple(lengths)
 
 
 def measure(
@@ -213,7 +222,7 @@ def decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
     backbone = text_model(model).base_model
     if row.checkpointing:
         text_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-    batch = PackedBatch.from_lengths(document_lengths(row.tokens, MEAN_DOCUMENT, seed)).to(device)
+    batch = PackedBatch.from_lengths(document_lengths(row.tokens, seed)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     width = int(shape.fields["hidden_size"])
     make = partial(torch.randn, 1, row.tokens, width, generator=generator, dtype=shape.weights, device=device)

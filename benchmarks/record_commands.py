@@ -47,15 +47,6 @@ def _device(record: Record) -> str:
     return f"--device {record['machine']['device']}"
 
 
-def _packed_attention(record: Record) -> str:
-    return f"--quick --pairs {record['settings']['pairs']} --threads {record['machine']['threads']}"
-
-
-def _lora(record: Record) -> str:
-    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
-    return f"{_device(record)} --model {_models(record)} --tokens {tokens} --pairs {record['settings']['rounds']}"
-
-
 def _moe(record: Record) -> str:
     machine = record["machine"]
     threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
@@ -88,9 +79,6 @@ def _seconds(record: Record) -> str:
 
 
 _OPTIONS: dict[str, Callable[[Record], str]] = {
-    "packed_attention": _packed_attention,
-    "attention": lambda record: "--device cuda",
-    "lora": _lora,
     "moe": _moe,
     "activation_memory": _device,
     "host_overhead": _device,

@@ -25,18 +25,15 @@ TRAINING = (
 )  # fmt: skip
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
 _TRAININGS = (
-    "captured", "equal_memory", "everyday", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead",
-    "lora", "memory_caps", "packed_attention", "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
+    "captured", "equal_memory", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead", "memory_caps",
+    "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
 )  # fmt: skip
 ROOMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_TRAININGS, TRAINING),
     "activation_memory": ("attention", "checkpointing", "kernels", "model", "packing"),
-    "attention": ("attention", "kernels", "model", "packing"),
     "by_itself": ("attention", "checkpointing", "kernels", "model", "moe", "packing"),
     "collator": ("packing",),
-    "fp8_products": ("kernels", "measure"),
     "moe": ("attention", "kernels", "model", "moe", "packing"),
-    "nf4": ("kernels",),
     "preparation": ("packing",),
 }
 """Rooms of the package by case; a case that is not here uses all."""
