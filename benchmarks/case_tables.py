@@ -1,10 +1,11 @@
-"""The tables of the cases of ``python -m benchmarks --case``: one for the terminal, and those of docs/benchmarks.md."""
+"""The tables of cases whose sides take turns in one process: one for the terminal, and those of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from benchmarks.command import COMMANDS
 from benchmarks.readme_cells import grid, made_by, ratio_cell
 from fastpack_trl.bench.report import table_of
 from fastpack_trl.bench.views import device_of, rows_of
@@ -14,10 +15,10 @@ Record = Mapping[str, Any]
 _PAIR = ("stock", "fastpack")
 
 
-def table(record: Record, title: str) -> str:
+def table(record: Record) -> str:
     """Return a record for people: every side of every row, more about some cases, and what could not be measured."""
     views = rows_of(record)
-    out = [f"{record['case']}: {title}", *fact_lines(record)]
+    out = [f"{record['case']}: {COMMANDS[record['case']]}", *fact_lines(record)]
     if not record["complete"]:
         out.append(f"INCOMPLETE: interrupted; {len(views)} row(s) were finished")
     out += ["", table_of(views), ""]

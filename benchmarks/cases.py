@@ -1,9 +1,9 @@
-"""What the cases of ``python -m benchmarks --case`` share: options, the loop over rows, and how calls are timed."""
+"""What cases share whose sides take turns in one process: options, the loop over rows, and how calls are timed."""
 
 from __future__ import annotations
 
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ class Run:
     def of(cls, args: Namespace, file: ResultFile | None) -> Run:
         """Return the run that options of `CaseCommand.arguments` ask for, on the GPU where there is one."""
         return cls(
-            rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
+            rounds=args.rounds, seconds=args.seconds, threads=getattr(args, "threads", torch.get_num_threads()),
             device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,
         )  # fmt: skip
 
@@ -89,6 +89,16 @@ class Run:
             sides, self.device, rounds=self.rounds, least=LEAST_ROUNDS, warmup=warmup,
             seconds=end_at - time.perf_counter(), clock=clock,
         )  # fmt: skip
+
+
+def add_sizes(parser: ArgumentParser, *, layers: bool = False, threads: int | None = None) -> None:
+    """Add the options of row lengths, of decoder layers, and of CPU threads with their default."""
+    add = parser.add_argument
+    add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
+    if layers:
+        add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
+    if threads is not None:
+        add("--threads", metavar="N", type=int, default=threads, help="CPU threads of torch (default: %(default)s)")
 
 
 def loaded_turns(

@@ -25,7 +25,7 @@ TRAINING = (
 )  # fmt: skip
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
 _TRAININGS = (
-    "captured", "equal_memory", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead", "memory_caps",
+    "equal_memory", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead", "memory_caps",
     "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
 )  # fmt: skip
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,8 @@ def rooms_of(record: Record) -> tuple[str, ...]:
     """Return the rooms of the package that the rows of a record use."""
     if record["case"] == "by_itself":
         return OPTIMISATIONS[record["settings"]["optimisation"]]
-    rooms = ROOMS.get(record["case"]) or tuple(room for room in code_hashes() if room != BENCHMARKS)
+    case = "side_by_side" if record["case"] == "captured" else record["case"]  # which became sides of the other
+    rooms = ROOMS.get(case) or tuple(room for room in code_hashes() if room != BENCHMARKS)
     experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
     return (*rooms, "moe") if experts and rooms is TRAINING else rooms
 

@@ -137,7 +137,7 @@ def test_every_record_has_rooms_that_exist_and_a_command() -> None:
 
 def test_a_command_names_the_models_that_its_record_has_a_figure_of() -> None:
     assert command_of(load_results()["moe_cuda_2026-11-20_gpt-oss-20b.json"]) == (
-        "python -m benchmarks --case moe --device cuda --model gpt-oss-20b --pairs 7 --json FILE"
+        "python -m benchmarks.moe --rows gpt-oss-20b --rounds 7 --json FILE"
     )
 
 
