@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-from benchmarks.cases import PeakMemory, Run
-from benchmarks.command import known
+from benchmarks.case_tables import table
+from benchmarks.cases import PeakMemory, Run, add_sizes
+from benchmarks.command import CaseCommand, known
 from benchmarks.lora_models import LoraModel, build, shared_copy
 from benchmarks.model_shapes import shape_of
 from fastpack_trl.attention.install import packed_attention
@@ -128,9 +129,7 @@ class DecoderSide:
     offload: Offload | None = None
     timed: list[TimedCudaStreams] = field(default_factory=list)
 
-    def step(
-        self, batch: Batch, between: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, dict[str, int] | None]:  # fmt: skip
+    def step(self, batch: Batch, between: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, int] | None]:
         """Run forward, call `between`, run backward; return the loss and the memory of the step."""
         memory = PeakMemory(self.device)
         self.model.zero_grad()
@@ -330,3 +329,14 @@ def _figures(seconds: Sequence[float], steps: Sequence[Any], tokens: int, said: 
         "losses": [float(loss) for loss, _ in steps],
         "memory": max((used for _, used in steps if used), key=lambda used: used["peak_bytes"], default=None),
     }
+
+
+COMMAND = CaseCommand(
+    case="activation_memory", help=__doc__, rows=WORKLOADS, default_rows=(), rounds=DEFAULTS.rounds,
+    seconds=DEFAULTS.seconds, table=table,
+    record=lambda args, file: measure(Run.of(args, file), rows=args.rows, tokens=args.tokens, layers=args.layers),
+    more=partial(add_sizes, layers=True),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(COMMAND.start())

@@ -53,9 +53,7 @@ def reload_saved(layers: int, nbytes: float, bytes_per_second: float, layer_back
     return Saved(0.0, (layers - 1) * min(copy, layer_backward))
 
 
-def routing_saved(
-    layers: int, loop: tuple[float, float], once: tuple[float, float], *, recomputed: bool
-) -> Saved:  # fmt: skip
+def routing_saved(layers: int, loop: tuple[float, float], once: tuple[float, float], *, recomputed: bool) -> Saved:
     """Return what is saved by sorting the tokens of a layer once instead of asking for each expert's.
 
     Args:

@@ -18,13 +18,12 @@ from typing import Any
 
 from benchmarks import by_itself_metadata, by_itself_reload, by_itself_routing
 from benchmarks.arithmetic import SOUND, apart
-from benchmarks.command import CaseCommand
+from benchmarks.command import CaseCommand, known
 from benchmarks.readme_cells import SURE, grid
 from benchmarks.training_side import device_here
 from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.bench.views import device_of
-from fastpack_trl.errors import UserError, did_you_mean
 
 GUIDE = "https://unsloth.ai/blog/nvidia-collab"
 """Unsloth and NVIDIA, guide of May 2026; each optimisation measured against Unsloth's own earlier code."""
@@ -97,8 +96,8 @@ def table(record: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     gains = row["gains"]
     predicted = row["predicted"]["forward"] + row["predicted"]["backward"]
-    known = {} if row["tiny"] else PUBLISHED
-    quoted = next((one.quoted for name, one in known.items() if row["row"].startswith(name)), "-")
+    published = {} if row["tiny"] else PUBLISHED
+    quoted = next((one.quoted for name, one in published.items() if row["row"].startswith(name)), "-")
     return [
         *(_ms(row["sides"][row[side]]["seconds"]["median"]) for side in ("off", "on")),
         _gain(gains["forward"]["median"]), _gain(gains["backward"]["median"]),
@@ -160,14 +159,9 @@ def asked(args: Namespace) -> tuple[str, list[str]]:
     Raises:
         UserError: an unknown optimisation or row.
     """
-    name, *rows = args.rows or [""]
-    if name not in OPTIMISATIONS:
-        raise UserError(f"there is no {name!r}{did_you_mean(name, OPTIMISATIONS)} (known: {', '.join(OPTIMISATIONS)})")
-    known = OPTIMISATIONS[name].rows
-    for row in rows:
-        if row not in known:
-            raise UserError(f"there is no row {row!r}{did_you_mean(row, known)} (rows: {', '.join(known)})")
-    return name, rows or list(known)
+    (name, *rows), names = args.rows or [""], list(OPTIMISATIONS)
+    every = OPTIMISATIONS[known("optimisation", [name], names)[0]].rows
+    return name, known("row", rows, every) or list(every)
 
 
 def tasks(args: Namespace) -> list[RowTask]:

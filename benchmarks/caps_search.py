@@ -52,9 +52,7 @@ class Curve:
         return low * MULTIPLE
 
 
-def largest_row(
-    fits: Callable[[int], bool | None], guess: int, *, longest: int, tries: int = 10
-) -> int:  # fmt: skip
+def largest_row(fits: Callable[[int], bool | None], guess: int, *, longest: int, tries: int = 10) -> int:
     """Return the tokens of the largest row that fits: from `guess` up until one does not, or down until one does.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +35,7 @@ from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.model.patches import attribute_set
 
 OURS = "fastpack"
-SIDES: dict[str, dict[str, Any]] = {
-    "stock": {}, "stock_offload": {"activation_offloading": True}, OURS: {"verify_packing": "off"},
-}  # fmt: skip
+SIDES: dict[str, dict[str, Any]] = {"stock": {}, OURS: {"verify_packing": "off"}}
 """Fields that make each side."""
 WORKLOADS = {
     "qwen3-8b": Row("qwen3-8b", 0, "lora"), "qwen3-8b-nf4": Row("qwen3-8b", 0, "nf4"),
@@ -61,7 +58,6 @@ LONG, BEFORE_LONG = {"max_steps": LONG_RUN}, 4
 """Of the row that is timed beside another side's: what pays back in a long run is on in it; and the steps that run
 before those that are timed, beside the first one: layers are compiled in the second, graphs are recorded then."""
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "ALLOC_FAILED")
-_LEFT_BYTES = 2**20  # smaller ones may be constants that a library keeps
 _START_UP = 3.0  # seconds of a row beside its steps: data, trainer, plan
 
 
@@ -119,7 +115,6 @@ class Side:
 
     def __post_init__(self) -> None:
         self._end_at = time.perf_counter() + self.seconds
-        self._before: frozenset[int] = frozenset()
         self._vocabulary = int(self.model.config.get_text_config().vocab_size)
         self._tokenizer = make_tokenizer(self._vocabulary)
 
@@ -128,7 +123,6 @@ class Side:
         row: dict[str, Any] = {"cap_gib": self.cap, "tokens": tokens, **({"settings": more} if more else {})}
         watch = Watch(BEFORE_LONG if more.get("max_steps") else 0)
         began = time.perf_counter()
-        self._before = frozenset(_device_storages() if self.device == "cuda" else ())
         trained, failure = attempt(partial(self._train, watch, tokens, more))
         row |= {"failed": failure} if trained is None else trained
         row |= {"step_seconds": watch.seconds, **watch.memory}
@@ -137,8 +131,6 @@ class Side:
         row["tokens_per_second"] = tokens / median(timed) if trained is not None and timed else None
         del watch, trained
         free_memory(self.device)
-        if failure is not None and self.device == "cuda":
-            row["left_gib"] = self._drop_what_is_left()
         row["seconds"] = time.perf_counter() - began
         self.rows.append(row)
         self.note(self.rows)
@@ -163,19 +155,6 @@ class Side:
         """Return the curve of the peaks of the rows that were run without a cap."""
         done = [row for row in self.rows if row["peak_gib"] and row["cap_gib"] is None and "failed" not in row]
         return Curve.through([(row["tokens"], round(row["peak_gib"] * GIB)) for row in done])
-
-    def _drop_what_is_left(self) -> float:
-        """Free the device memory of the tensors of a row that failed; return the GiB that they had.
-
-        A forward pass that fails under `torch.autograd.graph.saved_tensors_hooks`, as TRL's offload has them, leaves
-        its graph and what it saved: a node and its output hold each other. A user's process ends there.
-        """
-        before = torch.cuda.memory_allocated()
-        for pointer, storage in _device_storages().items():
-            if pointer not in self._before and storage.nbytes() >= _LEFT_BYTES:
-                storage.resize_(0)
-        free_memory(self.device)
-        return (before - torch.cuda.memory_allocated()) / GIB
 
     def _likely_seconds(self, tokens: int) -> float:
         steps = [(row["tokens"], round(min(row["step_seconds"]) * 1e6)) for row in self.rows if row.get("step_seconds")]
@@ -227,12 +206,6 @@ def steps_at(seconds: float) -> int:
     if seconds < SLOW_SECONDS:
         return STEPS
     return SLOW_STEPS if seconds < ONE_STEP_SECONDS else 1
-
-
-def _device_storages() -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors on a device that Python knows, by address."""
-    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_cuda]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 def rows_of(tokens: int, count: int, vocabulary: int, seed: int) -> Dataset:

@@ -1,12 +1,11 @@
-"""The tables of the cases of ``python -m benchmarks --case``: one for the terminal, and those of docs/benchmarks.md."""
+"""The tables of cases whose sides take turns in one process: one for the terminal, and those of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from benchmarks.command import COMMANDS
 from benchmarks.readme_cells import grid, made_by, ratio_cell
 from fastpack_trl.bench.report import table_of
 from fastpack_trl.bench.views import device_of, rows_of
@@ -14,13 +13,12 @@ from fastpack_trl.measure.tables import NOISE_CORES, disturbances, fact_lines
 
 Record = Mapping[str, Any]
 _PAIR = ("stock", "fastpack")
-_KEPT_COPIES = re.compile(r"([\d.]+) GiB of frozen weights kept")
 
 
-def table(record: Record, title: str) -> str:
+def table(record: Record) -> str:
     """Return a record for people: every side of every row, more about some cases, and what could not be measured."""
     views = rows_of(record)
-    out = [f"{record['case']}: {title}", *fact_lines(record)]
+    out = [f"{record['case']}: {COMMANDS[record['case']]}", *fact_lines(record)]
     if not record["complete"]:
         out.append(f"INCOMPLETE: interrupted; {len(views)} row(s) were finished")
     out += ["", table_of(views), ""]
@@ -31,14 +29,6 @@ def table(record: Record, title: str) -> str:
 
 def _nothing(_row: Record) -> Iterator[str]:
     yield from ()
-
-
-def _rates(row: Record) -> Iterator[str]:
-    for name, side in row["backends"].items():
-        if "forward" in side:
-            rates = (side[part]["tflops"] for part in ("forward", "backward"))
-            forward, backward = (f"{of['causal_half']['median']:.3g} ({of['attended']['median']:.3g})" for of in rates)
-            yield f"{name}: TFLOP/s by causal_half (by attended): forward {forward}, backward {backward}"
 
 
 def _kept(row: Record) -> Iterator[str]:
@@ -53,27 +43,7 @@ def _hidden(row: Record) -> Iterator[str]:
             yield f"{name}: {events['copy_seconds'] * 1000:.1f} ms of copies, {events['hidden']:.1%} hidden"
 
 
-_MORE: dict[str, Callable[[Record], Iterator[str]]] = {
-    "attention": _rates, "moe": _kept, "activation_memory": _hidden,
-}  # fmt: skip
-
-
-def packed_attention_table(name: str, record: Record) -> str:
-    """Return tokens per second of both trainers by row and setting."""
-    work, documents = record["settings"], record["settings"]["documents"]
-    lengths = f"{documents['shortest']} to {documents['longest']} tokens ({documents['distribution']})"
-    coverage = min(_ratio(row)["coverage"] for row in record["rows"])
-    head = (
-        f"**Whole training step, `FastSFTTrainer` beside stock `SFTTrainer` (sdpa).** {work['layers']} layers, hidden "
-        f"{work['hidden']}, {work['heads']} heads, documents of {lengths}, one row per step, {work['pairs']} "
-        f"alternating pairs; ratio with its {coverage:.0%} interval."
-    )
-    rows = [
-        [f"{row['tokens']:,}", row["setting"], *_pair(row.get("sides", row)), ratio_cell(_ratio(row))]
-        for row in record["rows"]
-    ]
-    columns = ">row, tokens | setting | >stock, tokens/s | >fastpack, tokens/s | >ratio"
-    return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
+_MORE: dict[str, Callable[[Record], Iterator[str]]] = {"moe": _kept, "activation_memory": _hidden}
 
 
 def _pair(sides: Record) -> list[str]:
@@ -143,58 +113,6 @@ def _noise(rows: Iterable[Record], said: str) -> str:
     return f" {said.format(load)}" if load > NOISE_CORES else ""
 
 
-def lora_table(name: str, record: Record) -> str:
-    """Return one line per model and row length."""
-    versions, settings = record["versions"], record["settings"]
-    found = _timed(record)
-    timed = [row for row, _ in found]
-    sides = ("stock", "tuned", "fastpack", "fastpack_plan")
-    setting = "; ".join(dict.fromkeys(row["setting"] for row in timed))
-    peak = settings.get("measured_matmul_tflops")
-    head = (
-        f"**Training steps with LoRA: {setting}; {device_of(record)}.** Rank 16 on all "
-        "projections, random weights, packed source text, the packed attention of this package on every side. Four "
-        f"values are: *stock* / *compiled* (stock, its layers compiled by accelerate) / "
-        "*fastpack* (stock's checkpoint setting, layers compiled) / *plan* (fastpack, every field at its default, "
-        "recompute as the memory asks)."
-    )
-    if peak is not None:
-        head += f" MFU: of the data sheet; a large bf16 product reached {peak:,.0f} TFLOP/s here."
-    if any(row.get("base") == "nf4" for row in timed):
-        head += (
-            " Peaks leave out the dense copies of 4-bit weights that the other sides of the process kept, which the "
-            "plan could not use."
-        )
-        if any(_peak(row, sides[1]) > 1.05 * _peak(row, "stock") for row in timed):
-            head += (
-                f" *compiled* keeps more than stock: torch {versions['torch']} does not compute again in a graph what "
-                "the autograd function of a 4-bit layer made, checkpoint or not."
-            )
-    lines = []
-    for row, over in found:
-        figures = [row["sides"][side] if _ran(row, side) else None for side in sides]
-        lines.append(
-            [
-                f"{row['tokens']:,}",
-                _slashed(figures, lambda side: f"{side['tokens_per_second']['median']:,.0f}"),
-                _slashed(figures, lambda side: f"{1000 * side['phases']['forward']:,.0f}"),
-                _slashed(figures, lambda side: f"{1000 * side['phases']['backward']:,.0f}"),
-                *(over.get((ours, other), "-") for ours in sides[2:] for other in sides[:2]),
-                _slashed(figures, lambda side: side["launches"] and f"{side['launches']['kernels']:,}"),
-                " / ".join(f"{_peak(row, side) / 2**30:.1f}" if _peak(row, side) else "-" for side in sides),
-                _slashed(figures, lambda side: _percent(side.get("mfu_of_data_sheet", side.get("mfu")))),
-            ]
-        )
-    rounds = ", ".join(str(len(row["sides"]["fastpack"]["seconds"]["values"])) for row in timed)
-    notes = f" Rounds timed: {rounds}, after {settings['warmup_steps']} of warm-up."
-    notes += _noise(timed, "Other processes, torch's compilers among them, kept up to {:.1f} cores busy.")
-    columns = (
-        ">tokens | tokens/s | forward, ms | backward, ms | >fastpack over stock | >over compiled | >plan over stock | "
-        ">over compiled | launches | peak, GiB | MFU"
-    )
-    return f"{head}\n\n{grid(columns, lines)}\n\n{made_by(name, record)}{notes}"
-
-
 def activation_table(name: str, record: Record) -> str:
     """Return times over that of the double buffer, memory and hidden copies by row."""
     timed = [row for row in record["rows"] if _ran(row, "double_buffer")]
@@ -216,40 +134,9 @@ def activation_table(name: str, record: Record) -> str:
     return f"{head}\n\n{grid(columns, rows)}\n\n{made_by(name, record)}"
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.0%}"
-
-
 def _ran(row: Record, side: str) -> bool:
     return "seconds" in row["sides"].get(side, {})
 
 
 def _peak(row: Record, side: str) -> float:
-    """Return the bytes of one side alone.
-
-    Those of older records have the dense copies of 4-bit weights that the other sides kept in the same process.
-    """
-    memory = row["sides"][side]["memory"] if _ran(row, side) else None
-    if memory is None or "isolation" in row:
-        return float(memory["peak_bytes"]) if memory else 0.0
-    return float(memory["peak_bytes"]) - sum(_copies(row, other) for other in row["sides"] if other != side)
-
-
-def _copies(row: Record, side: str) -> float:
-    report = row["sides"][side].get("report", {"features": {}})["features"]
-    kept = _KEPT_COPIES.match(report.get("cache_dequantized", {}).get("reason", ""))
-    return float(kept[1]) * 2**30 if kept else 0.0
-
-
-def _timed(record: Record) -> list[tuple[Record, dict[tuple[str, str], str]]]:
-    """Return the rows that were measured, each with the cells of its ratios by side of ours and other side."""
-    found = zip(record["rows"], rows_of(record), strict=True)
-    return [
-        (row, {(ratio.by, ratio.over): ratio_cell(asdict(ratio)) for ratio in view.ratios})
-        for row, view in found
-        if row.get("ratios")
-    ]
-
-
-def _slashed(sides: Sequence[Record | None], cell: Callable[[Record], str | None]) -> str:
-    return " / ".join(("-" if side is None else cell(side)) or "-" for side in sides)
+    return float(row["sides"][side]["memory"]["peak_bytes"])

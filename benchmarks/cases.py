@@ -1,9 +1,9 @@
-"""What the cases of ``python -m benchmarks --case`` share: options, the loop over rows, and how calls are timed."""
+"""What cases share whose sides take turns in one process: options, the loop over rows, and how calls are timed."""
 
 from __future__ import annotations
 
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from fastpack_trl.bench.environment import limited_threads, quiet
 from fastpack_trl.bench.result_file import ResultFile, RowTask, run_rows
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.intervals import summary
 from fastpack_trl.measure.record import OtherLoad
 from fastpack_trl.measure.rounds import Rounds, take_turns
@@ -52,7 +51,7 @@ class Run:
     def of(cls, args: Namespace, file: ResultFile | None) -> Run:
         """Return the run that options of `CaseCommand.arguments` ask for, on the GPU where there is one."""
         return cls(
-            rounds=args.rounds, seconds=args.seconds, threads=torch.get_num_threads(),
+            rounds=args.rounds, seconds=args.seconds, threads=getattr(args, "threads", torch.get_num_threads()),
             device="cuda" if torch.cuda.is_available() else "cpu", seed=args.seed, progress=True, file=file,
         )  # fmt: skip
 
@@ -90,6 +89,16 @@ class Run:
             sides, self.device, rounds=self.rounds, least=LEAST_ROUNDS, warmup=warmup,
             seconds=end_at - time.perf_counter(), clock=clock,
         )  # fmt: skip
+
+
+def add_sizes(parser: ArgumentParser, *, layers: bool = False, threads: int | None = None) -> None:
+    """Add the options of row lengths, of decoder layers, and of CPU threads with their default."""
+    add = parser.add_argument
+    add("--tokens", metavar="N", nargs="+", type=int, help="row lengths in tokens (default: those of the case)")
+    if layers:
+        add("--layers", metavar="N", type=int, help="only the first N decoder layers (stated in the row)")
+    if threads is not None:
+        add("--threads", metavar="N", type=int, default=threads, help="CPU threads of torch (default: %(default)s)")
 
 
 def loaded_turns(
@@ -135,36 +144,6 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def time_calls(
-    calls: Mapping[str, Callable[[], Any]], device: str, *, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the seconds of each call, round by round in turns, and why others failed.
-
-    On CUDA a call is recorded into a graph and replayed: the device alone, no launch waits for the host. Each time has
-    the graph's own launch in it, about 5 us on an H100.
-    """
-    ready: dict[str, Callable[[], float]] = {}
-    failed: dict[str, str] = {}
-    for name, call in calls.items():
-        replay, why = attempt(partial(_replayed, call)) if device == "cuda" else (call, None)
-        if replay is None:
-            failed[name] = why or ""
-        else:
-            ready[name] = partial(seconds_of, replay, device)
-    found = take_turns(ready, rounds=rounds, warmup=1)
-    return found.results, failed | found.failed
-
-
-def _replayed(call: Callable[[], Any]) -> Callable[[], None]:
-    call()  # what is made or compared on first use is there before the recording
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 class PeakMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from benchmarks.cases import Run, row_lengths
+from benchmarks.case_tables import table
+from benchmarks.cases import Run, add_sizes, row_lengths
+from benchmarks.command import CaseCommand
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.failures import FAILURES
@@ -45,10 +48,8 @@ def measure(run: Run = DEFAULTS, *, tokens: Sequence[int] | None = None, count: 
         to theirs, round by round.
 
     Raises:
-        UserError: a row below the shortest document; a GPU or more than one thread.
+        UserError: a row below the shortest document.
     """
-    if run.device == "cuda" or run.threads != 1:
-        raise UserError("the case 'collator' measures host work on one core: leave out --device and --threads")
     label = {"setting": "fetch and collate, one core", "path": "PackingCollator"}
     tasks = [
         RowTask({**label, "tokens": length}, partial(_row, run, length, count))
@@ -110,3 +111,13 @@ def _check_equal(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for name, value in theirs.items():
         same = torch.equal(value, ours[name]) if isinstance(value, torch.Tensor) else value == ours[name]
         assert same, f"{name} differs from TRL's"
+
+
+COMMAND = CaseCommand(
+    case="collator", help=__doc__, rounds=DEFAULTS.rounds, seconds=DEFAULTS.seconds, table=table,
+    record=lambda args, file: measure(replace(Run.of(args, file), device="cpu", threads=1), tokens=args.tokens),
+    more=add_sizes,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(COMMAND.start())

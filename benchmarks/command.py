@@ -22,20 +22,8 @@ from fastpack_trl.measure.record import check_writable
 PROG = "python -m benchmarks"
 Record = Mapping[str, Any]
 
-CASES = {
-    "packed_attention": "whole training step of FastSFTTrainer beside stock SFTTrainer (sdpa), same packed rows",
-    "attention": "attention alone, forward and backward: every backend that loads, on packed rows of several shapes",
-    "lora": "whole training step with LoRA or QLoRA: stock and stock compiled, the same attention, beside fastpack",
-    "host_overhead": "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' loops",
-    "moe": "mixture-of-experts: stock grouped_mm and PEFT beside fastpack, one block and decoders",
-    "activation_memory": "layer inputs in host memory: checkpointing without, upstream's offloads and ours",
-    "collator": "fetch and collate of packed rows: PackingCollator beside TRL's collator",
-}
-"""Modules of this folder whose `measure` takes, by keyword, the options that it has."""
 COMMANDS = {
     "side_by_side": "whole trainings beside what people use, a process per side",
-    "captured": "whole steps of train() captured as CUDA graphs and eager",
-    "everyday": "optimizer steps of unpacked rows, small batches and accumulation",
     "first_step": "seconds to the first step and of short runs, with cold and warm compile caches",
     "equal_memory": "4-bit LoRA beside compiled stock at the same peak of memory",
     "memory_caps": "the largest row and tokens/s under caps of device memory",
@@ -47,8 +35,10 @@ COMMANDS = {
     "row_profile": "device time of a step by kind of kernel, beside its bound",
     "by_itself": "one optimisation on against off: metadata, reload or routing",
     "hybrid": "hybrid models: packed rows beside stock's padded batch, eager and compiled",
-    "nf4": "4-bit weights made dense: bitsandbytes' kernels beside one kernel",
-    "fp8_products": "FP8 products of frozen weights beside bf16's, with their errors",
+    "host_overhead": "time of a LoRA step outside of forward, backward, clipping and optimizer: both trainers' loops",
+    "moe": "mixture-of-experts: stock grouped_mm and PEFT beside fastpack, one block and decoders",
+    "activation_memory": "layer inputs in host memory: checkpointing without, upstream's offloads and ours",
+    "collator": "fetch and collate of packed rows: PackingCollator beside TRL's collator",
     "fp8_accuracy": "held-out loss of LoRA over a base in FP8, NF4 and bf16",
     "cuda_tests": "the tests marked cuda, as a record",
     "stale": "which records are of older code",
@@ -68,13 +58,15 @@ def add_common(parser: ArgumentParser, rows: str) -> None:
     add("--seed", metavar="N", type=int, default=0, help="of weights, documents and order (default: 0)")
 
 
-def _names(names: Collection[str], default: Sequence[str] | None) -> str:
+def _names(names: Collection[str] | None, default: Sequence[str] | None) -> str:
+    if names is None:
+        return "there are none"
     return f"of {', '.join(names)} (default: {'all' if default is None else ', '.join(default)})"
 
 
-def _chosen(kind: str, given: list[str], names: Collection[str], default: Sequence[str] | None) -> list[str]:
-    chosen = known(kind, given, names) if names else given
-    return chosen or list(names if default is None else default)
+def _chosen(kind: str, given: list[str], names: Collection[str] | None, default: Sequence[str] | None) -> list[str]:
+    chosen = given if names is not None and not names else known(kind, given, names or ())
+    return chosen or list((names or ()) if default is None else default)
 
 
 def known(kind: str, chosen: Sequence[str], names: Collection[str]) -> list[str]:
@@ -95,7 +87,8 @@ class CaseCommand:
     """``python -m benchmarks.CASE``: options, record, table and picture of one case.
 
     Attributes:
-        rows: names that ``--rows`` takes; also by position, as the pages have them; none: they are not checked.
+        rows: names that ``--rows`` takes; also by position, as the pages have them; empty: they are not checked; None:
+            there are none.
         default_rows: what is measured without ``--rows``; None: all.
         tasks: returns what is measured, in order, from the arguments.
         settings: returns the settings of the record from the arguments.
@@ -111,7 +104,7 @@ class CaseCommand:
     case: str
     help: str | None
     table: Callable[[Record], str]
-    rows: Collection[str] = ()
+    rows: Collection[str] | None = None
     default_rows: Sequence[str] | None = None
     tasks: Callable[[Namespace], Sequence[Task]] = lambda args: ()
     settings: Callable[[Namespace], Mapping[str, Any]] = lambda args: {}
@@ -183,7 +176,7 @@ class CaseCommand:
             self.figure(record, Path(args.report or args.json or "").name).savefig(args.plot)
         if not record["complete"]:
             return EXIT_INTERRUPTED
-        return int(any(row.get("passed") is False for row in record["rows"]))
+        return int(any(row.get("passed", True) in (False, 0) or row.get("failures") for row in record["rows"]))
 
     def start(self) -> int:
         """Run the command line of this process; what is wrong with it is one line."""

@@ -6,20 +6,21 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.command import in_one_line
+from benchmarks.command import CaseCommand
+from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.record import make_record, write_json
+from fastpack_trl.measure.record import make_record
 
 CASE, MARKER = "cuda_tests", "cuda"
 
@@ -87,27 +88,30 @@ def command(record: Mapping[str, Any]) -> str:
     return f"python -m benchmarks.cuda_tests --workers {settings['workers']} --json FILE{given}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m benchmarks.cuda_tests``; the exit code is 0 where tests were run and none failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_tests", description=__doc__)
-    parser.add_argument("--workers", type=int, default=0, help="processes; needs pytest-xdist (default: one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the record goes")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
-    given = parser.parse_args(arguments)
+def _record(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit(f"{parser.prog}: error: torch sees no CUDA device here; make test runs the rest")
-    row = run_tests(given.workers, given.pytest)
-    settings = {"marker": MARKER, "workers": given.workers, "pytest": given.pytest}
-    record = make_record(
-        case=CASE, settings=settings, rows=[row], complete=True, device="cuda", threads=torch.get_num_threads(), seed=0
-    )
-    if given.json is not None:
-        write_json(given.json, record)
-    print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']:.0f} s")
-    return 0 if row["passed"] and not row["failed"] else 1
+        raise UserError("torch sees no CUDA device here; make test runs the rest")
+    settings = {"marker": MARKER, "workers": args.workers, "pytest": args.rows}
+    return make_record(
+        case=CASE, settings=settings, rows=[run_tests(args.workers, args.rows)], complete=True, device="cuda",
+        threads=torch.get_num_threads(), seed=0,
+    )  # fmt: skip
 
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return the counts and seconds of the tests."""
+    (row,) = record["rows"]
+    return f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']:.0f} s"
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the number of processes."""
+    parser.add_argument("--workers", type=int, default=0, help="processes; needs pytest-xdist (default: one)")
+
+
+COMMAND = CaseCommand(case=CASE, help=__doc__, rows=(), record=_record, table=table, more=add_options)
 
 if __name__ == "__main__":
-    raise SystemExit(in_one_line("python -m benchmarks.cuda_tests", main))
+    raise SystemExit(COMMAND.start())

@@ -4,8 +4,7 @@ The sides are stock and ours at its defaults. Ours compiles where the steps that
 a run of its own, and so are the first steps of a long run, in which everything is on. Inductor's and Triton's caches
 are empty (``cold``) or as the cold long run left them (``warm``). Stock compiles nothing: its shorter runs are the
 first steps of the longest, which ends after 100: what a longer one takes is the last step's time, as often as it has
-steps more, and drawn hollow. Rows named ``nf4-fp16`` train in fp16 on a device that says it is a T4: they show what is
-chosen there, not how fast one is.
+steps more, and drawn hollow.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class Length:
     long: bool = False
 
 
-def measure_run(
-    row: Mapping[str, Any], side: str, *, steps: Sequence[int], long: bool, seed: int
-) -> dict[str, Any]:  # fmt: skip
+def measure_run(row: Mapping[str, Any], side: str, *, steps: Sequence[int], long: bool, seed: int) -> dict[str, Any]:
     """Train one side in this process; return its seconds by step, a step's, and those of all `train`."""
     last = max(steps)
     marks = sorted({1, 2, max(1, last // 2), *steps} & {*range(last + 1)})  # layers are compiled in the second

@@ -197,9 +197,7 @@ def gradient_errors(model: Any, plan: Plan, device: str, seed: int) -> dict[str,
     errors = {}
     for side in SIDES:
         found = _gradients(model, side, ids, device, seed, torch.bfloat16)
-        errors[side] = [
-            float((one - other).norm() / other.norm()) for one, other in zip(found, true, strict=True)
-        ]  # fmt: skip
+        errors[side] = [float((one - other).norm() / other.norm()) for one, other in zip(found, true, strict=True)]
     return errors
 
 

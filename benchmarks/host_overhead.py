@@ -14,7 +14,9 @@ from typing import Any
 
 from peft import LoraConfig
 
-from benchmarks.cases import Run, row_lengths
+from benchmarks.case_tables import table
+from benchmarks.cases import Run, add_sizes, row_lengths
+from benchmarks.command import CaseCommand
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, decoder_shape
 from benchmarks.step_turns import OURS, PAIR, STOCK, steps_in_turn
 from benchmarks.workload import Setting, make_tokenizer, random_documents, trainer_arguments
@@ -113,9 +115,7 @@ def _measure_row(run: Run, work: Workload, tokens: int, ga: int, _seconds: float
     }
     arguments = trainer_arguments(Setting("", work.bf16, False), tokens, run.device, run.seed)
     arguments |= {"gradient_accumulation_steps": ga, "logging_strategy": "no"}
-    row = steps_in_turn(
-        PAIR, given, arguments, rounds=run.rounds, warmup=WARMUP, seed=run.seed, host_clock=True
-    )  # fmt: skip
+    row = steps_in_turn(PAIR, given, arguments, rounds=run.rounds, warmup=WARMUP, seed=run.seed, host_clock=True)
     overheads = {name: _overhead(row["sides"][name]) for name in (STOCK, OURS)}
     for name, seconds in overheads.items():
         row["sides"][name]["overhead_seconds"] = summary(seconds)
@@ -125,3 +125,13 @@ def _measure_row(run: Run, work: Workload, tokens: int, ga: int, _seconds: float
 def _overhead(side: Mapping[str, Any]) -> list[float]:
     phases = [side["phase_seconds"][phase]["values"] for phase in OVERHEAD]
     return [sum(parts) for parts in zip(*phases, strict=True)]
+
+
+COMMAND = CaseCommand(
+    case="host_overhead", help=__doc__, rounds=DEFAULTS.rounds, seconds=DEFAULTS.seconds, table=table,
+    record=lambda args, file: measure(Run.of(args, file), tokens=args.tokens),
+    more=partial(add_sizes, threads=1),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(COMMAND.start())

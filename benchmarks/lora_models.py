@@ -1,4 +1,4 @@
-"""Models and text of the LoRA benchmark: public shapes with random weights, LoRA on every projection, and real text."""
+"""Models and text of the training benchmarks: public shapes, random weights, LoRA on every projection, real text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoraModel:
 
     shape: str
     base: str
-    """``bf16``, ``fp32``, ``nf4`` (bitsandbytes, double quantisation) or ``nf4-fp16`` (for devices without bf16)."""
+    """``bf16``, ``fp32`` or ``nf4`` (bitsandbytes, double quantisation)."""
     layers: int | None = None
 
     @property
@@ -40,16 +40,7 @@ class LoraModel:
     @property
     def dtype(self) -> torch.dtype:
         """Of what is not in four bits; 4-bit products are computed in it too."""
-        return {"fp32": torch.float32, "nf4-fp16": torch.float16}.get(self.base, torch.bfloat16)
-
-
-MODELS = {
-    "qwen3-0.6b": LoraModel("qwen3-0.6b", "bf16"),
-    "qwen3-8b": LoraModel("qwen3-8b", "bf16"),
-    "qwen3-14b": LoraModel("qwen3-14b", "nf4"),
-    "small": LoraModel("small", "fp32"),
-}
-"""By the name that ``--model`` takes: the shapes and bases that the case measures."""
+        return torch.float32 if self.base == "fp32" else torch.bfloat16
 
 
 def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, device: str) -> Any:
@@ -62,8 +53,8 @@ def build(model: LoraModel, *, layers: int | None, positions: int, seed: int, de
 
     shape = shape_of(model.shape).cut_to(layers)
     base = build_model(replace(shape, weights=model.dtype), positions=positions, seed=seed, device=device)
-    if model.base.startswith("nf4"):
-        quantise(base, device, model.dtype)
+    if model.base == "nf4":
+        quantise(base, device)
     config = LoraConfig(
         r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
     )
@@ -86,7 +77,7 @@ def shared_copy(model: Any, *, trained: bool = True) -> Any:
     return copy.deepcopy(model, {id(one): one for one in shared})
 
 
-def quantise(model: Any, device: str, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+def quantise(model: Any, device: str) -> None:
     """Replace the projections of the decoder by bitsandbytes' NF4 layers with double quantisation, in place."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -95,7 +86,7 @@ def quantise(model: Any, device: str, compute_dtype: torch.dtype = torch.bfloat1
             if type(child) is not nn.Linear:
                 continue
             layer = Linear4bit(
-                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute_dtype,
+                child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=torch.bfloat16,
                 quant_type="nf4", compress_statistics=True, device="meta",
             )  # fmt: skip
             layer.weight = Params4bit(

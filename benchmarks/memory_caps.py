@@ -2,7 +2,7 @@
 
 A cap limits torch's allocator to what a device of that size leaves beside CUDA's context. The largest row of each cap
 is predicted from rows that are run without one, then run, and one step longer and shorter. Stock trains with gradient
-checkpointing, and with TRL's offload; ours by its plan. Public shapes with random weights, packed rows of documents of
+checkpointing, ours by its plan. Public shapes with random weights, packed rows of documents of
 2,048 tokens. A file of ``--json`` is written after each process, and gone on with by the same command.
 """
 
@@ -31,7 +31,6 @@ PROBES = (2048, 4096, 8192)
 SECONDS = 90.0
 """For the rows of one process; its model is built before."""
 _BUILD_SECONDS = 180.0
-DEFAULT_SIDES = ("stock", "stock_offload", OURS)
 LARGE = tuple(WORKLOADS)[:4]
 
 
@@ -160,7 +159,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES, default_sides=DEFAULT_SIDES,
+    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES,
     seconds=SECONDS, record=measure, table=table, more=add_options,
 )  # fmt: skip
 

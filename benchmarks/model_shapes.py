@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fastpack_trl.errors import UserError, did_you_mean
+from benchmarks.command import known
+from fastpack_trl.errors import UserError
 
 PAD, EOS = 0, 1
 
@@ -67,16 +68,12 @@ def decoder_shape(
 def gpt_oss_fields(experts: int, top: int, window: int, layers: int) -> dict[str, Any]:
     """Return the fields of gpt-oss beside those of a decoder: every second layer sees all."""
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
-    return {
-        "num_local_experts": experts, "num_experts_per_tok": top, "sliding_window": window, "layer_types": kinds,
-    }  # fmt: skip
+    return {"num_local_experts": experts, "num_experts_per_tok": top, "sliding_window": window, "layer_types": kinds}
 
 
 def moe_fields(experts: int, top: int, inner: int) -> dict[str, Any]:
     """Return the fields of Qwen3's mixture of experts beside those of a decoder."""
-    return {
-        "moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": top, "norm_topk_prob": True,
-    }  # fmt: skip
+    return {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": top, "norm_topk_prob": True}
 
 
 _QWEN3 = 151_936
@@ -109,9 +106,7 @@ def shape_of(name: str) -> ModelShape:
     Raises:
         UserError: there is none; names the nearest.
     """
-    if name not in MODELS:
-        raise UserError(f"there is no model {name!r}{did_you_mean(name, MODELS)} (models: {', '.join(MODELS)})")
-    return MODELS[name]
+    return MODELS[known("model", [name], MODELS)[0]]
 
 
 def build_model(shape: ModelShape, *, positions: int, seed: int, device: str) -> Any:

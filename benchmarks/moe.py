@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.attention import document_lengths
-from benchmarks.cases import Pass, Run, row_lengths, summaries
-from benchmarks.command import known
-from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SMALL, STOCK, make_model, routing, saved_bytes, sides
+from benchmarks.case_tables import table
+from benchmarks.cases import Pass, Run, add_sizes, row_lengths, summaries
+from benchmarks.command import CaseCommand, known
+from benchmarks.moe_sides import MODES, OURS, RANK, SHAPES, SIDES, SMALL, STOCK, make_model, routing, saved_bytes
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.result_file import RowTask
 from fastpack_trl.measure.failures import attempt
@@ -77,6 +78,15 @@ def plan(device: str, models: Sequence[str], tokens: Sequence[int], layers: int 
     return rows
 
 
+def document_lengths(tokens: int, seed: int) -> tuple[int, ...]:
+    """Draw lengths around `MEAN_DOCUMENT` (half of it off at most) that fill a row of `tokens`; the last one is cut."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, int(random.integers(MEAN_DOCUMENT // 2, MEAN_DOCUMENT * 3 // 2 + 1))))
+    return tuple(lengths)
+
+
 def measure(
     run: Run = DEFAULTS, *, rows: Sequence[str] | None = None, tokens: Sequence[int] | None = None,
     layers: int | None = None,
@@ -116,9 +126,7 @@ class Subject:
     inputs: tuple[Tensor, ...]
     facts: Mapping[str, Any]
 
-    def run(
-        self, enter: Callable[[nn.Module], AbstractContextManager[Any]], device: str
-    ) -> tuple[Pass, Tensor]:  # fmt: skip
+    def run(self, enter: Callable[[nn.Module], AbstractContextManager[Any]], device: str) -> tuple[Pass, Tensor]:
         """Run forward and backward under a side's context, gradients from None; return the mean square of the output
         too."""
         with enter(self.model):
@@ -133,9 +141,9 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
     """Compare the sides with stock, then time them."""
     end_at = time.perf_counter() + seconds
     with (_block if row.part == "block" else decoder)(row, run.device, run.seed) as subject:
-        contexts, failed, kept = sides(run.device), {}, {}
+        failed, kept = {}, {}
         gate, reference = {}, None
-        for name, enter in contexts.items():
+        for name, enter in SIDES.items():
             tried, failure = attempt(partial(_gate_pass, subject, enter))
             if tried is None:
                 failed[name] = failure
@@ -146,15 +154,13 @@ def measure_row(row: Row, run: Run, seconds: float) -> dict[str, Any]:
                 gate[name] = max(_difference(a, b) for a, b in zip(values, reference, strict=True))
                 if gate[name] > GATES[SHAPES[row.model].weights]:
                     failed[name] = f"differs from stock by {gate[name]:.2g}, not timed"
-        calls = {name: partial(subject.run, contexts[name], run.device) for name in kept if name not in failed}
+        calls = {name: partial(subject.run, SIDES[name], run.device) for name in kept if name not in failed}
         found, other_load = run.turns(calls, warmup=WARMUP, end_at=end_at, clock=clock_of(run.device))
         out: dict[str, dict[str, Any]] = {name: {"failed": why} for name, why in (failed | found.failed).items()}
         for name, passes in ((name, [one for one, _ in each]) for name, each in found.results.items()):
             times = summaries(passes, run.device)
             rates = median_interval([row.tokens / taken for taken in times["seconds"]["values"]]).to_dict()
-            out[name] = {
-                **times, "tokens_per_second": rates, "saved_bytes": kept[name], "memory": passes[-1].memory
-            }  # fmt: skip
+            out[name] = {**times, "tokens_per_second": rates, "saved_bytes": kept[name], "memory": passes[-1].memory}
         return {
             **subject.facts, "gate": gate, "sides": out, "ratios": _ratios(out), "order": found.order,
             "other_load": other_load,
@@ -213,7 +219,7 @@ def decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
     backbone = text_model(model).base_model
     if row.checkpointing:
         text_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-    batch = PackedBatch.from_lengths(document_lengths(row.tokens, MEAN_DOCUMENT, seed)).to(device)
+    batch = PackedBatch.from_lengths(document_lengths(row.tokens, seed)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     width = int(shape.fields["hidden_size"])
     make = partial(torch.randn, 1, row.tokens, width, generator=generator, dtype=shape.weights, device=device)
@@ -227,3 +233,14 @@ def decoder(row: Row, device: str, seed: int) -> Iterator[Subject]:
 
     with packed_attention(model) as attention:
         yield Subject(model, forward, make(), (embeddings,), {"attention": attention.path})
+
+
+COMMAND = CaseCommand(
+    case="moe", help=__doc__, rows=SHAPES, default_rows=(), rounds=DEFAULTS.rounds,
+    seconds=DEFAULTS.seconds, table=table,
+    record=lambda args, file: measure(Run.of(args, file), rows=args.rows, tokens=args.tokens, layers=args.layers),
+    more=partial(add_sizes, layers=True, threads=1),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(COMMAND.start())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,20 +65,15 @@ def routing(tokens: int, top_k: int, num_experts: int, skewed: bool, seed: int, 
     return ids, weights.softmax(-1)
 
 
-def sides(device: str) -> dict[str, Callable[[nn.Module], AbstractContextManager[Any]]]:
-    """Return a context manager over a model per name; the kernels of others need CUDA."""
-    found: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
-        STOCK: lambda model: contextlib.nullcontext(),
-        OURS: apply_moe,
-    }
-    if device == "cuda":
-        found |= {"sonicmoe": partial(implementation, name="sonicmoe"), "liger": _liger}
-    return found
+SIDES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+    STOCK: lambda model: contextlib.nullcontext(),
+    OURS: apply_moe,
+}
 
 
 @contextlib.contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Run an experts implementation of transformers: ``eager`` (a loop over experts), ``grouped_mm``, ``sonicmoe``."""
+    """Run an experts implementation of transformers: ``eager`` (a loop over experts), ``grouped_mm``."""
     configs = [module.config for module in experts_modules(model).values()]
     before = [config._experts_implementation for config in configs]
     try:
@@ -90,24 +83,6 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, earlier in zip(configs, before, strict=True):
             config._experts_implementation_internal = earlier
-
-
-@contextlib.contextmanager
-def _liger(model: nn.Module) -> Iterator[None]:
-    """Run Liger's fused experts in place of the forward of each module."""
-    from liger_kernel.transformers.swiglu import LigerExperts
-
-    modules = list(experts_modules(model).values())
-    if any(module.is_transposed or module.has_bias for module in modules):
-        raise ValueError("Liger's experts have neither biases nor transposed stacks")
-    for module in modules:
-        module.hidden_dim = module.gate_up_proj.shape[-1]
-        module.forward = types.MethodType(LigerExperts.forward, module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def saved_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from benchmarks import captured, memory_caps
-from benchmarks.by_itself import OPTIMISATIONS
+from benchmarks import memory_caps
 from benchmarks.record_commands import begun, command_of
 from benchmarks.side_by_side import DEFAULT_SIDES, UNSLOTH
 from benchmarks.training_rows import FIRST
-from benchmarks.training_side import OURS, SAME_MEMORY
+from benchmarks.training_side import EAGER, OURS, SAME_MEMORY
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -42,31 +41,24 @@ class Planned:
 
     def command(self, missing: Sequence[tuple[str, str]]) -> str:
         """Return the command of some of the rows and sides."""
-        rows = " ".join(f'"{row}"' if " " in row else row for row in dict.fromkeys(row for row, _ in missing))
-        sides = " ".join(f'"{side}"' if " " in side else side for side in dict.fromkeys(side for _, side in missing))
-        words = {
-            "side_by_side": f"--rows {rows} --sides {sides}", "row_profile": f"--rows {rows} --sides {sides}",
-            "by_itself": f"{self.more} --rows {rows}", "memory_caps": f"{rows} --sides {sides}",
-        }.get(self.case, rows)  # fmt: skip
-        more = self.more if self.case != "by_itself" else ""
-        return " ".join(filter(None, (f"python -m benchmarks.{self.case}", words, more, "--json FILE")))
+        rows, sides = (
+            " ".join(f'"{one}"' if " " in one else one for one in dict.fromkeys(column)).strip()
+            for column in zip(*missing, strict=True)
+        )
+        words = [f"python -m benchmarks.{self.case}", self.more, f"--rows {rows}", f"--sides {sides}" * bool(sides)]
+        return " ".join(filter(None, (*words, "--json FILE")))
 
 
 PLANNED = (
     Planned("side_by_side", "six rows beside stock and stock compiled", FIRST, DEFAULT_SIDES, "--rounds 2"),
     Planned("row_profile", "where the device's time of these rows goes", FIRST, (OURS,)),
-    *(
-        Planned("by_itself", f"the optimisation *{name}* on against off", tuple(one.rows), more=name)
-        for name, one in OPTIMISATIONS.items()
-    ),
     Planned("side_by_side", "without packing: batch 2, accumulation 4", EVERYDAY, DEFAULT_SIDES, "--rounds 2"),
     Planned("side_by_side", "in stock's memory", FIRST, (SAME_MEMORY,), "--rounds 1"),
     Planned("side_by_side", "larger models and long documents", LARGE, DEFAULT_SIDES, "--rounds 1"),
     Planned("side_by_side", "with Liger's kernels", THREE, (LIGER,), "--rounds 1"),
     Planned("side_by_side", "Unsloth", THREE, (UNSLOTH,), "--unsloth PYTHON --rounds 1"),
-    Planned("captured", "a step as one graph, and not", captured.DEFAULT_ROWS),
-    Planned("first_step", "start-up in fp16", ("qwen3-0.6b nf4-fp16 2x4",), more="--steps 20"),
-    Planned("memory_caps", "the largest rows under caps", memory_caps.LARGE, ("stock", "stock_offload", OURS)),
+    Planned("side_by_side", "a step not as one graph", FIRST[-1:], (EAGER,), "--rounds 2"),
+    Planned("memory_caps", "the largest rows under caps", memory_caps.LARGE, ("stock", OURS)),
 )  # fmt: skip
 """For one GPU, from the most to the least worth."""
 PLANNED_CASES = {plan.case for plan in PLANNED}

@@ -11,8 +11,6 @@ FOLDER = "docs/figures"
 KINDS = {
     "first_step": "wall_times",
     "fp8_accuracy": "held_out",
-    "packed_attention": "ratios",
-    "lora": "breakdown",
     "moe": "ratios",
     "side_by_side": "sides",
 }

@@ -14,7 +14,6 @@ from benchmarks import (
     cuda_tests,
     equal_memory,
     fp8_accuracy,
-    fp8_products,
     fp8_steps,
     row_profile,
     shared_prefixes,
@@ -27,9 +26,7 @@ from benchmarks.case_tables import (
     activation_table,
     collator_table,
     host_overhead_table,
-    lora_table,
     moe_table,
-    packed_attention_table,
 )
 from benchmarks.open_list import open_list
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
@@ -149,12 +146,9 @@ def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[s
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "side_by_side": _made(side_table.table),
     "row_profile": _made(row_profile.table),
-    "packed_attention": packed_attention_table,
-    "lora": lora_table,
     "activation_memory": activation_table,
     "first_step": first_step_table,
     "equal_memory": _made(equal_memory.table),
-    "fp8_products": _made(fp8_products.layers_table),
     "fp8_steps": _made(fp8_steps.table),
     "fp8_accuracy": _made(fp8_accuracy.table),
     "moe": moe_table,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks import cuda_tests
-from benchmarks.command import CASES
+from benchmarks.training_side import EAGER, OURS
 
 Record = Mapping[str, Any]
 
@@ -16,9 +16,11 @@ def command_of(record: Record) -> str:
     case = record["case"]
     if case == cuda_tests.CASE:
         return cuda_tests.command(record)
-    options = _OPTIONS[case](record) if case in _OPTIONS else ""
-    begin = f"python -m benchmarks --case {case}" if case in CASES else f"python -m benchmarks.{case}"
-    return " ".join(filter(None, (begin, options, "--json FILE", "--plot PNG" * (case == "fp8_accuracy"))))
+    if case == "captured":  # its records are older than the sides of the other
+        return f'python -m benchmarks.side_by_side --rows {_rows(record)} --sides "{OURS}" "{EAGER}" --json FILE'
+    options = _OPTIONS.get(case)
+    words = (f"python -m benchmarks.{case}", options(record) if options else "", "--json FILE")
+    return " ".join(filter(None, (*words, "--plot PNG" * (case == "fp8_accuracy"))))
 
 
 def begun(record: Record) -> list[Mapping[str, Any]]:
@@ -43,23 +45,8 @@ def _sides(record: Record) -> str:
     return _listed(f'"{row["side"]}"' for row in record["rows"])
 
 
-def _device(record: Record) -> str:
-    return f"--device {record['machine']['device']}"
-
-
-def _packed_attention(record: Record) -> str:
-    return f"--quick --pairs {record['settings']['pairs']} --threads {record['machine']['threads']}"
-
-
-def _lora(record: Record) -> str:
-    tokens = " ".join(str(row["tokens"]) for row in record["rows"])
-    return f"{_device(record)} --model {_models(record)} --tokens {tokens} --pairs {record['settings']['rounds']}"
-
-
 def _moe(record: Record) -> str:
-    machine = record["machine"]
-    threads = "" if machine["device"] == "cuda" else f" --threads {machine['threads']}"
-    return f"{_device(record)} --model {_models(record)} --pairs {record['settings']['rounds']}{threads}"
+    return f"--rows {_models(record)} --rounds {record['settings']['rounds']}"
 
 
 def _memory_caps(record: Record) -> str:
@@ -88,17 +75,11 @@ def _seconds(record: Record) -> str:
 
 
 _OPTIONS: dict[str, Callable[[Record], str]] = {
-    "packed_attention": _packed_attention,
-    "attention": lambda record: "--device cuda",
-    "lora": _lora,
     "moe": _moe,
-    "activation_memory": _device,
-    "host_overhead": _device,
     "by_itself": lambda record: f"{record['settings']['optimisation']}{_seconds(record)}",
     "first_step": lambda record: f"{_rows(record)} --steps {' '.join(map(str, record['settings']['steps']))}",
     "memory_caps": _memory_caps,
     "equal_memory": _rows,
-    "captured": _rows,
     "fp8_steps": lambda record: f"--rows {_rows(record)}",
     "fp8_accuracy": lambda record: f"--pretrain-seconds {record['settings'].get('pretrain_seconds', 60):g}",
     "side_by_side": _side_by_side,

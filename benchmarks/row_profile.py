@@ -36,9 +36,7 @@ _SHOWN, _NAMED = 4, 12
 """Kernels of each kind, and kernels without a kind, that a record names."""
 
 
-def measure_side(
-    row: Mapping[str, Any], side: str, *, seed: int, tflops: float, terabytes: float
-) -> dict[str, Any]:  # fmt: skip
+def measure_side(row: Mapping[str, Any], side: str, *, seed: int, tflops: float, terabytes: float) -> dict[str, Any]:
     """Train one side in this process; return its profile (`profile_of`)."""
     fields: dict[str, Any] = {"cuda_graph": "off"} if SIDES[side].ours else {}
     watched = {**WATCHED, "timed": TIMED, "shapes": True}

@@ -25,18 +25,15 @@ TRAINING = (
 )  # fmt: skip
 """Of a training with `FastSFTTrainer`; ``moe`` too where the model has experts."""
 _TRAININGS = (
-    "captured", "equal_memory", "everyday", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead",
-    "lora", "memory_caps", "packed_attention", "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
+    "equal_memory", "first_step", "fp8_accuracy", "fp8_steps", "host_overhead", "memory_caps",
+    "row_profile", "several_gpus", "shared_prefixes", "side_by_side",
 )  # fmt: skip
 ROOMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_TRAININGS, TRAINING),
     "activation_memory": ("attention", "checkpointing", "kernels", "model", "packing"),
-    "attention": ("attention", "kernels", "model", "packing"),
     "by_itself": ("attention", "checkpointing", "kernels", "model", "moe", "packing"),
     "collator": ("packing",),
-    "fp8_products": ("kernels", "measure"),
     "moe": ("attention", "kernels", "model", "moe", "packing"),
-    "nf4": ("kernels",),
     "preparation": ("packing",),
 }
 """Rooms of the package by case; a case that is not here uses all."""
@@ -63,7 +60,8 @@ def rooms_of(record: Record) -> tuple[str, ...]:
     """Return the rooms of the package that the rows of a record use."""
     if record["case"] == "by_itself":
         return OPTIMISATIONS[record["settings"]["optimisation"]]
-    rooms = ROOMS.get(record["case"]) or tuple(room for room in code_hashes() if room != BENCHMARKS)
+    case = "side_by_side" if record["case"] == "captured" else record["case"]  # which became sides of the other
+    rooms = ROOMS.get(case) or tuple(room for room in code_hashes() if room != BENCHMARKS)
     experts = any(_EXPERTS.search(str(row.get(key))) for row in record["rows"] for key in _NAMES)
     return (*rooms, "moe") if experts and rooms is TRAINING else rooms
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 
 from benchmarks.lora_models import ALPHA, RANK, LoraModel, build, definitions, files
 from benchmarks.model_shapes import build_model, shape_of
-from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.moe.quantised import quantize_experts
 
 LONGEST_DOCUMENT = 2048
@@ -27,8 +24,8 @@ class Row:
     model: str
     tokens: int
     kind: str
-    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks),
-    ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits) or ``nf4-fp16`` (`as_on_a_t4`)."""
+    """``lora`` (bf16 base), ``nf4``, ``full`` (bf16 weights), ``experts`` (LoRA on attention and expert stacks)
+    or ``nf4-experts`` (LoRA on attention, frozen expert stacks in four bits)."""
     layers: int | None = None
     unpacked: tuple[int, int] | None = None
     """Documents of a batch and batches of a step, where rows are not packed; else a packed row is a step."""
@@ -50,14 +47,9 @@ class Row:
             "packing": self.unpacked is None, "max_length": self.tokens,
         }  # fmt: skip
 
-    @property
-    def fp16(self) -> bool:
-        """Whether it trains in fp16 under a loss scaler, as on a device without bf16."""
-        return self.kind == "nf4-fp16"
-
     def precision(self, device: str) -> dict[str, Any]:
         """Return the arguments of `SFTConfig` that say in which dtype it trains."""
-        return {"bf16": device == "cuda" and not self.fp16, "fp16": device == "cuda" and self.fp16}
+        return {"bf16": device == "cuda"}
 
 
 SMALL = Row("small", 512, "lora")
@@ -73,8 +65,7 @@ ROWS = {
         Row("qwen3-8b", 32_768, "lora", whole_files=True), SMALL, Row("small", 512, "lora", unpacked=(2, 4)),
         Row("small", 1024, "lora", whole_files=True), Row("tiny-qwen3", 256, "nf4"), Row("tiny-qwen3", 256, "full"),
         Row("tiny-gpt-oss", 256, "experts"),
-        Row("llama-3.2-1b", 2048, "full"), Row("qwen3-8b", 4096, "nf4"), Row("small", 512, "nf4-fp16", unpacked=(2, 4)),
-        Row("qwen3-0.6b", 1024, "nf4-fp16", unpacked=(2, 4)), Row("qwen3-8b", 1024, "nf4-fp16", unpacked=(2, 4)),
+        Row("llama-3.2-1b", 2048, "full"), Row("qwen3-8b", 4096, "nf4"),
     )
 } | {
     "gpt-oss-20b experts 4096 whole": Row("gpt-oss-20b", 4096, "experts", 24),
@@ -95,14 +86,12 @@ def material(row: Row, device: str, seed: int) -> dict[str, Any]:
     """Return a trainer's model, data, tokenizer and adapters for `row`."""
     model, peft_config = model_of(row, row.tokens, device, seed)
     tokenizer, documents = documents_of(row, int(model.config.get_text_config().vocab_size))
-    return {
-        "model": model, "train_dataset": documents, "processing_class": tokenizer, "peft_config": peft_config,
-    }  # fmt: skip
+    return {"model": model, "train_dataset": documents, "processing_class": tokenizer, "peft_config": peft_config}
 
 
 def model_of(row: Row, positions: int, device: str, seed: int) -> tuple[Any, Any]:
     """Return the model of `row` for rows of up to `positions` tokens, and the adapters that a trainer is to put in."""
-    if row.kind in ("lora", "nf4", "nf4-fp16"):
+    if row.kind in ("lora", "nf4"):
         base = "bf16" if row.kind == "lora" else row.kind
         return build(LoraModel(row.model, base), layers=row.layers, positions=positions, seed=seed, device=device), None
     model = base_of(row, positions, device, seed)
@@ -133,25 +122,3 @@ def documents_of(row: Row, vocabulary: int) -> tuple[Any, Any]:
     if row.whole_files:
         return files(row.tokens * FILE_ROWS, vocabulary, row.tokens)
     return definitions(row.tokens * 120, vocabulary, min(row.tokens, LONGEST_DOCUMENT))
-
-
-@contextlib.contextmanager
-def as_on_a_t4(row: Row) -> Iterator[None]:
-    """Let devices say, for rows in fp16, that their compute capability is 7.5; both sides choose by it."""
-    if not row.fp16:
-        yield
-        return
-    if torch.cuda.is_available():
-        from triton.runtime import driver
-
-        driver.active.get_current_target()  # Triton 3.6 asks the same function: it has to compile for the real device
-    with attribute_set(torch.cuda, "get_device_capability", lambda device=None: (7, 5)):
-        yield
-
-
-def scalable(trainer: Any) -> Any:
-    """Return the trainer, its adapters in fp32 where stock would end in its first step: no kernel unscales bf16."""
-    for parameter in trainer.model.parameters() if trainer.args.fp16 else ():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return trainer

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.training_rows import Row, as_on_a_t4, material, scalable
+from benchmarks.training_rows import Row, material
 from fastpack_trl.bench.run_watch import RunWatch
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.payback import LONG_RUN
 
 OURS, OURS_FP8, SAME_MEMORY = "fastpack", "fastpack, base in FP8", "fastpack (same memory)"
+EAGER = "fastpack, eager"
+"""No step is replayed as a CUDA graph."""
 COMMON = {
     "max_steps": LONG_RUN, "learning_rate": 1e-4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
 }  # fmt: skip
@@ -39,6 +41,7 @@ SIDES = {
     "stock + Liger": Side(fields={"use_liger_kernel": True}),
     SAME_MEMORY: Side(True, {"activation_memory": "checkpoint", "cache_dequantized": "off"}),
     OURS: Side(True),
+    EAGER: Side(True, {"cuda_graph": "off"}),
     OURS_FP8: Side(True, {"frozen_base": "fp8"}),
 }
 
@@ -70,12 +73,11 @@ def train_side(
     trainer: Any = None
     watch = RunWatch(ready=lambda: not side.ours or decided(trainer.fastpack_report.to_dict()), **watched)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        stack.enter_context(as_on_a_t4(row))
         args = kinds[1](
             output_dir=folder, seed=seed, use_cpu=device != "cuda",
             **(COMMON | row.precision(device) | row.arguments | dict(side.fields) | fields),
         )  # fmt: skip
-        trainer = scalable(kinds[0](args=args, callbacks=[watch], **given))
+        trainer = kinds[0](args=args, callbacks=[watch], **given)
         if side.compiled:
             stack.enter_context(compiled_regions(trainer))
         free_memory(device)

@@ -1,4 +1,4 @@
-"""The workload of the step benchmarks: a random Qwen3 on packed documents of random tokens."""
+"""What the step benchmarks train on: arguments of both trainers, packed documents of random tokens, their tokenizer."""
 
 from __future__ import annotations
 
@@ -8,33 +8,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from benchmarks.model_shapes import ModelShape
-
 SPECIAL_TOKENS = ("<pad>", "<eos>")
 SPARE_ROWS = 1  # accelerate's loader fetches one batch ahead
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Qwen3 with random weights."""
-
-    layers: int = 8
-    hidden: int = 256
-    intermediate: int = 768
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 32
-    vocabulary: int = 4000
-
-    @property
-    def public(self) -> ModelShape:
-        """Return it under the names of transformers' configuration."""
-        fields = {
-            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "vocab_size": self.vocabulary, "tie_word_embeddings": True, "attn_implementation": "sdpa",
-        }  # fmt: skip
-        return ModelShape("qwen3", fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +21,7 @@ class Setting:
     gradient_checkpointing: bool
 
 
-PLAIN = Setting("fp32, no checkpointing", bf16=False, gradient_checkpointing=False)
 TRL_DEFAULTS = Setting("TRL defaults: bf16, checkpointing", bf16=True, gradient_checkpointing=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The training data: documents of `shortest` to `longest` tokens (uniform), packed into rows of `tokens`."""
-
-    shape: Shape
-    shortest: int
-    longest: int
-    tokens: tuple[int, ...]
-    settings: tuple[Setting, ...]
-    quick_tokens: tuple[int, ...]
-    """Row lengths under TRL's defaults in a quick run."""
-
-
-CPU = Workload(Shape(), 64, 240, (256, 512, 1024, 2048, 4096, 8192), (PLAIN, TRL_DEFAULTS), (2048, 4096))
-CUDA = Workload(
-    Shape(layers=16, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=32_000),
-    64,
-    1024,
-    (4096, 8192, 16_384, 32_768),
-    (Setting("bf16, no checkpointing", bf16=True, gradient_checkpointing=False), TRL_DEFAULTS),
-    (8192,),
-)
 
 
 def trainer_arguments(setting: Setting, tokens: int, device: str, seed: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ PARSED: dict[str, str] = {
     r"fastpack-trl init": "tests/cli/test_init.py",
     r"fastpack-trl (merge|generate)( .*)?": "needs a run: tests/recipe/test_trained.py and tests/cli/test_init.py",
     r"fastpack-trl convert theirs\.yaml": "tests/recipe/test_foreign.py",
-    r"python -m benchmarks( .*)?": "minutes: tests/benchmarks/ runs each case in small",
+    r"python -m benchmarks\.(?!several_gpus)\w+( .*)?": "minutes: tests/benchmarks/ runs each case in small",
 }
 """Commands of ours that are parsed, and the reason why they do not run here."""
 
@@ -178,7 +179,6 @@ def _args() -> Any:
 
 
 def _imported(module: str, name: str = "") -> Callable[[], Any]:
-    from importlib import import_module
 
     return lambda: getattr(import_module(module), name) if name else import_module(module)
 
@@ -285,13 +285,7 @@ def parsed(line: str) -> None:
     """Parse a command of ours as its own parser does."""
     program, *words = shlex.split(line)
     if program == "python":
-        from argparse import ArgumentParser
-
-        from benchmarks.__main__ import add_arguments
-
-        parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-        add_arguments(parser)
-        parser.parse_args(words[2:])
+        import_module(words[1]).COMMAND.arguments(words[2:])
         return
     command, *rest = words
     if command in METHODS:

@@ -64,8 +64,7 @@ COMMANDS = [
     Misuse("sft --config", "--config needs a YAML file, e.g."),
     Misuse("sft --config absent.yaml", "'absent.yaml' does not exist (looked for"),
     Misuse(
-        "sft --config there/qwen3-8b-lora-8k.yaml",
-        "`fastpack-trl init qwen3-8b-lora-8k` writes qwen3-8b-lora-8k.yaml",
+        "sft --config there/qwen3-8b-lora-8k.yaml", "`fastpack-trl init qwen3-8b-lora-8k` writes qwen3-8b-lora-8k.yaml"
     ),
     Misuse("sft --config {yaml} --config {yaml}", "--config is given 2 times"),
     Misuse("sft --config {yaml} --model Qwen/Qwen3-0.6B", "'--model'; did you mean '--model_name_or_path'?"),

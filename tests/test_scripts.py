@@ -28,7 +28,7 @@ BATCHES = {
 """Script -> the batches that ours runs it with."""
 
 TOLERANCES = {
-    "conversational": BF16,  # TRL's default, autocast to bf16
+    "conversational": BF16  # TRL's default, autocast to bf16
 }
 """Script -> relative tolerance of its figures, where it is not that of fp32."""
 

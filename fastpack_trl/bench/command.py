@@ -126,15 +126,13 @@ def run(args: Namespace) -> int:
     )
 
 
-def report(
-    paths: list[str], out: str | None, more: Callable[[Mapping[str, Any]], list[str]] = lambda record: []
-) -> int:
+def report(paths: list[str], out: str | None) -> int:
     """Write the report of JSON files (`write_report`) and print its name."""
     from fastpack_trl.bench.report import DEFAULT_FOLDER, write_report
 
     if not paths:
         raise UserError("--report has no file: name JSON files of fastpack-trl bench, or a folder with some")
-    first, *pictures = write_report(paths, out or DEFAULT_FOLDER, more)
+    first, *pictures = write_report(paths, out or DEFAULT_FOLDER)
     print(f"\n{first}: tables, and {len(pictures)} plots beside it")
     return 0
 

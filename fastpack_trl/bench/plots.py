@@ -168,7 +168,7 @@ def _bars(
         if sides and len(drawn) + len(sides) <= _MOST_BARS:
             rows.append(replace(row, sides=sides))
             drawn += [(row, side) for side in sides]
-    if not rows or record["case"] == "attention":
+    if not rows:
         return None
     figure, axes, places = lines_of_labels(record, rows, [[side.name for side in row.sides] for row in rows], source)
     return figure, axes, [(row, side, place) for (row, side), place in zip(drawn, places, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,12 @@ HASH_KEY, SOURCE_KEY = "Source-SHA256", "Source"
 """Text chunks of a PNG: sha256 of the JSON file that it was drawn from, and its name."""
 
 
-def write_report(
-    paths: Sequence[str | Path],
-    out: str | Path = DEFAULT_FOLDER,
-    more: Callable[[Mapping[str, Any]], list[str]] = lambda record: [],
-) -> list[Path]:
+def write_report(paths: Sequence[str | Path], out: str | Path = DEFAULT_FOLDER) -> list[Path]:
     """Write ``report.md`` and a PNG per figure into `out`.
 
     Args:
         paths: JSON files of ``fastpack-trl bench --json``, or folders with such files.
         out: folder; made where it does not exist.
-        more: paragraphs of a record that stand before its table.
 
     Returns:
         The files, ``report.md`` first.
@@ -62,7 +57,7 @@ def write_report(
             save(figure, picture, source_of(file))
             pictures.append(picture)
         written += pictures
-        parts.append(markdown(record, file.name, [picture.name for picture in pictures], more(record)))
+        parts.append(markdown(record, file.name, [picture.name for picture in pictures]))
     report = folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [report, *written]
@@ -111,7 +106,7 @@ def source_of(file: Path) -> dict[str, str]:
     return {SOURCE_KEY: file.name, HASH_KEY: hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
-def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (), more: Iterable[str] = ()) -> str:
+def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = ()) -> str:
     """Return one record: facts, a table of every side, what could not be measured, what does not help, its pictures."""
     rows = rows_of(record)
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
@@ -124,7 +119,7 @@ def markdown(record: Mapping[str, Any], name: str, pictures: Iterable[str] = (),
     ]
     notes = dict.fromkeys(f"- {row.label}: {note}" for row in rows for note in row.notes)
     weak = [f"- {weak_line(row, row_ratio)}" for row, row_ratio in no_gain(record)]
-    parts = [f"## {headline(record)}", "\n".join(facts), *more, table_of(rows)]
+    parts = [f"## {headline(record)}", "\n".join(facts), table_of(rows)]
     parts += [_OF_PAIRS] if any(row.ratios for row in rows) else []
     parts += ["No gain, or none that the interval shows:\n\n" + "\n".join(weak)] if weak else []
     parts += ["Not measured:\n\n" + "\n".join(notes)] if notes else []

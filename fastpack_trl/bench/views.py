@@ -11,7 +11,6 @@ from fastpack_trl.measure.intervals import Interval, median_interval
 
 OURS, PLAN = "fastpack", "fastpack_plan"
 NAMES_OF_OURS = (OURS, PLAN, "double_buffer")
-_REASONS = ("failed", "refused", "wrong")
 _NAMES = {
     "stock": "stock",
     "tuned": "stock compiled",
@@ -112,7 +111,7 @@ class RowView:
 
 def rows_of(record: Mapping[str, Any]) -> list[RowView]:
     """Return every timed row of a record, whichever case made it; none of a record that compares losses only."""
-    return [_row(record, row) for row in record["rows"] if {"setting", "tokens"} <= row.keys()]
+    return [_row(row) for row in record["rows"] if {"setting", "tokens"} <= row.keys()]
 
 
 def device_of(record: Mapping[str, Any]) -> str:
@@ -164,13 +163,13 @@ def _work(record: Mapping[str, Any], rows: list[RowView]) -> str:
     return f"{name}, {shown} tokens" if lengths[-1] else name
 
 
-def _row(record: Mapping[str, Any], row: Mapping[str, Any]) -> RowView:
-    found = row.get("sides") or row.get("backends") or {name: row[name] for name in ("stock", OURS) if name in row}
-    reasons = {key: next((f"{side[why]}" for why in _REASONS if side.get(why)), "") for key, side in found.items()}
+def _row(row: Mapping[str, Any]) -> RowView:
+    found = row.get("sides") or {name: row[name] for name in ("stock", OURS) if name in row}
+    reasons = {key: str(side.get("failed") or "") for key, side in found.items()}
     names, tokens = side_names(found), int(row["tokens"])
     notes = [f"skipped: {row['skipped']}"] if row.get("skipped") else []
     return RowView(
-        _setting(record, row),
+        str(row["setting"]),
         tokens,
         tuple(_side(key, names[key], side, tokens) for key, side in found.items() if not reasons[key]),
         tuple(_ratios(row)),
@@ -179,21 +178,8 @@ def _row(record: Mapping[str, Any], row: Mapping[str, Any]) -> RowView:
     )
 
 
-def _setting(record: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    setting, work = str(row["setting"]), record["settings"]
-    if record["case"] == "attention":
-        window = f"window {row['window']}" if row["window"] else "no window"
-        kind = setting.partition(" tokens, ")[2]
-        return f"{row['tokens']:,} tokens, {kind}, {row['documents']} documents, {window}"
-    if record["case"] == "packed_attention" and "layers" in work:  # one model for every row
-        return f"{work['model']}, {work['layers']} layers of {work['hidden']}, {setting}"
-    return setting
-
-
 def _side(key: str, name: str, side: Mapping[str, Any], tokens: int) -> SideView:
-    parts = {part: side[part] for part in ("forward", "backward") if part in side}
-    # The case `attention` has its intervals one level down.
-    halves = {part: float(found.get("seconds", found)["median"]) for part, found in parts.items()}
+    halves = {part: float(side[part]["median"]) for part in ("forward", "backward") if part in side}
     taken = side.get("seconds")  # the case `collator` has a list
     whole = float(median(taken) if isinstance(taken, list) else taken["median"]) if taken else None
     seconds = whole or sum(halves.values()) or None

@@ -280,9 +280,7 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
-        tensors = (
-            "cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels", "loss_mask", "part_bounds",
-        )  # fmt: skip
+        tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels", "loss_mask", "part_bounds")
         converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
         labels, positions = self.labels, self.positions
         if converted["position_ids"] is not self.position_ids:

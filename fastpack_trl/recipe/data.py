@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     Splits = Mapping[str, Dataset | IterableDataset]
 
-BUILDERS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text",
-}  # fmt: skip
+BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}

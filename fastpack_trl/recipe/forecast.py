@@ -166,9 +166,7 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu], precision: str = "bf16")
     return found
 
 
-def predict(
-    arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[Any, Any] | None = None
-) -> Forecast:  # fmt: skip
+def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[Any, Any] | None = None) -> Forecast:
     """Return the model of `arguments` on one kind of GPU; `seen` keeps what other kinds have alike."""
     import torch
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_material import (
-    CPU,
-    assert_as_near_as_dense,
-    attend,
-    dense_attention,
-    make_inputs,
-    prepared,
-)  # fmt: skip
+from attention_material import CPU, assert_as_near_as_dense, attend, dense_attention, make_inputs, prepared  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask

@@ -85,9 +85,7 @@ def test_the_weights_are_as_near_to_float64_as_those_of_stock(family: str, tmp_p
     model, found = tiny_model(family), {}
     before = {name: p.detach().double() for name, p in model.named_parameters()}
     for dtype in (torch.float32, torch.float64):
-        ours, stock = both(
-            tmp_path, model=copy.deepcopy(model).to(dtype), data=prefixed(), fast={}, **SGD, **PACKED
-        )  # fmt: skip
+        ours, stock = both(tmp_path, model=copy.deepcopy(model).to(dtype), data=prefixed(), fast={}, **SGD, **PACKED)
         assert_shared(ours)
         found["ours", dtype], found["stock", dtype] = changes(ours, before), changes(stock, before)
     exact = found["stock", torch.float64]

@@ -153,9 +153,7 @@ def test_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(torch.ops.fastpack.gather_keys.default, (tokens[1], index))
     torch.library.opcheck(torch.ops.fastpack.add_rows.default, (tokens[1].detach(), index[:7], 7))
     keys = [gather_keys(tensor.detach(), index).requires_grad_() for tensor in tokens[1:]]
-    check_operators(
-        "varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7, 0.0)
-    )  # fmt: skip
+    check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7, 0.0))
     heads_first = [tensor.detach().transpose(0, 1)[None].requires_grad_() for tensor in (tokens[0], *keys)]
     check_operators("per_document_attention", (*heads_first, batch.cu_seqlens, sinks, None, 0, SCALE, 0.0, 4, ends_k))
 

@@ -22,9 +22,7 @@ from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import copy_into
 from fastpack_trl.testing import tiny_model
 
-KINDS = {
-    "plain": {}, "window": {"window": 4}, "sinks": {"sinks": True}, "both": {"window": 4, "sinks": True},
-}  # fmt: skip
+KINDS = {"plain": {}, "window": {"window": 4}, "sinks": {"sinks": True}, "both": {"window": 4, "sinks": True}}
 
 
 def tensors_of(tokens: int, *, sinks: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:

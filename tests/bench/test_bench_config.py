@@ -66,10 +66,7 @@ def test_a_yaml_is_measured_with_its_overrides_into_a_file(
     [
         (["--baseline", "tund"], "there is no baseline 'tund'; did you mean 'tuned'"),
         (["--baseline", "compiled"], "did you mean 'stock_compiled'? (baselines: stock, stock_compiled, rebuild)"),
-        (
-            ["--case", "lora"],
-            "no part of the package; in a checkout: python -m benchmarks --case lora",
-        ),
+        (["--case", "lora"], "no part of the package; in a checkout: python -m benchmarks --case lora"),
         (["--report", "x.json"], "--report and --out do not go with --config"),
         (["--device", "cpu"], "--device does not go with --config: use_cpu"),
         (["--ablate", "--isolate"], "--ablate compares fastpack with itself"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pictures import stale_pictures, text_of, write_pictures
-from benchmarks.results_folder import RESULTS, load_results
+from benchmarks.results_folder import load_results
 from fastpack_trl.bench import plots
 from fastpack_trl.bench.report import HASH_KEY, SOURCE_KEY, markdown, source_of, write_report
 from fastpack_trl.bench.views import headline, no_gain, rows_of, side_names
@@ -19,11 +19,9 @@ from fastpack_trl.cli.main import main
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A record with one row, the longest."""
-    record = json.loads(next(RESULTS.glob("lora_cuda_*14b.json")).read_text())
-    del record["rows"][:-1]
+    """A record with one row: QLoRA of a 14B model on an H200, two sides of ours, one of them slower than compiled."""
     file = tmp_path_factory.mktemp("results") / "lora_cuda_one-row.json"
-    file.write_text(json.dumps(record))
+    file.write_text((Path(__file__).parent / "one_row.json").read_text())
     return file
 
 
@@ -40,17 +38,15 @@ def test_every_result_has_a_view_with_its_own_figures(name: str) -> None:
     if record["case"] in (*own_table, "fp8_accuracy"):
         assert rows_of(record) == []  # compares losses; simulates; a process per side
         return
-    timed = [row for row in record["rows"] if "tokens" in row]  # beside them, fp8_products has errors and parts
+    timed = [row for row in record["rows"] if "tokens" in row]
     for row, view in zip(timed, rows_of(record), strict=True):
         assert view.tokens == row["tokens"]
         for side in view.sides:
-            stored = (row.get("sides") or row.get("backends") or row)[side.key]
+            stored = (row.get("sides") or row)[side.key]
             if "tokens_per_second" in stored:
                 assert side.rate == stored["tokens_per_second"]["median"]
             if isinstance(stored.get("seconds"), dict):
                 assert side.seconds == stored["seconds"]["median"]
-            if "backends" in row:
-                assert side.phases["forward"] == stored["forward"]["seconds"]["median"]
 
 
 def test_report_has_the_medians_of_the_file_and_its_plots(lora: Path, record: dict[str, Any], tmp_path: Path) -> None:
@@ -155,7 +151,7 @@ def test_a_row_that_does_not_help_is_found_by_its_interval(record: dict[str, Any
 def test_a_picture_of_another_version_of_its_file_is_found_out(
     lora: Path, record: dict[str, Any], tmp_path: Path
 ) -> None:
-    source, folder = tmp_path / "results", tmp_path / "figures"
+    source, folder, record = tmp_path / "results", tmp_path / "figures", record | {"case": "moe"}
     source.mkdir()
     (source / lora.name).write_bytes(lora.read_bytes())
     (picture,) = write_pictures({lora.name: record}, source, folder)

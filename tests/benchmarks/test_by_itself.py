@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import by_itself_metadata, by_itself_routing
-from benchmarks.arithmetic import (
-    Saved,
-    metadata_saved,
-    published_checks,
-    reload_saved,
-    routing_saved,
-    sound,
-)
+from benchmarks.arithmetic import Saved, metadata_saved, published_checks, reload_saved, routing_saved, sound
 from benchmarks.by_itself import COMMAND, OPTIMISATIONS, PUBLISHED, ROWS, table
 from benchmarks.by_itself_row import Pass, row_of
 from fastpack_trl.measure.timing import WallClock

@@ -8,8 +8,8 @@ import subprocess
 import forks
 import torch
 
-from benchmarks.__main__ import table
 from benchmarks.activation_memory import CHECKPOINT, OURS, SIDES, SINGLE, Batch, different, measure, side
+from benchmarks.case_tables import table
 from benchmarks.cases import Run
 from benchmarks.lora_models import LoraModel, build
 from fastpack_trl.checkpointing.activation_memory import checkpointable_layers

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import __main__ as command
 from benchmarks import moe, moe_sides, readme
+from benchmarks.case_tables import table
 from benchmarks.cases import Run
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.moe.layout import experts_modules
@@ -40,7 +40,7 @@ def test_decoder_row_of_the_cpu_and_its_table(tiny: str) -> None:
     assert (row["part"], row["mode"], row["attention"]) == ("decoder", "lora", "per_document")
     assert set(row["sides"]) == {"stock", "fastpack"}
     assert row["ratios"]["stock"]["saved_bytes"] > 1
-    text = command.table(record)
+    text = table(record)
     assert "2 decoder layers without the head, lora r=16, float32" in text
     assert "MiB kept for backward" in text
     json.dumps(record)
@@ -60,7 +60,7 @@ def test_checkpointed_decoder_sorts_once_per_layer(tiny: str, monkeypatch: pytes
         reports.append(moe_sides.apply_moe(model, check_plans=True))
         return reports[-1]
 
-    monkeypatch.setattr(moe, "sides", lambda _device: {**moe_sides.sides("cpu"), "fastpack": noted})
+    monkeypatch.setitem(moe_sides.SIDES, "fastpack", noted)
     row = moe.Row("decoder", tiny, 2, "lora", 40, checkpointing=True)
     found = moe.measure_row(row, Run(rounds=1), 60.0)
     assert not any("failed" in side for side in found["sides"].values())
@@ -76,7 +76,7 @@ def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch
         yield
         module.down_proj.data.copy_(before)
 
-    monkeypatch.setattr(moe, "sides", lambda _device: {**moe_sides.sides("cpu"), "wrong": wrong})
+    monkeypatch.setitem(moe_sides.SIDES, "wrong", wrong)
     found = moe.measure_row(moe.Row("block", tiny, 1, "frozen", 40), Run(rounds=1), 60.0)
     assert "differs from stock by" in found["sides"]["wrong"]["failed"]
     assert "seconds" in found["sides"]["fastpack"]
@@ -85,7 +85,7 @@ def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch
 def test_readme_table_of_a_record(tiny: str) -> None:
     text = readme.numbers({"moe.json": _run(tiny)})
     assert "| tiny, 2 decoder layers without the head, lora r=16, float32" in text
-    assert "`python -m benchmarks --case moe --device cpu --model tiny --pairs 2 --threads 1 --json FILE`" in text
+    assert "`python -m benchmarks.moe --rows tiny --rounds 2 --json FILE`" in text
 
 
 def test_plan_of_cuda_names_every_configuration() -> None:

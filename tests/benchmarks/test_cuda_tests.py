@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cuda_tests import main, run_tests, said
+from benchmarks.cuda_tests import COMMAND, run_tests, said
 from benchmarks.readme import numbers
 from benchmarks.stale import rooms_of
+from fastpack_trl.errors import UserError
 from fastpack_trl.measure.code_hash import BENCHMARKS, code_hashes
 from fastpack_trl.measure.record import make_record
 
@@ -53,6 +54,6 @@ def test_each_test_is_counted_once_and_failures_and_skips_are_named(tmp_path: Pa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_there_is_no_record(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="torch sees no CUDA device here; make test runs the rest"):
-        main(["--json", str(tmp_path / "tests.json")])
+    with pytest.raises(UserError, match="torch sees no CUDA device here; make test runs the rest"):
+        COMMAND.main(["--json", str(tmp_path / "tests.json")])
     assert not (tmp_path / "tests.json").exists()

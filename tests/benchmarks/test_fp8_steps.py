@@ -13,12 +13,8 @@ from fastpack_trl.lora import frozen_base
 
 
 def record_of(loaded: Any, fp8: Any) -> dict[str, Any]:
-    rows = [
-        {"row": "a row", "side": side, "round": 0, **found} for side, found in ((OURS, loaded), (OURS_FP8, fp8))
-    ]  # fmt: skip
-    return {
-        "case": "fp8_steps", "rows": rows, "machine": {"device": "cuda", "gpu": "X"}, "versions": {"torch": "2"},
-    }  # fmt: skip
+    rows = [{"row": "a row", "side": side, "round": 0, **found} for side, found in ((OURS, loaded), (OURS_FP8, fp8))]
+    return {"case": "fp8_steps", "rows": rows, "machine": {"device": "cuda", "gpu": "X"}, "versions": {"torch": "2"}}
 
 
 def run(seconds: float, **more: Any) -> dict[str, Any]:

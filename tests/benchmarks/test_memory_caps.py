@@ -14,15 +14,7 @@ import torch
 
 from benchmarks import caps_side, memory_caps
 from benchmarks.caps_search import MULTIPLE, Curve, largest_row
-from benchmarks.caps_side import (
-    BEFORE_LONG,
-    DEEPEST,
-    LONG,
-    OURS,
-    STEPS,
-    measure_side,
-    rows_of,
-)
+from benchmarks.caps_side import BEFORE_LONG, DEEPEST, LONG, OURS, STEPS, measure_side, rows_of
 from benchmarks.readme_runs import caps_not_reached
 from fastpack_trl.bench.training_run import OwnProcess
 from fastpack_trl.errors import UserError

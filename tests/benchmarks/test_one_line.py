@@ -14,26 +14,23 @@ from benchmarks.command import in_one_line, record_of
 from benchmarks.results_folder import RESULTS
 from fastpack_trl.cli.main import EXIT_USER_ERROR
 
-OTHER = RESULTS / "nf4_cuda_2026-11-22.json"
+OTHER = RESULTS / "fp8_steps_cuda_2026-11-23.json"
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("benchmarks --case lorra", "there is no case 'lorra'; did you mean 'lora'?"),
+        ("benchmarks --case colator", "there is no case 'colator'; did you mean 'collator'?"),
         ("benchmarks.side_by_side --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.side_by_side --sides unsloth --unsloth /nosuch/python", "'/nosuch/python' is no program"),
-        ("benchmarks.by_itself metdata", "there is no 'metdata'; did you mean"),
+        ("benchmarks.by_itself metdata", "there is no optimisation 'metdata'; did you mean"),
         ("benchmarks.by_itself reload --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.by_itself reload --report /nosuch.json", "'/nosuch.json' cannot be read"),
         ("benchmarks.row_profile --rows nosuch", "there is no row 'nosuch'"),
         ("benchmarks.memory_caps nosuch", "there is no row 'nosuch'"),
-        ("benchmarks.captured nosuch", "there is no row 'nosuch'"),
         ("benchmarks.first_step nosuch", "there is no row 'nosuch'"),
         ("benchmarks.equal_memory", "it needs a CUDA device"),
-        ("benchmarks.fp8_products --model nosuch", "there is no model 'nosuch'"),
-        ("benchmarks.fp8_products", "torch sees no CUDA device, and these shapes are for one: give --model small"),
-        (f"benchmarks.fp8_products --report {OTHER}", "is a record of nf4: name one of fp8_products"),
+        (f"benchmarks.first_step --report {OTHER}", "is a record of fp8_steps: name one of first_step"),
         ("benchmarks.several_gpus", "torch sees 0 CUDA devices, and 2 are needed"),
         ("benchmarks.several_gpus --rows nosuch", "there is no row 'nosuch'"),
     ],
@@ -60,8 +57,8 @@ def test_the_traceback_is_there_for_who_asks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FASTPACK_TRACEBACK", "1")
-    assert in_one_line("name", lambda: record_of("/nosuch.json", "nf4") and 0) == EXIT_USER_ERROR
+    assert in_one_line("name", lambda: record_of("/nosuch.json", "fp8_steps") and 0) == EXIT_USER_ERROR
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("name: error: '/nosuch.json'")
-    assert record_of(str(OTHER), "nf4") == json.loads(OTHER.read_text(encoding="utf-8"))
+    assert record_of(str(OTHER), "fp8_steps") == json.loads(OTHER.read_text(encoding="utf-8"))

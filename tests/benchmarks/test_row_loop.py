@@ -159,7 +159,7 @@ def test_another_commit_or_version_is_another_run(tmp_path: Path) -> None:
 def test_a_file_that_is_no_record_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "thesis.json"
     file.write_text("[1]")
-    assert main(["--case", "attention", "--device", "cpu", "--tokens", "64", "--json", str(file)]) == 2
+    assert main(["moe", "--tokens", "64", "--json", str(file)]) == 2
     assert "is no record of a benchmark" in capsys.readouterr().err
     assert file.read_text() == "[1]"
 

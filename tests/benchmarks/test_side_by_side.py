@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import row_profile, side_by_side, unsloth_run
-from benchmarks.kernel_kinds import (
-    ATTENTION,
-    BASE,
-    EXPERTS,
-    GLUE,
-    HEAD,
-    OPTIMIZER,
-    THIN,
-    Facts,
-    by_kind,
-    launches_of,
-)
+from benchmarks.kernel_kinds import ATTENTION, BASE, EXPERTS, GLUE, HEAD, OPTIMIZER, THIN, Facts, by_kind, launches_of
 from benchmarks.readme_runs import GLANCE, glance
 from benchmarks.row_profile import ENOUGH, profile_of
 from benchmarks.side_by_side import COMMAND

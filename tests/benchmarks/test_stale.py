@@ -25,7 +25,7 @@ from fastpack_trl.measure.record import make_record
 ROOT = Path(__file__).parents[2]
 
 
-def a_record(case: str = "lora", model: str = "qwen3-8b") -> dict[str, Any]:
+def a_record(case: str = "side_by_side", model: str = "qwen3-8b") -> dict[str, Any]:
     return make_record(case=case, settings={}, rows=[{"model": model}], complete=True, threads=1, seed=0)
 
 
@@ -41,12 +41,12 @@ def changed(path: str, text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("path", "text", "case", "model", "stale_room"),
     [
-        ("lora/linear.py", "X = 1\n", "lora", "qwen3-8b", "lora"),
-        ("lora/linear.py", "X = 1\n", "nf4", "qwen3-8b", None),
-        ("lora/linear.py", "# said better\n", "lora", "qwen3-8b", None),
-        ("moe/routing.py", "X = 1\n", "lora", "qwen3-8b", None),
-        ("moe/routing.py", "X = 1\n", "lora", "gpt-oss-20b", "moe"),
-        ("cli/doctor.py", "X = 1\n", "lora", "gpt-oss-20b", None),
+        ("lora/linear.py", "X = 1\n", "side_by_side", "qwen3-8b", "lora"),
+        ("lora/linear.py", "X = 1\n", "collator", "qwen3-8b", None),
+        ("lora/linear.py", "# said better\n", "side_by_side", "qwen3-8b", None),
+        ("moe/routing.py", "X = 1\n", "side_by_side", "qwen3-8b", None),
+        ("moe/routing.py", "X = 1\n", "side_by_side", "gpt-oss-20b", "moe"),
+        ("cli/doctor.py", "X = 1\n", "side_by_side", "gpt-oss-20b", None),
     ],
 )
 def test_a_record_is_stale_once_a_room_that_it_uses_has_other_code(
@@ -70,7 +70,7 @@ def test_what_is_said_is_not_code() -> None:
 
 
 def test_a_record_without_hashes_is_of_older_code() -> None:
-    record = a_record()
+    record = a_record("moe")
     today = record.pop("code")
     record["source"] = {"commit": "0123456789", "modified": False}
     assert reason(record, today) == "of commit 0123456, when records had no hashes of their code"
@@ -137,7 +137,7 @@ def test_every_record_has_rooms_that_exist_and_a_command() -> None:
 
 def test_a_command_names_the_models_that_its_record_has_a_figure_of() -> None:
     assert command_of(load_results()["moe_cuda_2026-11-20_gpt-oss-20b.json"]) == (
-        "python -m benchmarks --case moe --device cuda --model gpt-oss-20b --pairs 7 --json FILE"
+        "python -m benchmarks.moe --rows gpt-oss-20b --rounds 7 --json FILE"
     )
 
 

@@ -28,14 +28,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
 from fastpack_trl.checkpointing import trace
-from fastpack_trl.checkpointing.plan import (
-    Growth,
-    LayerCosts,
-    Level,
-    Planner,
-    checkpointable_layers,
-    layer_levels,
-)
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, Planner, checkpointable_layers, layer_levels
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile

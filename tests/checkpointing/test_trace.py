@@ -15,13 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from fastpack_trl import apply_lora
-from fastpack_trl.checkpointing.plan import (
-    LayerCosts,
-    Level,
-    Planner,
-    checkpointable_layers,
-    layer_levels,
-)
+from fastpack_trl.checkpointing.plan import LayerCosts, Level, Planner, checkpointable_layers, layer_levels
 from fastpack_trl.checkpointing.trace import LiveBytes, Passes, kind_of, trace_levels
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora

@@ -14,10 +14,7 @@ from benchmarks.lora_models import quantise
 from fastpack_trl import apply_lora
 from fastpack_trl.testing import gradients, tiny_model
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"hidden_size": 256, "intermediate_size": 512}
 
 

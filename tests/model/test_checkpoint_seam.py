@@ -16,13 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.model.checkpoint_seam import (
-    CHECKPOINT,
-    Nesting,
-    checkpoint_wrapped,
-    layer_keywords,
-    stock_checkpoint,
-)
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 
 
 class Layer(GradientCheckpointingLayer):

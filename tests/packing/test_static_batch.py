@@ -22,9 +22,7 @@ from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.testing import count_host_syncs
 
-TENSORS = (
-    "position_ids", "seq_idx", "cu_seqlens", "loss_positions", "loss_labels", "loss_mask", "part_bounds",
-)  # fmt: skip
+TENSORS = ("position_ids", "seq_idx", "cu_seqlens", "loss_positions", "loss_labels", "loss_mask", "part_bounds")
 
 
 def assert_says_the_same(static: StaticInputs, inputs: Any) -> None:

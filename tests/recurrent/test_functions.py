@@ -108,9 +108,7 @@ def conv_exact(x: Tensor) -> Tensor:
     return F.silu(conv_reference(x, weight, weight[:, 0]))
 
 
-NEXT, KIMI, FALCON = (
-    vars(module) for module in (modeling_qwen3_next, modeling_kimi_linear, modeling_falcon_h1)
-)  # fmt: skip
+NEXT, KIMI, FALCON = (vars(module) for module in (modeling_qwen3_next, modeling_kimi_linear, modeling_falcon_h1))
 CASES = {
     "torch_chunk_gated_delta_rule": Case(NEXT["torch_chunk_gated_delta_rule"], delta, delta_exact,
                                          partial(delta_arguments, kimi=False)),

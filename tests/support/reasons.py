@@ -39,12 +39,7 @@ FUNCTIONS = {
     "moe/apply.py": ["_reason_for_stock"],
     "moe/layout.py": ["not_covered"],
     "moe/lora.py": ["_reason_for_peft"],
-    "checkpointing/activation_memory.py": [
-        "_plan",
-        "_conflicts",
-        "_why_not",
-        "go_deeper",
-    ],
+    "checkpointing/activation_memory.py": ["_plan", "_conflicts", "_why_not", "go_deeper"],
     "run/budget.py": ["largest_row", "budget_bytes"],
     "checkpointing/streams.py": ["_pin", "_page"],
     "checkpointing/offloader.py": ["_fetch_before", "keeps_on_device"],

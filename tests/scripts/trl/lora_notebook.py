@@ -7,11 +7,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 dataset = load_dataset("json", data_files="data/messages.jsonl", split="train")
-model = AutoModelForCausalLM.from_pretrained(
-    "models/qwen3",
-    attn_implementation="sdpa",
-    dtype=torch.float32,
-)
+model = AutoModelForCausalLM.from_pretrained("models/qwen3", attn_implementation="sdpa", dtype=torch.float32)
 trainer = SFTTrainer(
     model=model,
     args=SFTConfig(

@@ -1,0 +1,83 @@
+"""Packing metadata and masks made again in each layer, as the baseline `rebuild` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_material import make_row, separate, snapshot
+from torch import Tensor
+
+from fastpack_trl.attention.dense import dense_mask
+from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of, rebuild_per_layer
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_rebuilt_metadata_and_masks_equal_those_of_the_batch() -> None:
+    batch = PackedBatch.from_lengths((9, 1, 14, 6))
+    cu_seqlens, lengths, longest = metadata_of(batch.position_ids)
+    assert torch.equal(cu_seqlens, batch.cu_seqlens)
+    assert (tuple(lengths.tolist()), longest) == (batch.seq_lengths, batch.max_seqlen)
+    for window in (None, 5):
+        assert torch.equal(dense_mask_of(lengths, window), dense_mask(batch, window, CPU))
+
+
+def step(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    logits = model(input_ids=ids, position_ids=batch.position_ids, use_cache=False).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt_oss"])
+def test_rebuild_computes_what_separate_documents_do_and_restores_the_model(family: str, checkpointing: bool) -> None:
+    model = tiny_model(family)
+    ids, _, batch = make_row()
+    expected_loss, expected = separate(model, ids, batch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    before, stock = snapshot(model), step(model, ids, batch)
+    with rebuild_per_layer(model):
+        loss, grads = step(model, ids, batch)
+    assert abs(loss - expected_loss) <= 1e-5
+    assert_gradients_close(grads, expected)
+    assert snapshot(model) == before
+    again = step(model, ids, batch)
+    assert again[0] == stock[0]
+    if family != "gpt_oss":  # whose stock lets documents see each other
+        assert abs(loss - stock[0]) <= 1e-5
+        assert_gradients_close(grads, stock[1])
+    with pytest.raises(RuntimeError, match="in the step"), rebuild_per_layer(model):
+        raise RuntimeError("in the step")
+    assert snapshot(model) == before
+
+
+def test_rebuild_happens_in_every_layer_and_again_in_the_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack_trl.bench import rebuild
+
+    calls: list[int] = []
+
+    def counted(position_ids: Tensor) -> Any:
+        calls.append(1)
+        return metadata_of(position_ids)
+
+    monkeypatch.setattr(rebuild, "metadata_of", counted)
+    model = tiny_model("qwen3")
+    ids, _, batch = make_row()
+    with rebuild_per_layer(model):
+        step(model, ids, batch)
+        assert len(calls) == 2
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        step(model, ids, batch)
+    assert len(calls) == 2 + 4
+
+
+def test_rebuild_refuses_what_the_interface_does_not_reach() -> None:
+    with pytest.raises(ValueError, match="falcon"), rebuild_per_layer(tiny_model("falcon")):
+        pass
