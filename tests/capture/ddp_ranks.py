@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from captured_material import At, assert_same_run, build, weights
+from accelerate.utils import DDPCommunicationHookType
 from ranks import leave
 from replayed_graphs import TapeDevice
-from torch.nn.parallel import DistributedDataParallel
 from trainer_material import make_dataset
+from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import ddp, feature
 from fastpack_trl.capture.decision import EAGER_STEPS
 
-FOLDER = Path(sys.argv[1])
+FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 LORA = {"init_lora_weights": False}
 STEPS = 8
 
@@ -91,17 +93,158 @@ def captured() -> None:
         accumulated | {"fast": {"merge_accumulation": "on"}},
         {"family": "qwen3_moe", "fast": {"merge_accumulation": "off"}, "gradient_accumulation_steps": 2},
         {"ddp_find_unused_parameters": False, "max_steps": -1, "num_train_epochs": 1, **accumulated},
-        {"lora": False, "model_init_kwargs": None},  # gradients of all weights, which are few here
+        {"lora": False},  # gradients of all weights, which are few here
     ):
         ours, _ = both(**options)
         replays = ours.device_log.count("replay")
-        print(options, replays, ours.state.global_step, line(ours), flush=True)
         assert replays >= ours.state.global_step - EAGER_STEPS - 3, ours.device_log
         assert line(ours).path == "captured", line(ours)
 
 
-CASES: dict[str, Callable[[], None]] = {"captured": captured}
+class Collectives(TrainerCallback):
+    """Profiles the steps from `first` on: the collectives of the run's own group, each with the elements that it has."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.steps = first, []  # type: ignore[var-annotated]
+        self._profile: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.first:
+            self._profile = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+            )
+            self._profile.start()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        events = [event for event in self._profile.events() if event.name.startswith("gloo:")]
+        events.sort(key=lambda event: event.time_range.start)
+        self.steps.append([(event.name, str(event.input_shapes)) for event in events])
+        self._profile = None
+
+
+def order() -> None:
+    """From the third step on one broadcast of buffers, as DDP's, and one all-reduce; whatever a rank runs, and records.
+
+    The map of used parameters goes with DDP's own reduction.
+    """
+    counts = {}
+    for setting in ("off", "on"):
+        seen = Collectives(1)
+        fail = {"fail": (lambda number: RuntimeError("no graph")) if RANK else lambda number: None}
+        trainer = run(setting, callbacks=lambda seen=seen: [seen], gradient_accumulation_steps=2, device=fail)
+        size = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+        assert len(seen.steps) == STEPS - 1
+        expected = [("gloo:broadcast", "[[8]]"), ("gloo:all_reduce", f"[[{size}]]")]
+        counts[setting] = [step == expected for step in seen.steps]
+        assert all(set(expected) <= set(step) for step in seen.steps), seen.steps
+        trained = weights(trainer)
+    assert counts == {"off": [False] * (STEPS - 1), "on": [False] + [True] * (STEPS - 2)}, counts
+    assert ("replay" in trainer.device_log) == (RANK == 0)
+    assert_alike(trainer)
+    assert trained
+
+
+def one_fails() -> None:
+    """A rank whose recording fails runs eager from there on, the other one replays: gradients are those of DDP."""
+    fails = RANK == 1
+    for options in ({}, {"gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}):
+        device = {"fail": lambda number: RuntimeError("an operation is not permitted") if fails else None}
+        ours, _ = both(device=device, **options)
+        said = line(ours)
+        assert (said.path == "eager") == fails, said
+        assert not fails or "an operation is not permitted" in said.reason
+        assert ("replay" in ours.device_log) != fails
+
+
+def one_lacks_memory() -> None:
+    """A micro-step of one rank runs out of memory, before or with the last of a step, and is run again there."""
+    for failing in (2, 3):
+        left = [failing if RANK else -1]
+
+        def after_replay(_: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no memory is left")
+
+        options = {"gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}
+        ours, _ = both(device={"after_replay": after_replay}, **options)
+        said = line(ours)
+        assert (said.path == "eager") == bool(RANK), said
+        assert not RANK or "a step ran out of memory beside the graphs" in said.reason
+
+
+def hook_of(rank: int) -> Callable[..., None]:
+    def add(model: Any, **_: Any) -> None:
+        if RANK == rank:
+            model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+
+    return add
+
+
+def one_changes() -> None:
+    """A hook that one rank gets: before the ranks agree all stay with DDP, later that rank alone runs eager."""
+    ours, _ = both(callbacks=lambda: [At(1, hook_of(1))])
+    assert line(ours).path == "eager"
+    reason = "hook" if RANK else "rank 1: micro-steps run eager"
+    assert reason in line(ours).reason, line(ours)
+    assert "replay" not in ours.device_log
+    ours, _ = both(callbacks=lambda: [At(5, hook_of(0))])
+    assert "replay" in ours.device_log
+    assert line(ours).path == ("captured" if RANK else "eager")
+
+
+def buffers() -> None:
+    """Buffers are those of the first rank in each step, as under DDP; none where that is switched off."""
+
+    def edit(model: Any, **_: Any) -> None:
+        model.get_decoder().rotary_emb.inv_freq.mul_(1 + RANK)
+
+    logs = []
+    for options in ({}, {"ddp_broadcast_buffers": False}):
+        ours, _ = both(callbacks=lambda: [At(5, edit)], **options)
+        assert "replay" in ours.device_log
+        logs.append([entry["loss"] for entry in ours.state.log_history if "loss" in entry])
+    assert logs[0][:5] == pytest.approx(logs[1][:5])
+    assert logs[0][5:] != pytest.approx(logs[1][5:])
+
+
+def refused() -> None:
+    """What does not fit is named, in every rank, and DDP reduces as ever."""
+
+    def of_ddp(name: str, value: Any) -> Callable[[Any], None]:
+        return lambda trainer: setattr(trainer.accelerator.ddp_handler, name, value)
+
+    def unused(trainer: Any) -> None:
+        trainer.model.base_model.model.unused = torch.nn.Parameter(torch.ones(3))
+
+    for prepare, options, reason in (
+        (of_ddp("comm_hook", DDPCommunicationHookType.FP16), {}, "DDP has a communication hook"),
+        (of_ddp("gradient_as_bucket_view", True), {}, "gradient_as_bucket_view"),
+        (None, {"ddp_static_graph": True, "ddp_find_unused_parameters": False}, "ddp_static_graph"),
+        (unused, {}, "base_model.model.unused has no gradient"),
+    ):
+        ours, _ = both(prepare=prepare, **options)
+        assert reason in line(ours).reason, line(ours)
+        assert line(ours).path == "eager"
+        assert "replay" not in ours.device_log
+    for prepare, reason in (
+        (lambda trainer: hook_of(0)(trainer.model), "hook" if RANK == 0 else "rank 0: "),
+        (lambda trainer: None, "gradients of 0.0 GiB are reduced beside the backward pass"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=reason):
+            patch.setattr(ddp, "_MOST_BYTES", 0 if "GiB" in reason else 1 << 30)
+            run("on", prepare=prepare)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "captured": captured, "order": order, "one fails": one_fails, "one lacks memory": one_lacks_memory,
+    "one changes": one_changes, "buffers": buffers, "refused": refused,
+}  # fmt: skip
 
 if __name__ == "__main__":
-    CASES[sys.argv[2]]()
+    for case in sys.argv[2].split(","):
+        CASES[case]()
     leave()
