@@ -1,8 +1,8 @@
-"""Gradients of several processes under DDP, reduced at once after the last micro-step, so that none has to wait in one.
+"""Gradients of several processes under DDP, reduced at once after the last micro-step of an optimizer step.
 
-DDP reduces inside of the backward pass, where a recording would have to hold the reductions, and every process to replay
+DDP reduces inside of the backward pass: a recording would hold the reductions, and all processes would have to replay
 at the same time. Here each micro-step, eager, recorded or replayed, runs under ``model.no_sync()``, from a step on that
-all processes agree on; then one all-reduce per dtype follows. So what a process runs its rows by is its own affair.
+all processes agree on; then one all-reduce per dtype follows. So how a process runs its rows is its own affair.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _reasons_of_step(run: Run) -> Iterator[object]:
 
 def _reasons_of_layers(run: Run) -> Iterator[object]:
     """Yield why forward and backward of the layers of a model are not recorded, whatever its trainer."""
-    trainer, args, model = run.trainer, run.args, run.model
+    args, model = run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
     yield run.refuses_static(Bucket(1, 1, 1, 1))
     yield run.is_sharded and SHARDED
