@@ -53,7 +53,7 @@ BUDGETS = {
     "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
-    "capture": 1550,
+    "capture": 1750,
     "checkpointing": 2200,
     "cli": 1250,
     "compile": 900,
@@ -272,7 +272,7 @@ def test_one_training_step_is_overridden() -> None:
     ]
     assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
     parts = [inspect.signature(part).parameters for part in STEP]
-    assert [list(part) for part in parts] == [["run", "following", "model", "inputs", "num_items_in_batch"]] * 4
+    assert [list(part) for part in parts] == [["run", "following", "model", "inputs", "num_items_in_batch"]] * len(STEP)
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:
