@@ -110,8 +110,14 @@ class Probe:
         if text_model(self.model).can_generate():
             logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
             return logits
-        hidden: Tensor = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
-        return hidden @ token_table(self.model).weight.to(hidden.dtype).T
+        hidden: Tensor
+        if units(self.model):
+            hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
+        else:
+            hidden = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        weight: Any = token_table(self.model).weight
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return hidden @ weight.detach().to(hidden.dtype).T
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fastpack_trl.attention.flash_attention import missing
+from fastpack_trl.bench.learner import learner_alone
+from fastpack_trl.bench.parity import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.recipe.methods import SFT, Method
@@ -32,12 +34,29 @@ class SideRecipe:
         trainer_class, config_class: what `build` is asked for.
         changes: fields of the configuration that make it this side.
         around: entered in the thread that trains, before `train`; yields the name of the path.
+        compares: what the gate compares, `LOSS` or `GRADIENT_NORM`.
+        made_up: what is not the run's own.
     """
 
     trainer_class: Any
     config_class: Any
     changes: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[Any], AbstractContextManager[str]] = _as_built
+    compares: str = LOSS
+    made_up: str = ""
+
+    def of_the_learner(self) -> SideRecipe:
+        """Return this recipe for a trainer that generates, whose learner alone is timed.
+
+        Its loss is of advantages, which sum to zero, times ratios of the model to itself, which are one.
+        """
+
+        @contextlib.contextmanager
+        def around(trainer: Any) -> Iterator[str]:
+            with learner_alone(trainer), self.around(trainer) as path:
+                yield path
+
+        return replace(self, around=around, compares=GRADIENT_NORM, made_up="completions and rewards")
 
 
 def recipe_of(name: str, method: Method = SFT) -> SideRecipe:
@@ -53,13 +72,14 @@ def recipe_of(name: str, method: Method = SFT) -> SideRecipe:
     """
     stock, ours = method.of_trl, method.classes
     liger = {} if liger_missing("cuda" if torch.cuda.is_available() else "cpu") else {"use_liger_kernel": True}
-    return {
+    recipe = {
         STOCK: SideRecipe(*stock),
         TUNED: SideRecipe(*stock, liger, _tuned),
         REBUILD: SideRecipe(*stock, {}, _rebuilt),
         OURS: SideRecipe(*ours, SAME_CHECKPOINTS),
         PLANNED: SideRecipe(*ours),
     }[name]
+    return recipe.of_the_learner() if method.scores_rewards else recipe
 
 
 def liger_missing(device: str) -> str:

@@ -77,8 +77,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--config",
         metavar="FILE",
-        help="a YAML of `fastpack-trl sft`, `dpo`, `reward` or `kto` (--trainer NAME says "
-        "which, if its keys do not): stock and fastpack on its model and data",
+        help="a YAML of `fastpack-trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` "
+        "(--trainer NAME says which, if its keys do not): stock and fastpack on its model and data; of grpo and rloo "
+        "the learner alone, on made-up completions",
     )
     add(
         "--baseline",
@@ -209,11 +210,8 @@ def _record(args: Namespace, folder: str, file: ResultFile | None) -> dict[str, 
     # A wrong name or value is said before anything is loaded.
     arguments = short_run_arguments(args.config, folder, *flags)
     training = arguments.training
-    if arguments.method.scores_rewards:
-        raise UserError(
-            f"bench compares steps on the same rows, and {arguments.method.command} generates its own: time whole "
-            "runs, with and without FASTPACK_DISABLE=1"
-        )
+    if getattr(training, "use_vllm", False):
+        raise UserError("bench times the learner alone, on made-up completions: give --use_vllm False")
     if arguments.method is not SFT and (args.ablate or "rebuild" in (args.baseline or ())):
         raise UserError(f"--ablate and the baseline rebuild are of `sft`: this YAML is for {arguments.method.command}")
     sides = [*dict.fromkeys(BASELINES[name] for name in args.baseline or [baselines.STOCK]), baselines.OURS]

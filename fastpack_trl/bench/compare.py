@@ -249,9 +249,11 @@ class _Row:
         """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's."""
         first, *others = [name for name in self.sides if name in steps] or [""]  # the reference, first in turn or not
         for name in others:
-            found = {each: (steps[each].digest, steps[each].loss) for each in (first, name)}
-            dtype = self.sides[first].dtype
-            reason = disagreement(number, found, self.plan, dtype=dtype, dropout=self._dropout, subject=self.subject)
+            found = {each: self.sides[each].compared(steps[each]) for each in (first, name)}
+            dtype, figure = self.sides[first].dtype, self.sides[first].recipe.compares
+            reason = disagreement(
+                number, found, self.plan, dtype=dtype, dropout=self._dropout, figure=figure, subject=self.subject
+            )
             if reason:
                 self._drop(name, reason)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastpack_trl.bench.gaps import gap_cells
+from fastpack_trl.bench.parity import GRADIENT_NORM
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.bench.views import side_names
 from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
@@ -53,12 +54,15 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
     batches = f"{count} micro-batch{'es' * (count != 1)} of {row['tokens']:,} tokens per step"
     lengths = f"{documents['shortest']:,} to {documents['longest']:,} tokens, median {documents['median']:,g}"
     out = [row["setting"], f"{batches}; documents of {lengths}", row["isolation"]]
+    if made_up := row.get("made_up"):
+        out.append(f"the learner alone: {made_up} are made up, nothing is generated")
     found = f"largest difference in the timed steps {row['loss_difference']:.1e}"
     if gate is None:
         return [*out, f"losses were not compared before; {found}", ""]
     if row["loss_difference"] > gate["tolerance"]:
         found += ": they drift apart" + (" (dropout draws other numbers)" if gate["dropout"] != "none" else "")
-    agree = f"losses agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {len(gate['steps'])} steps before"
+    figures = "gradient norms" if gate.get("figure") == GRADIENT_NORM else "losses"  # older records do not say
+    agree = f"{figures} agree within {gate['tolerance']:.0e} ({gate['dtype']}) over {len(gate['steps'])} steps before"
     return [*out, f"{agree}; {found}", ""]
 
 

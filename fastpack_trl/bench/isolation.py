@@ -81,9 +81,9 @@ def isolated(
 def _other_steps(parts: Mapping[str, Mapping[str, Any]], name: str, found: Mapping[str, Any], plan: RoundPlan) -> str:
     """Return where a side's tokens or losses are not those of the first one; empty if nowhere. Of ours it is raised."""
     for first, part in list(parts.items())[:1]:
-        judged = {"dtype": part["setting"]["dtype"], "dropout": part["dropout"], "subject": OURS}
+        judged = {"dtype": part["setting"]["dtype"], "dropout": part["dropout"], "figure": part["figure"]}
         for number, (expected, own) in enumerate(zip(part["steps"], found["steps"], strict=False), 1):
-            if reason := disagreement(number, {first: tuple(expected), name: tuple(own)}, plan, **judged):
+            if reason := disagreement(number, {first: tuple(expected), name: tuple(own)}, plan, **judged, subject=OURS):
                 return reason
     return ""
 

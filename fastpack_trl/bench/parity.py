@@ -12,6 +12,8 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.model.patches import attribute_set
 
 FLOAT32_TOLERANCE = 1e-5
+LOSS, GRADIENT_NORM = "loss", "gradient norm"
+"""What is compared; the second where the loss knows little of the model."""
 _DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
 
 
@@ -19,40 +21,48 @@ class LossParityError(UserError):
     """The sides of a comparison do not compute the same: a time would compare different work."""
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest relative difference of two losses that counts as rounding.
+def tolerance(dtype: torch.dtype, figure: str = LOSS) -> float:
+    """Return the largest relative difference of two losses that counts as rounding; of two gradient norms ten times it.
 
     In fp32 (and fp64) 1e-5: the same sums in another order differ by a few units of 6e-8, and the optimizer carries
     them on. In bf16 and fp16 the spacing of their numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): hidden states
     and logits are rounded to half of it in each operation, on both sides, in another order. A difference below says
-    little about packing on a model that was not trained: `fastpack-trl verify` proves that documents do not mix.
+    little about packing on a model that was not trained: `fastpack-trl verify` proves that documents do not mix. A
+    gradient norm has the rounding of the forward pass and of the way back through all layers.
     """
-    return float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
+    of_loss = float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
+    return of_loss if figure == LOSS else 10 * of_loss
 
 
-def check_step(step: int, found: Mapping[str, tuple[str, float]], dtype: torch.dtype | None) -> None:
+def check_step(
+    step: int, found: Mapping[str, tuple[str, float]], dtype: torch.dtype | None, figure: str = LOSS
+) -> None:
     """Check that all sides were given the same micro-batches in a step, and compute the same loss.
 
     Args:
         step: counted from 1.
         found: digest of the tokens (`digest_of`) and loss of each side, the reference first.
         dtype: in which they compute; None where losses may differ.
+        figure: `LOSS`, or what stands for it.
 
     Raises:
         LossParityError: other tokens; a loss further apart than `tolerance`, or not finite. It names both and the step.
     """
     (first, (tokens, expected)), *others = found.items()
-    for name, (own_tokens, loss) in others:
+    for name, (own_tokens, own) in others:
         if own_tokens != tokens:
             raise LossParityError(
                 f"{first} and {name} were given different micro-batches in step {step}: `build` must use the same data "
                 "set, seed and batch size for each trainer, and no random shuffle of its own"
             )
-        apart = abs(loss - expected) / (abs(expected) or 1.0)
-        if dtype is not None and not apart <= tolerance(dtype):  # a NaN is over every bound
+        apart, allowed = (
+            abs(own - expected) / (abs(expected) or 1.0),
+            0.0 if dtype is None else tolerance(dtype, figure),
+        )
+        if dtype is not None and not apart <= allowed:  # a NaN is over every bound
             raise LossParityError(
-                f"the loss of step {step} is {loss!r} with {name} and {expected!r} with {first}: {apart:.1e} apart, "
-                f"allowed are {tolerance(dtype):.0e} in {str(dtype).removeprefix('torch.')}; nothing was timed. "
+                f"the {figure} of step {step} is {own!r} with {name} and {expected!r} with {first}: {apart:.1e} apart, "
+                f"allowed are {allowed:.0e} in {str(dtype).removeprefix('torch.')}; nothing was timed. "
                 "`fastpack-trl verify --model ... --attn off` tells whether stock keeps this model's documents apart; "
                 "without the gate (gate_steps=0) the differences are only recorded"
             )

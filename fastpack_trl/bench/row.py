@@ -44,6 +44,7 @@ def part_of(side: Side, rounds: int, dropout: bool) -> dict[str, Any]:
             } if lengths else {"count": 0},
             "device": side.device.type,
             "peak_flops": peak,
+            "made_up": side.recipe.made_up,
         },
         "figures": {
             **_figures(steps, side.flops, peak, side.extras["profile"]),
@@ -52,8 +53,9 @@ def part_of(side: Side, rounds: int, dropout: bool) -> dict[str, Any]:
             "checkpointing": _checkpointing(trainer, report),
             **side.extras,
         },
-        "steps": [[step.digest, step.loss] for step in side.steps],
+        "steps": [side.compared(step) for step in side.steps],
         "dropout": dropout,
+        "figure": side.recipe.compares,
     }  # fmt: skip
 
 
@@ -146,21 +148,22 @@ def setting_of(trainer: Any, dtype: str) -> dict[str, Any]:
 
 
 def disagreement(
-    step: int, found: Mapping[str, tuple[str, float]], plan: RoundPlan, *, dtype: str, dropout: bool, subject: str
-) -> str:
+    step: int, found: Mapping[str, tuple[str, float]], plan: RoundPlan, *, dtype: str, dropout: bool, figure: str,
+    subject: str,
+) -> str:  # fmt: skip
     """Return where the last side of `found` computes something else than the first; empty if nowhere.
 
     Args:
         step, found: see `check_step`.
         plan: in how many steps losses are compared.
-        dtype, dropout: of the first side.
+        dtype, dropout, figure: of the first side.
         subject: a side of which it is raised.
 
     Raises:
         LossParityError: the side is the subject.
     """
     try:
-        check_step(step, found, getattr(torch, dtype) if step <= plan.checked(dropout) else None)
+        check_step(step, found, getattr(torch, dtype) if step <= plan.checked(dropout) else None, figure)
     except LossParityError as error:
         if list(found)[-1] == subject:
             raise
@@ -174,18 +177,19 @@ def assemble(
     """Return a row of what `part_of` made of each side; the first one's setting is that of all.
 
     Its ``ratios`` are seconds of each other side / seconds of `subject`, round by round: above 1 the subject is faster.
-    Its ``loss_difference`` is the largest relative one of any side from the first, step by step; its ``gate`` has the
-    losses of the steps in which they had to agree, None if there was no gate.
+    Its ``loss_difference`` is the largest relative one of any side from the first, step by step, of losses or of the
+    ``figure`` of its ``gate``, which has those of the steps in which they had to agree; None if there was no gate.
     """
     figures = {name: part["figures"] for name, part in parts.items()}
     first = next(iter(parts))
     seconds = {name: side["seconds"]["values"] for name, side in figures.items()}
     others = [name for name in seconds if name != subject and subject in seconds]
-    losses = [zip(side["losses"], figures[first]["losses"], strict=True) for side in figures.values()]
-    dtype, dropout = parts[first]["setting"]["dtype"], parts[first]["dropout"]
+    compared = [[value for _, value in part["steps"][plan.untimed :]] for part in parts.values()]
+    dtype, dropout, figure = parts[first]["setting"]["dtype"], parts[first]["dropout"], parts[first]["figure"]
     gate = {
         "dtype": dtype,
-        "tolerance": tolerance(getattr(torch, dtype)),
+        "figure": figure,
+        "tolerance": tolerance(getattr(torch, dtype), figure),
         "steps": [
             {name: part["steps"][index][1] for name, part in parts.items()} for index in range(plan.checked(dropout))
         ],
@@ -197,7 +201,9 @@ def assemble(
         "subject": subject,
         "sides": {**figures, **{name: {"failed": reason} for name, reason in failed.items()}},
         "ratios": {name: ratio_summary(seconds[name], seconds[subject]) for name in others},
-        "loss_difference": max(abs(a - b) / (abs(b) or 1.0) for pairs in losses for a, b in pairs),
+        "loss_difference": max(
+            abs(a - b) / (abs(b) or 1.0) for own in compared for a, b in zip(own, compared[0], strict=False)
+        ),
         "gate": gate if len(parts) > 1 and plan.gate_steps else None,
         **more,
     }

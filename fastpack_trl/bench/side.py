@@ -14,6 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fastpack_trl.bench.baselines import SideRecipe
 from fastpack_trl.bench.gaps import step_profile
+from fastpack_trl.bench.parity import GRADIENT_NORM
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
@@ -238,6 +239,11 @@ class Side:
     def close(self) -> None:
         """End the training."""
         self.training.close()
+
+    def compared(self, step: StepFigures) -> tuple[str, float]:
+        """Return what the gate compares of a step: its tokens' digest, and its loss or gradient norm."""
+        norm = step.gradient_norm if self.recipe.compares == GRADIENT_NORM else None
+        return step.digest, step.loss if norm is None else norm  # without clipping there is none
 
     @property
     def dtype(self) -> str:

@@ -111,7 +111,7 @@ class StepWatch(TrainerCallback):
             with named(LABEL + "data"):
                 found, items = batches(*args, **kwargs)
             self.step.spans["data"].append((start, mark()))
-            # Prompts alone, of trainers that generate, are not what the model is given.
+            # Prompts alone, of trainers that generate, are not what the model is given: that is kept at its loss.
             self.step.batches = [batch for batch in found if isinstance(batch, Mapping) and "input_ids" in batch]
             return found, items
 
@@ -128,6 +128,9 @@ class StepWatch(TrainerCallback):
             return loss
 
         def watched_loss(*args: Any, **kwargs: Any) -> Any:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            if "completion_ids" in inputs and "prompt_ids" in inputs:
+                self.step.batches.append(joined(inputs))
             with named(LABEL + "forward"):
                 loss = compute_loss(*args, **kwargs)
             if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):  # a mark would be recorded
@@ -193,6 +196,15 @@ class StepWatch(TrainerCallback):
             tokens=asdict(self.counter.take()),
             memory=memory,
         )
+
+
+def joined(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return prompts and completions of a micro-batch that was generated as the batch that the model is given."""
+    parts = {"input_ids": "ids", "attention_mask": "mask"}
+    return {
+        name: torch.cat([inputs[f"{kind}_{part}"] for kind in ("prompt", "completion")], 1)
+        for name, part in parts.items()
+    }
 
 
 def documents_of(inputs: Mapping[str, Any], pad_token_id: int | None = None) -> tuple[Tensor, list[int]]:

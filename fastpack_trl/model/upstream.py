@@ -173,6 +173,8 @@ TABLE: tuple[Upstream, ...] = (
         "a subclass that overrides its successor is not seen, and gets rows; stock's padded batches of the reference"),
     _used("trl.GRPOTrainer: _buffered_inputs _entropy_bonus_enabled _generate_and_score_completions", "trainers",
         "GRPO and RLOO stop with an error: FASTPACK_DISABLE=1 runs stock"),
+    _used("trl.GRPOTrainer: _generate_single_turn _calculate_rewards _step", "bench",
+        "`bench` cannot make up completions: GRPO and RLOO stop with an error"),
     _used("trl.trainer.utils: FusedCausalLMOutput", "step", "rows of families run as stock pads them"),
     _used("torch.nn.modules.dropout: _DropoutNd", "attention trainers", "shared prefixes and rows of families stop"),
     _used("torch.nn.parallel.DistributedDataParallel: _set_params_and_buffers_to_ignore_for_model", "recipe",

@@ -62,10 +62,19 @@ class Rows:
             self._known = before
 
     def find(self, ids: Any) -> Families | None:
-        """Return the row of padded token ids, or of a view of all of them, unedited since; None where none is known."""
-        for made, families in reversed(self._known):
-            same = isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
-            if same and ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
+        """Return the row of padded token ids, or of a view of all of them, unedited since; None where none is known.
+
+        On the CPU a copy is known too: ``.to("cpu:0")``, the device of a process of several, always makes one.
+        """
+        alike = [
+            (made, families) for made, families in reversed(self._known)
+            if isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
+        ]  # fmt: skip
+        for made, families in alike:
+            if ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
+                return families
+        for made, families in alike:
+            if ids.device.type == "cpu" and made.matches(made.tensor) and torch.equal(ids, made.tensor):
                 return families
         self.missed += bool(self._known)
         return None

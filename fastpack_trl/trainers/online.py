@@ -121,7 +121,7 @@ class _OnlineTrainer(PackedTrainer):
         if len(batches) != window.count or batches[0] is not inputs:
             self.fastpack_report.remark(MERGING, "one by one where micro-batches are not the next of TRL's buffer")
             return None
-        if any(batch.get(name) is not None for batch in batches for name in _IMAGES):
+        if any(map(_has_images, batches)):
             self.fastpack_report.remark(MERGING, "one by one where there are images")
             return None
         if not self._fastpack_has_room(sum(len(batch["prompt_ids"]) for batch in batches)):
@@ -160,7 +160,10 @@ class _OnlineTrainer(PackedTrainer):
         stock: Any = super()
         known: list[tuple[Tensor, Families | str]] = []
         if self._fastpack_entered and self.fastpack_run.packs:
-            known = self._fastpack_families(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
+            if _has_images(kwargs):  # a prompt that is there once would have the pictures of all its copies
+                self.fastpack_report.remark("batches", "as stock pads them where there are images")
+            else:
+                known = self._fastpack_families(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
         self._fastpack_measure(len(input_ids))
         with self._fastpack_knowing(known):
             return stock._get_per_token_logps_and_entropies(
@@ -194,6 +197,10 @@ class _OnlineTrainer(PackedTrainer):
         if ids.device.type != "cuda":
             return found
         return [(own, each if isinstance(each, str) else each.pin_memory()) for own, each in found]
+
+
+def _has_images(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in _IMAGES)
 
 
 def _padded(batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:

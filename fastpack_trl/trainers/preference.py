@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
-from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.families import Families, Pairs
 from fastpack_trl.trainers.packed import PackedTrainer
 from fastpack_trl.trainers.reference import ReferencedTrainer
@@ -31,12 +29,6 @@ class FastRewardTrainer(PackedTrainer, RewardTrainer):
 
     _fastpack_stock = RewardTrainer
     _fastpack_sequences = 2
-
-    def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-        run = self.fastpack_run
-        if run.is_fsdp2 and run.settings.verify_packing != "off":
-            return BatchPlan("stock", "the proof cannot run a classifier under FSDP 2; verify_packing='off' packs")
-        return super()._fastpack_plan(trainer, path, flattens, unproven)
 
     def _fastpack_find(self) -> Callable[..., Families | str] | None:
         pad_token_id = self.model.config.get_text_config().pad_token_id

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.bench.compare import compare, table
-from fastpack_trl.bench.parity import LossParityError, check_step, tolerance, without_dropout
+from fastpack_trl.bench.parity import GRADIENT_NORM, LossParityError, check_step, tolerance, without_dropout
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
@@ -181,6 +181,12 @@ def test_the_tolerance_is_that_of_the_dtype(dtype: torch.dtype, apart: float, pa
     else:
         with pytest.raises(LossParityError, match=f"allowed are {tolerance(dtype):.0e}"):
             check_step(1, losses, dtype)
+    norms = {"stock": ("tokens", 4.0), "fastpack": ("tokens", 4.0 * (1 + 10 * apart))}
+    if passes:
+        check_step(1, norms, dtype, GRADIENT_NORM)
+    else:
+        with pytest.raises(LossParityError, match=r"the gradient norm of step 1 is"):
+            check_step(1, norms, dtype, GRADIENT_NORM)
 
 
 def test_dropout_is_off_inside_and_back_outside() -> None:

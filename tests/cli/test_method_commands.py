@@ -271,22 +271,31 @@ def test_an_audit_of_preferences_counts_both_sides(material: Material, capsys: p
     assert all(sides[name]["error"] is None for name in ("stock", "fastpack")), capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["dpo", "reward", "kto"])
-def test_bench_measures_both_sides_of_a_command(material: Material, command: str) -> None:
+@pytest.mark.parametrize("command", ["dpo", "reward", "kto", "grpo", "rloo"])
+def test_bench_measures_both_sides_of_a_command(
+    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     from fastpack_trl.cli.main import main
 
+    monkeypatch.chdir(material.folder)
     path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
     words = ["--config", path, "--trainer", command, "--pairs", "2", "--json", record]
     assert main(["bench", *map(str, words)]) == 0
     (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
     assert row["gate"] is not None
     assert all(row["sides"][side]["seconds"]["median"] > 0 for side in ("stock", "fastpack"))
+    generates = METHODS[command].scores_rewards
+    assert row["gate"]["figure"] == ("gradient norm" if generates else "loss")
+    assert all(value > 0 for step in row["gate"]["steps"] for value in step.values())
+    assert row["loss_difference"] <= row["gate"]["tolerance"]
+    assert row["documents"]["count"] > 0
+    assert ("completions and rewards are made up" in capsys.readouterr().out) == generates
 
 
 @pytest.mark.parametrize(
     ("command", "words", "says"),
     [
-        ("grpo", "", "grpo generates its own: time whole "),
+        ("grpo", "--use_vllm True", "bench times the learner alone, on made-up completions: give --use_vllm False"),
         ("dpo", "--ablate", "--ablate and the baseline rebuild are of `sft`: this YAML is for dpo"),
         ("dpo", "--baseline rebuild", "--ablate and the baseline rebuild are of `sft`"),
         ("dop", "", "--trainer 'dop' does not exist; did you mean 'dpo'?"),

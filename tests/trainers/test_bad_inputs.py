@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from preference_material import assert_same, both, build, name_on_disk, pairs, trained
@@ -105,6 +106,30 @@ def test_rewards_with_margins(tmp_path: Path) -> None:
 def test_every_loss_of_kto(loss: str, precomputed: bool, tmp_path: Path) -> None:
     ours, stock = both("KTO", tmp_path, loss_type=loss, precompute_ref_log_probs=precomputed, **SHORT)
     assert on_rows(ours)
+    assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_batch_that_is_copied_on_its_way_is_known_and_an_edited_one_is_stocks(
+    edited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where several processes run on CPUs KTO copies its batch to ``cpu:0``, and tensors are never there."""
+    monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cpu:0")))
+    edits: list[bool] = []
+
+    def edit(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        if edited:
+            inputs["input_ids"][:, -1] = 5
+            edits.append(True)
+        return logps(self, model, inputs, *args)
+
+    logps = trl.KTOTrainer._compute_kl_logps
+    monkeypatch.setattr(trl.KTOTrainer, "_compute_kl_logps", edit)
+    edit.__module__ = trl.KTOTrainer.__module__
+    ours, stock = both("KTO", tmp_path, **SHORT)
+    rows = ours._fastpack_rows
+    assert rows.ran > 0
+    assert (rows.missed > 0) == edited == bool(edits)
     assert_same(ours, stock)
 
 

@@ -1,0 +1,63 @@
+"""Steps of trainers that generate: made-up completions and rewards, and a gate that sees another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preference_material import build
+from trainer_material import make_tokenizer
+
+from fastpack_trl.bench.compare import in_turn
+from fastpack_trl.bench.learner import learner_alone
+from fastpack_trl.bench.parity import LossParityError
+from fastpack_trl.bench.side import RoundPlan
+from fastpack_trl.recipe.methods import METHODS
+from fastpack_trl.testing import tiny_model
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_what_is_made_up_is_that_of_the_step_and_gone_afterwards(tmp_path: Path, name: str) -> None:
+    trainer = build(name, tmp_path, fast=False, max_completion_length=20)
+    prompts: Any = [[5, 6, 7]] * 40
+    own = dict(vars(trainer))
+    with learner_alone(trainer):
+        found = []
+        for trainer._step in (0, 0, 1):
+            made = trainer._generate_single_turn(prompts, None, {}, *[4] * (name == "GRPO"))
+            completions, logprobs = made if name == "GRPO" else (made, None)
+            assert logprobs is None
+            found.append((completions, trainer._calculate_rewards([], prompts, [], []).tolist()))
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+    assert found[0][1] != found[2][1]
+    assert {len(each) for each in found[0][0]} <= set(range(3, 21))
+    tokenizer = make_tokenizer()
+    special = set(tokenizer.all_special_ids)
+    assert all(each[-1] == tokenizer.eos_token_id and not special & set(each[:-1]) for each in found[0][0])
+    assert {**vars(trainer), "_step": own["_step"]} == own
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path, beta: float) -> None:
+    """Its loss would not: advantages sum to zero, and the ratio of a model to itself is one."""
+
+    def make(trainer_class: Any, config_class: Any, **changes: Any) -> Any:
+        more = {"beta": beta, "bf16": False, "max_steps": changes.pop("max_steps")}
+        fast = trainer_class.__name__.startswith("Fast")
+        trainer = build("GRPO", tmp_path, fast=fast, model=tiny_model("qwen3"), config=config_class, **more, **changes)
+        if fast and wrong:
+            with torch.no_grad():
+                trainer.model.get_base_model().lm_head.weight.mul_(1.01)
+        return trainer
+
+    plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
+    wrong = False
+    (row,), complete = in_turn(make, plan, ("stock", "fastpack"), False, METHODS["grpo"])
+    assert complete
+    assert (row["gate"]["figure"], row["made_up"]) == ("gradient norm", "completions and rewards")
+    wrong = True
+    with pytest.raises(LossParityError, match="the gradient norm of step 1"):
+        in_turn(make, plan, ("stock", "fastpack"), False, METHODS["grpo"])
