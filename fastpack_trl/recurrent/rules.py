@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+from fastpack_trl.model.mixers import Scan
 from fastpack_trl.packing.chunks import CHUNK, Chunks
 from fastpack_trl.recurrent.delta import ScalarDecay, Tokens
 from fastpack_trl.recurrent.kimi import ChannelDecay
@@ -86,10 +87,8 @@ def _like_row(_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
-    """Count the products of a forward: with themselves, with the inverse, with a state."""
     size, width = query.shape[-1], value.shape[-1]
-    inside = query.shape[1] * 2 * size + value.shape[1] * (CHUNK // 3 + size + 2 * width)
-    return int(2 * query.shape[0] * (CHUNK * inside + value.shape[1] * 3 * size * width))
+    return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
 
 
 def _backward_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
