@@ -68,8 +68,9 @@ class ModelFlops:
     Counted exactly: every ``Linear`` (bitsandbytes' 4-bit ones by their features; PEFT's LoRA pair, only the active
     adapters; of `modules_to_save` the copy in use), GPT-2's ``Conv1D``, routers, experts (tokens x top-k), attention
     (both products, query heads, so that grouped keys count as torch counts them), convolution and scan of the recurrent
-    layers that pack (`model/mixers.py`), and the head. Embeddings are look-ups and count nothing. In the backward pass a weight's gradient counts where the weight is trainable, an
-    input's where something before it is, or where ``enable_input_require_grads`` says so.
+    layers that pack (`model/mixers.py`), and the head. Embeddings are look-ups and count nothing. In the backward pass
+    a weight's gradient counts where the weight is trainable, an input's where something before it is, or where
+    ``enable_input_require_grads`` says so.
 
     The head of TRL's chunked loss is three products where it is trained: logits, gradient of the hidden states,
     gradient of the weight; the logits are made again in the backward pass (`StepFlops.head_recompute`), unless

@@ -78,26 +78,26 @@ def _of(arguments: tuple[Any, ...]) -> _Rule:
     return _Rule(arguments[:5], arguments[5], Chunks(*arguments[6:]))
 
 
-def _like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
 
 
-def _like_row(_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def like_row(_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in arguments[:5])
 
 
-def _flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
+def delta_flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
     size, width = query.shape[-1], value.shape[-1]
     return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
 
 
-def _backward_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
-    return 3 * _flops(*arguments)  # once to make it again
+def delta_gradient_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
+    return 3 * delta_flops(*arguments)  # once to make it again
 
 
-_forward = operator(delta_rule_forward, fake=_like_value, flops=_flops, signature=f"({_ROW}) -> Tensor")
+_forward = operator(delta_rule_forward, fake=like_value, flops=delta_flops, signature=f"({_ROW}) -> Tensor")
 _backward = operator(
-    delta_rule_backward, fake=_like_row, flops=_backward_flops,
+    delta_rule_backward, fake=like_row, flops=delta_gradient_flops,
     signature=f"(Tensor grad, {_ROW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 
